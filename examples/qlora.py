@@ -17,5 +17,5 @@ study = fp.Study(
     train={"rounds": 3, "lr": 1e-2, "batch_size": 12, "epochs": 4},
 )
 run = fp.run_study(study)
-print(run.metrics.to_pandas()[["round", "loss", "up", "down"]])
+print(run.metrics.to_pandas()[["round", "loss", "upload_bytes", "download_bytes"]])
 print(fp.verify_run(run.folder)[1])

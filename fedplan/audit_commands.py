@@ -16,7 +16,7 @@ def verify_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Verify a run: frozen tensors unchanged, private tensors not sent, bytes as explained.
+    """Verify a run: frozen tensors unchanged, private tensors not sent, bytes as forecast.
 
     The exit code is 1 if a check fails.
     """
@@ -25,7 +25,7 @@ def verify_command(
     with print_errors():
         faults, summary = verify_run(folder)
     if as_json:
-        print_json({"sound": not faults, "faults": list(faults), "checked": summary})
+        print_json({"passed": not faults, "faults": list(faults), "summary": summary})
     else:
         for fault in faults[:20]:
             Console(stderr=True).print(fault, style="red", markup=False)
@@ -59,7 +59,7 @@ def export_command(
     with print_errors():
         loading_code = export_run(folder, output, client, key, adapter=adapter, best=best)
     if as_json:
-        print_json({"folder": str(output), "load": loading_code})
+        print_json({"folder": str(output), "loading_code": loading_code})
     else:
         Console(soft_wrap=True).print(
             f"Written. Load it: {loading_code}", markup=False, highlight=False
@@ -88,9 +88,9 @@ def egress_command(
     folder: Annotated[Path, typer.Argument(help="A site's state folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """At a site: list every byte that left it, by round and part, and the plan it agreed to.
+    """At a site: list the bytes that left the site, by round and part, and the agreed plan.
 
-    The site's record is verified first; if its hash chain is broken, only that is reported.
+    The site's egress log is verified first; if its hash chain is broken, only that is reported.
     """
     from fedplan.reports.egress_report import read_egress_report
 

@@ -48,44 +48,39 @@ SitesOption = Annotated[
 
 
 class Group(TyperGroup):
-    """A command group that shows the help of arguments with every supported version of click."""
+    """A command group that shows the help of arguments with every supported version of click.
+
+    `attrs` are those of typer's group; use as `cls=` of a `typer.Typer`.
+    """
 
     def __init__(self, **attrs: Any) -> None:
         # The standalone click package suggests similar commands itself; typer would repeat that.
         standalone_click = TyperGroup.__mro__[1].__module__.startswith("click.")
         attrs["suggest_commands"] = not standalone_click
         super().__init__(**attrs)
-        for each in self.commands.values():
-            if isinstance(each, TyperCommand):
-                _restore_argument_help(each)
-
-
-def _restore_argument_help(command: TyperCommand) -> None:
-    """Set the help of each argument of a command from its annotation, in place.
-
-    click 8.5 has its own `help` attribute of arguments, which hides that of older typers. Newer
-    typers bundle click, so this module must not import click itself.
-    """
-    hints = get_type_hints(unwrap(cast("Any", command.callback)), include_extras=True)
-    for param in command.params:
-        metadata = get_args(hints.get(param.name or ""))
-        help_texts = [each.help for each in metadata if isinstance(each, ArgumentInfo)]
-        if isinstance(param, TyperArgument) and help_texts:
-            param.help = help_texts[0]
+        # click 8.5 has its own `help` attribute of arguments, which hides that of older typers.
+        # Newer typers bundle click, so this module must not import click itself.
+        for each in (c for c in self.commands.values() if isinstance(c, TyperCommand)):
+            hints = get_type_hints(unwrap(cast("Any", each.callback)), include_extras=True)
+            for param in each.params:
+                metadata = get_args(hints.get(param.name or ""))
+                help_texts = [info.help for info in metadata if isinstance(info, ArgumentInfo)]
+                if isinstance(param, TyperArgument) and help_texts:
+                    param.help = help_texts[0]
 
 
 def command_group(help_text: str) -> typer.Typer:
-    """Return an empty group of commands; fill it by `command`."""
+    """Return an empty group of commands with a help text; add commands by `command`."""
     return typer.Typer(help=help_text, cls=Group, no_args_is_help=True)
 
 
 def command(
     app: typer.Typer, *examples: str, name: str = ""
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Return a decorator that adds a function as a command of an app or group.
+    """Return a decorator that adds a function as a command of an app or group, and returns it.
 
-    The command is called `name`, or as the function without its ending `_command`.
-    Its help ends in the examples, each written as typed after `fedplan`.
+    The command is called `name`, by default the function's name without `_command` and with `-` for
+    `_`. The help of the command ends in `examples`, each written as typed after `fedplan`.
     """
     title = "Example:" if len(examples) == 1 else "Examples:"
     epilog = "\n\n".join([title, *(f"fedplan {example}" for example in examples)])
@@ -98,14 +93,14 @@ def command(
 
 
 def print_json(value: Any) -> None:
-    """Print a value as one JSON document; NaN and infinite numbers become null."""
+    """Print a value to stdout as one JSON document; NaN and infinite numbers become null."""
     typer.echo(json.dumps(replace_nonfinite(value), indent=1))
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Return a copy of nested dicts and lists with None in place of NaN and infinite floats.
+    """Return a copy of a JSON-like value with None in place of NaN and infinite floats.
 
-    Keys become strings, and tuples become lists.
+    In nested dicts and lists, keys become strings and tuples become lists.
     """
     if isinstance(value, Mapping):
         return {str(k): replace_nonfinite(v) for k, v in cast("Mapping[Any, Any]", value).items()}
@@ -116,10 +111,10 @@ def replace_nonfinite(value: Any) -> Any:
 
 @contextmanager
 def print_errors() -> Generator[None]:
-    """Turn errors of the body into a message on stderr and the exit status of the command.
+    """Turn errors of the body into a red message on stderr and the exit status of the command.
 
-    Handles FedplanError (exits with its `exit_code`), and OSError, RecursionError and MemoryError
-    (exit with 2). Other errors, and BrokenPipeError, pass through.
+    Raises typer.Exit with the error's `exit_code` for FedplanError, with 2 for OSError,
+    RecursionError and MemoryError. BrokenPipeError and other errors pass through.
     """
     exit_code = FedplanError.exit_code
     try:

@@ -9,13 +9,12 @@ from typing import Self
 class FedplanError(Exception):
     """Base class of all errors that fedplan raises on purpose.
 
-    `code`: an error code of `federation.error_codes`. A site sends only the code to the server,
-    because the message may quote training data.
-    `exit_code`: exit status of a command that fails with this error: 2 for a mistake of the user,
-    1 for a failed check.
+    `code` is an error code of `federation.error_codes`: a site sends only the code to the server,
+    because the message may quote training data. `exit_code` is the exit status of a command that
+    fails with this error: 2 for a mistake of the user, 1 for a failed check.
     """
 
-    code = "fault"
+    code = "internal"
     exit_code = 2
 
     def with_code(self, code: str) -> Self:
@@ -25,26 +24,22 @@ class FedplanError(Exception):
 
 
 class TextError(FedplanError):
-    """A text that cannot be parsed or used.
+    """A text that cannot be parsed or used, such as a plan.
 
-    `position` is the offset of the error in `source`; if it is not None, the message ends with the
-    source line and a caret under that character.
+    If `position` (an offset in the text `source`) is not None, two lines follow the message: the
+    source line, cut to 76 characters, and a caret under the character. The attributes `message`,
+    `source` and `position` are the arguments, unchanged.
     """
 
     def __init__(self, message: str, *, source: str = "", position: int | None = None) -> None:
         self.message, self.source, self.position = message, source, position
-        super().__init__(message if position is None else f"{message}\n{self._pointer()}")
-
-    def _pointer(self) -> str:
-        """Return the source line at `position`, cut to 76 characters, and a line with a caret."""
-        position = self.position or 0
-        start = self.source.rfind("\n", 0, position) + 1
-        end = self.source.find("\n", position)
-        line = self.source[start : end if end >= 0 else len(self.source)]
-        column = position - start
-        if column > 60:
-            line, column = "..." + line[column - 40 :], 43
-        return f"  {line[:76].replace(chr(9), ' ')}\n  {' ' * column}^"
+        if position is not None:
+            start, end = source.rfind("\n", 0, position) + 1, source.find("\n", position)
+            line, column = source[start : end if end >= 0 else len(source)], position - start
+            if column > 60:
+                line, column = "..." + line[column - 40 :], 43
+            message += f"\n  {line[:76].replace(chr(9), ' ')}\n  {' ' * column}^"
+        super().__init__(message)
 
 
 class PlanError(TextError):

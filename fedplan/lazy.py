@@ -11,11 +11,11 @@ from typing import Any
 def lazy_exports(
     package: str, names_by_module: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package that imports its public names on first use.
+    """Return `__getattr__` and `__dir__` for a package that imports public names on first use.
 
     `names_by_module` maps a module, relative to the package, to its public names, separated by
-    spaces. Names under "" are subpackages. The returned `__getattr__` raises AttributeError for
-    any other name.
+    spaces. Names under "" are subpackages. The returned `__getattr__` imports the module and
+    returns its attribute; it raises AttributeError for a name that is in no module's list.
     """
     module_of = {
         name: module for module, names in names_by_module.items() for name in names.split()

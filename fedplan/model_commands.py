@@ -87,10 +87,14 @@ def explain_command(
     """
     if model.endswith(".toml") and not plan:
         with print_errors():
-            if options := _typed_options(context):
-                raise FedplanError(
-                    f"{model} is a study file, which has its own settings: leave out {options[0]}"
-                )
+            for param in context.command.params:
+                source = context.get_parameter_source(param.name or "")
+                typed = source is not None and source.name == "COMMANDLINE"
+                if typed and param.name not in ("model", "as_json"):
+                    raise FedplanError(
+                        f"{model} is a study file, which has its own settings: leave out "
+                        f"{param.opts[0]}"
+                    )
         return _explain_study(Path(model), as_json=as_json)
     with print_errors():
         if not batch_size and (
@@ -119,17 +123,11 @@ def explain_command(
         Console().print(explanation)
 
 
-def _typed_options(context: typer.Context) -> list[str]:
-    """Return the options that were typed on the command line, except --json."""
-    sources = {
-        param: context.get_parameter_source(param.name or "") for param in context.command.params
-    }
-    typed = [param for param, source in sources.items() if source and source.name == "COMMANDLINE"]
-    return [param.opts[0] for param in typed if param.name not in ("model", "as_json")]
-
-
 def _explain_study(file: Path, *, as_json: bool) -> None:
-    """Print the explanation and the privacy statement of a study file."""
+    """Print the explanation of a study file, and its privacy statement if it has one.
+
+    With `as_json` prints one JSON object. Errors are printed and end the process.
+    """
     from fedplan.reports.explain_study import explain_study
 
     with print_errors():

@@ -30,17 +30,17 @@ _ALLOWED_PACKAGES: ContextVar[frozenset[str] | None] = ContextVar("allowed", def
 
 
 class UnknownName(FedplanError):
-    """A name that is not defined here, or that this site does not allow a study to import."""
+    """A name that is not defined here, or that this site does not let a study import."""
 
     code = "unknown-name"
 
 
 @dataclass(frozen=True)
 class NamedObject(Generic[T]):
-    """An object found by name, and its origin.
+    """An object found by name, and its origin; returned by `Registry.find`.
 
-    `origin`: "fedplan", "package 1.2" (an entry point) or "package.module".
-    `module`: the module that defines the name; "" for names of fedplan itself.
+    `value`: the object, such as a function. `origin`: "fedplan", "package 1.2" (an entry point) or
+    "package.module". `module`: the module that defines the name; "" for names of fedplan itself.
     """
 
     name: str
@@ -52,38 +52,36 @@ class NamedObject(Generic[T]):
     def code_fingerprint(self) -> str:
         """Origin and digests of the source code behind the name; "" for names of fedplan itself.
 
-        Two sites whose packages differ in any Python file get different fingerprints. Code without
-        a file, as in a notebook, has the digest of an empty text.
+        A digest covers all Python files of a top-level package: sites with different code get
+        different fingerprints. Code without a file, as in a notebook, is not covered: its digest is
+        that of no bytes.
         """
         if not self.module:
             return ""
-        packages = [module.partition(".")[0] for module in (self.module, _module_of(self.value))]
-        digests = {
-            package: _package_digest(package)
-            for package in packages
-            if package and package != BUILT_IN
-        }
+        digests = dict[str, str]()
+        for module in (self.module, _module_of(self.value)):
+            package = module.partition(".")[0]
+            if not package or package == BUILT_IN:
+                continue
+            spec = find_spec(package) if package != "__main__" else None
+            folders = list(spec.submodule_search_locations or ()) if spec else []
+            digest = hashlib.sha256()
+            for folder in map(Path, folders):
+                for file in sorted(folder.rglob("*.py")):
+                    path = file.relative_to(folder).as_posix().encode()
+                    digest.update(path + b"\0" + file.read_bytes())
+            if spec and not folders and spec.origin and Path(spec.origin).is_file():
+                digest.update(Path(spec.origin).read_bytes())
+            digests[package] = digest.hexdigest()[:16]
         return f"{self.origin} {digests}"
-
-
-def _package_digest(package: str) -> str:
-    """Return the first 16 hex digits of SHA-256 over all Python files of a top-level package."""
-    spec = find_spec(package) if package != "__main__" else None
-    digest, folders = hashlib.sha256(), list(spec.submodule_search_locations or ()) if spec else []
-    for folder in map(Path, folders):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
-    if spec and not folders and spec.origin and Path(spec.origin).is_file():
-        digest.update(Path(spec.origin).read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @contextmanager
 def allow_imports(packages: Iterable[str]) -> Generator[None]:
-    """Restrict imports by name, inside the context, to some top-level packages.
+    """Let `Registry.find` import only from these top-level packages during the body.
 
     Packages that declare a fedplan entry point stay allowed, since the site's owner installed them
-    as plug-ins. Any other import raises UnknownName.
+    as plug-ins. For any other package `Registry.find` raises UnknownName.
     """
     # A study from the network may name any module, and importing a module runs its code.
     token = _ALLOWED_PACKAGES.set(frozenset(packages))
@@ -95,14 +93,13 @@ def allow_imports(packages: Iterable[str]) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """Objects of one kind by name: built-in, registered in this process, or from other packages.
+    """Objects of one kind by name: built-in, registered in this process, or of other packages.
 
-    Other packages declare theirs by an entry point of `group`, or are named as
-    `package.module:attribute`. No other object can replace a built-in one.
-
-    `kind`: the word for messages, such as "method".
-    `built_in`: fedplan's own objects by name; `owner` is their origin.
-    `registered`: objects added by `register`.
+    `find` returns an object, `make` calls the object, `register` adds an object. Objects of other
+    packages are declared by an entry point of `group`, or named as `package.module:attribute` in a
+    study. No object can replace a built-in one.
+    `kind`: the word for messages, such as "method". `built_in`: fedplan's own objects by name;
+    `owner`: the origin of these. `registered`: objects added by `register`.
     """
 
     kind: str
@@ -116,11 +113,11 @@ class Registry(Generic[T]):
         return f"fedplan.{self.kind.replace(' ', '_')}s"
 
     def find(self, name: str) -> NamedObject[T]:
-        """Return the object of a name, importing its module if necessary.
+        """Return the object of a name with its origin; imports the module of a plug-in.
 
         Searches built-in names, names registered in this process, entry points, then
         `package.module:attribute`. Raises UnknownName if the name is not defined, is offered by two
-        packages, cannot be imported, is not callable, or is not allowed here.
+        packages, cannot be imported, is not callable, or is not allowed here (see `allow_imports`).
         """
         if name in self.built_in:
             return NamedObject(name, self.built_in[name], self.owner)
@@ -137,24 +134,33 @@ class Registry(Generic[T]):
             (point,) = points
             return NamedObject(name, self._load(name, point), _distribution_of(point), point.module)
         if import_path := _IMPORT_PATH.fullmatch(name):
-            return NamedObject(
-                name, self._import(name, import_path[1]), import_path[1], import_path[1]
-            )
-        raise self.unknown_error(name)
+            module = import_path[1]
+            _require_allowed_package(self.kind, name, module)
+            value = self._load(name, EntryPoint(name, name, self.group))
+            # Rejects `package.module:system` of a module with `from os import system`, too.
+            if (defined_in := _module_of(value)).partition(".")[0] != BUILT_IN:
+                _require_allowed_package(self.kind, name, defined_in)
+            return NamedObject(name, value, module, module)
+        raise UnknownName(
+            unknown_name_message(self.kind, name, self.origins())
+            + "; one of your own is named as package.module:attribute, or is offered by an "
+            f"installed package (entry point {self.group})"
+        )
 
     def register(self, name: str, value: T) -> None:
-        """Add an object under a name, in this process only; every site must register the same one.
+        """Add the object `value` under a name, in this process only; every site must do the same.
 
-        Raises FedplanError if another object has the name.
+        Raises FedplanError if the name has another object, built-in or registered.
         """
         if {**self.registered, **self.built_in}.get(name, value) is not value:
+            article = "an" if self.kind[0] in "aeiou" else "a"
             raise FedplanError(
-                f"there is {_with_article(self.kind)} {name!r} already: give yours another name"
+                f"there is {article} {self.kind} {name!r} already: give yours another name"
             )
         self.registered[name] = value
 
     def origins(self) -> dict[str, str]:
-        """Return every known name with its origin, without importing anything."""
+        """Return every known name with the origin of its object, without importing anything."""
         installed = dict[str, str]()
         for point in sorted(self._entry_points(), key=_distribution_of):
             others = f"{installed[point.name]} and " if point.name in installed else ""
@@ -163,7 +169,7 @@ class Registry(Generic[T]):
         return {**installed, **registered, **dict.fromkeys(self.built_in, self.owner)}
 
     def make(self, name: str, settings: Mapping[str, Any] | None = None) -> Any:
-        """Call the factory of a name with the settings as keyword arguments, and return its result.
+        """Call the object of a name with the settings as keyword arguments, and return the result.
 
         Raises UnknownName for an unknown name, and FedplanError for settings that
         `require_settings` rejects.
@@ -172,26 +178,13 @@ class Registry(Generic[T]):
         require_settings(name, factory, settings or {})
         return factory(**(settings or {}))
 
-    def unknown_error(self, name: str) -> UnknownName:
-        """Return the error for an undefined name; its message suggests the closest known name."""
-        return UnknownName(
-            unknown_name_message(self.kind, name, self.origins()) + f"; {self._remedy}"
-        )
-
-    @property
-    def _remedy(self) -> str:
-        return (
-            f"one of your own is named as package.module:attribute, or is offered by an installed "
-            f"package (entry point {self.group})"
-        )
-
     def _entry_points(self) -> list[EntryPoint]:
         return list(entry_points(group=self.group))
 
     def _load(self, name: str, point: EntryPoint) -> Any:
-        """Load an entry point and return its object.
+        """Import the object of an entry point, and return the object; `name` is for messages.
 
-        Raises UnknownName if the import raises anything, or if the object is not callable.
+        Raises UnknownName if the import raises any Exception, or if the object is not callable.
         """
         try:
             value = point.load()
@@ -204,21 +197,12 @@ class Registry(Generic[T]):
             raise UnknownName(f"the {self.kind} {name!r} is {value!r:.60}, which is not callable")
         return value
 
-    def _import(self, name: str, module: str) -> Any:
-        """Import `package.module:attribute` and return the object.
-
-        Raises UnknownName unless both the named module and the module that defines the object are
-        allowed. So `package.module:system` with `from os import system` in it is rejected.
-        """
-        _require_allowed_package(self.kind, name, module)
-        value = self._load(name, EntryPoint(name, name, self.group))
-        if (defined_in := _module_of(value)).partition(".")[0] != BUILT_IN:
-            _require_allowed_package(self.kind, name, defined_in)
-        return value
-
 
 def unknown_name_message(kind: str, name: str, known_names: Iterable[str]) -> str:
-    """Return the message for an undefined name, with the closest known name or all known names."""
+    """Return the message for an undefined name, with the closest known name or all known names.
+
+    `kind`: the word for the name, such as "method".
+    """
     names = sorted(filter(None, known_names))
     by_lower_case = {each.lower(): each for each in names}
     close = get_close_matches(name.lower(), by_lower_case, n=1)
@@ -231,10 +215,10 @@ def unknown_name_message(kind: str, name: str, known_names: Iterable[str]) -> st
 
 
 def require_settings(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise FedplanError unless a factory can be called with these settings as keyword arguments.
+    """Raise FedplanError if a factory cannot be called with these settings as keyword arguments.
 
-    Each setting must be a parameter and have the type of its default (an int is accepted for a
-    float). Parameters without a setting need a default.
+    Each setting must be a parameter and have the type of the parameter's default (an int is
+    accepted for a float). Every parameter needs a default. `name`: the factory's name in messages.
     """
     try:
         params = {k: p for k, p in signature(factory).parameters.items() if p.kind not in _VARIADIC}
@@ -260,22 +244,23 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def _require_allowed_package(kind: str, name: str, module: str) -> None:
-    """Raise UnknownName if `allow_imports` is active and excludes the module's package."""
+    """Raise UnknownName if `allow_imports` is active and excludes the top package of a module.
+
+    Packages that declare any fedplan entry point are allowed. `kind` and `name`: for the message.
+    """
     allowed, top = _ALLOWED_PACKAGES.get(), module.partition(".")[0]
-    if allowed is None or top in allowed or top in _plugin_packages():
+    if allowed is None or top in allowed:
         return
+    all_points = entry_points()
+    for group in all_points.groups:
+        points = all_points.select(group=group) if group.startswith("fedplan.") else ()
+        if any(point.module.partition(".")[0] == top for point in points):
+            return
     raise UnknownName(
         f"the {kind} {name!r} is in {top!r}, which this site does not let a study import: install "
-        f'a package that offers it to fedplan, or allow it in its site.toml: allow = ["{top}"]'
+        "a package that offers it to fedplan, or set in the site's site.toml: "
+        f'allow_packages = ["{top}"]'
     )
-
-
-def _plugin_packages() -> set[str]:
-    """Return the top-level packages that declare any fedplan entry point."""
-    all_points = entry_points()
-    groups = [group for group in all_points.groups if group.startswith("fedplan.")]
-    points = (point for group in groups for point in all_points.select(group=group))
-    return {point.module.partition(".")[0] for point in points}
 
 
 def _distribution_of(point: EntryPoint) -> str:
@@ -288,7 +273,3 @@ def _module_of(value: Any) -> str:
     while isinstance(value, partial):
         value = cast("Any", value).func
     return str(getattr(value, "__module__", None) or type(value).__module__)
-
-
-def _with_article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

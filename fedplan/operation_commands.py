@@ -141,7 +141,7 @@ def stop_command(
     with print_errors():
         snapshot = stop_run(folder, at_once=now)
     if as_json:
-        return print_json({"stop": "now" if now else "round", **snapshot.json()})
+        return print_json({"stop": "now" if now else "after_round", **snapshot.json()})
     when = "at once" if now else f"after round {min(snapshot.round + 1, snapshot.status.rounds)}"
     message = f"Asked to stop {when}. Watch it end: fedplan attach {folder}"
     Console(soft_wrap=True, highlight=False).print(message, markup=False)
@@ -160,7 +160,7 @@ def attach_command(folder: RunFolder, as_json: JsonOption = False) -> None:
             raise typer.Exit(130) from None
         if as_json:
             return print_json(snapshot.json())
-        reason = f": {snapshot.status.why}" if snapshot.status.why else ""
+        reason = f": {snapshot.status.reason}" if snapshot.status.reason else ""
         console.print(
             f"The run is {snapshot.state}, after round {snapshot.round}{reason}.", markup=False
         )

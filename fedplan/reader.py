@@ -30,16 +30,17 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Grammar:
-    """A call language: its functions, constants and operators, and the error that it raises.
+    """A call language: functions, constants and operators, and the error for invalid texts.
 
-    `name`: for messages, such as "the plan language".
+    `read` parses a text. `name`: for messages, such as "the plan language".
     `calls`: functions by name; arguments are positional.
     `error`: a TextError class, raised with the position of the mistake.
-    `max_length`: the most characters of a text; `remedy` is the advice for a longer one.
+    `max_length`: the most characters of a text; `remedy`: advice for a longer text.
     `constants`: values of bare words.
-    `prefix`: one-operand operators by sign.
-    `infix`: operators by sign, loosest first; each joins a list of operands.
-    `check_pair`: raises `error` for two operands that an infix operator cannot join.
+    `prefix`: functions of one-operand operators by sign.
+    `infix`: functions of operators by sign, loosest first; each takes the list of operands.
+    `check_pair`: called with the first and each other operand of an infix operator; raises `error`
+    if these cannot be joined.
     """
 
     name: str
@@ -55,7 +56,8 @@ class Grammar:
     def read(self, text: str, convert: Callable[[Any], Any]) -> Any:
         """Parse a text that holds one value, and return `convert(value)`.
 
-        Raises the grammar's error for a mistake in the text, or if `convert` raises it.
+        Raises the grammar's error for a text that is too long or has a mistake, or if `convert`
+        raises that error.
         """
         self.require_short(text)
         return _Parser(self, text).whole(convert)
@@ -71,7 +73,11 @@ class Grammar:
 
 
 class _Parser:
-    """One pass over a text; `kind`, `token` and its offset `start` are the current token."""
+    """Recursive-descent parser of one text in a grammar; each method consumes the tokens it parses.
+
+    `kind`, `token` and `start` are kind, text and offset of the current token, `at` the offset
+    after that token. Call `whole` once. All methods raise the grammar's error at a mistake.
+    """
 
     def __init__(self, grammar: Grammar, text: str) -> None:
         self.grammar, self.text, self.at, self.depth = grammar, text, 0, 0
@@ -79,7 +85,7 @@ class _Parser:
         self.step()
 
     def step(self) -> None:
-        """Move to the next token; fail at a character that starts none."""
+        """Move to the next token; fail at a character that starts no token."""
         match = _TOKEN.match(self.text, self.at)
         assert match is not None and match.lastgroup is not None
         self.kind, self.token = match.lastgroup, match[match.lastgroup]
@@ -106,7 +112,7 @@ class _Parser:
         return self.build(convert, (value,), at=0)
 
     def build(self, function: Callable[..., Any], args: Iterable[Any], *, at: int) -> Any:
-        """Call a function; a grammar error without a position gets the position `at`."""
+        """Return `function(*args)`; a grammar error without a position gets the position `at`."""
         try:
             return function(*args)
         except self.grammar.error as error:
@@ -115,7 +121,10 @@ class _Parser:
             raise
 
     def value(self, level: int = 0) -> Any:
-        """Parse operands joined by the infix sign of this level, and return the joined value."""
+        """Parse operands joined by the infix sign of this level, and return the joined value.
+
+        Level 0 is the loosest operator; the level after the last is a single operand.
+        """
         if level == len(self.grammar.infix):
             return self.single()
         sign, join = [*self.grammar.infix.items()][level]
@@ -128,7 +137,7 @@ class _Parser:
         return join(operands) if len(operands) > 1 else operands[0]
 
     def single(self) -> Any:
-        """Parse one operand; fail if it is nested deeper than MAX_DEPTH."""
+        """Parse one operand; fail if the operand is nested deeper than MAX_DEPTH."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(f"nested more than {MAX_DEPTH} deep")
@@ -142,12 +151,19 @@ class _Parser:
         if kind == "end":
             self.fail("the text ends here, but a value is expected")
         self.step()
+        if kind == "name" and self.sees("("):
+            return self.call(token, start)
         if kind == "name":
-            return self.call(token, start) if self.sees("(") else self.word(token, start)
+            if token not in self.grammar.constants:
+                self.unknown(token, self.grammar.constants or self.grammar.calls, start)
+            return self.grammar.constants[token]
         if kind == "number":
             return self.number(token, start)
         if kind == "string":
-            return self.string(token, start)
+            try:
+                return json.loads(token) if token[0] == '"' else token[1:-1]
+            except ValueError:
+                self.fail("this string has an escape that is not JSON's", start)
         if token in self.grammar.prefix:
             return self.build(self.grammar.prefix[token], (self.single(),), at=start)
         if token == "(":
@@ -160,16 +176,11 @@ class _Parser:
             return self.cases(start)
         self.fail(f"{token!r} cannot stand here", start)
 
-    def word(self, token: str, start: int) -> Any:
-        """Return the value of a constant; fail if it is unknown."""
-        if token not in self.grammar.constants:
-            self.unknown(token, self.grammar.constants or self.grammar.calls, start)
-        return self.grammar.constants[token]
-
     def call(self, token: str, start: int) -> Any:
-        """Parse the arguments of a call and return the function's value.
+        """Parse the arguments of the function named `token`, and return the function's value.
 
-        Fails if the function is unknown or does not take that many arguments.
+        `start`: offset of the name, for errors. Fails if the function is unknown or does not take
+        that many arguments.
         """
         if token not in self.grammar.calls:
             self.unknown(token, self.grammar.calls, start)
@@ -186,9 +197,9 @@ class _Parser:
         return self.build(function, args, at=start)
 
     def cases(self, start: int) -> dict[str, Any]:
-        """Parse `{"name": value, ...}` after its opening brace, and return the dict.
+        """Parse `{"name": value, ...}` after the opening brace at offset `start`; return the dict.
 
-        Names are unique.
+        Fails if a name is not a string, or occurs twice.
         """
         cases = dict[str, Any]()
         while not self.sees("}"):
@@ -204,7 +215,10 @@ class _Parser:
         return cases
 
     def number(self, token: str, start: int) -> int | float:
-        """Return the int or float of a token; fail for an int of more than 10 characters."""
+        """Return the int or float of a token at offset `start`.
+
+        Fails for an int of more than 10 characters, and for a text such as "1.2.3".
+        """
         is_integer = token.lstrip("-").isdigit()
         if is_integer and len(token) > 10:
             self.fail("a number is too long", start)
@@ -213,29 +227,32 @@ class _Parser:
         except ValueError:
             self.fail(f"{token[:40]!r} is not a number: write such as 20 or 0.1", start)
 
-    def string(self, token: str, start: int) -> str:
-        """Return the text of a quoted token; double quotes take JSON's escapes."""
-        try:
-            return json.loads(token) if token[0] == '"' else token[1:-1]
-        except ValueError:
-            self.fail("this string has an escape that is not JSON's", start)
-
     def comma_or(self, closing: str, opening: int) -> None:
-        """Skip a comma, or stay at the closing sign; fail at any other token."""
+        """Skip a comma, or stay at the sign `closing`; fail at any other token.
+
+        `opening`: offset of the open bracket, for the error.
+        """
         if self.sees(","):
             self.step()
         elif not self.sees(closing):
             self.missing(f"a comma or {closing!r}", opening)
 
     def missing(self, expected: str, opening: int) -> NoReturn:
-        """Fail for a missing sign; at the end of the text, point at the open bracket."""
+        """Fail for a missing sign; at the end of the text, point at the open bracket.
+
+        `expected`: the sign in words. `opening`: offset of the bracket.
+        """
         if self.kind == "end":
             closing = {"(": ")", "[": "]", "{": "}"}.get(self.text[opening], "its bracket")
             self.fail(f"this is never closed: {closing} is missing", opening)
         self.fail(f"{expected} is missing before {self.token!r}")
 
     def unknown(self, token: str, names: Iterable[str], start: int) -> NoReturn:
-        """Fail for an unknown name with the closest names, or with some of the allowed ones."""
+        """Fail for the unknown name `token` at offset `start`, with the closest names.
+
+        Without a close name, the message lists eight of `names`; the name of a function without
+        brackets is reported as such.
+        """
         all_names = [*self.grammar.constants, *self.grammar.calls]
         close = get_close_matches(token.lower(), all_names, n=2, cutoff=0.6)
         hint = f"; it has {', '.join(sorted(names)[:8])}, ..."

@@ -63,7 +63,7 @@ def report_command(
         else:
             _report_runs(runs, output, watch, csv, png)
     if as_json:
-        print(json.dumps({"written": str(output), "faults": len(faults)}))
+        print(json.dumps({"file": str(output), "fault_count": len(faults)}))
     else:
         fault_count = f"; it lists {len(faults)} faults" if faults else ""
         Console(soft_wrap=True, highlight=False).print(
@@ -76,7 +76,11 @@ def report_command(
 def _report_runs(
     runs: Sequence[Path], output: Path, watch: float, csv: Path | None, png: Path | None
 ) -> None:
-    """Write the report of runs once, or every `watch` seconds until the runs end."""
+    """Write the HTML report of runs to `output`, once or every `watch` seconds until the runs end.
+
+    Folders of sweeps stand for their runs. `csv` and `png` are folders for the numbers and images
+    of the figures. Ctrl-C while watching raises typer.Exit(0).
+    """
     from fedplan.reports.figures.drawing import replace_control_chars
     from fedplan.reports.pages.run_report import report, watch_report
     from fedplan.sweeps.records import is_sweep

@@ -52,7 +52,7 @@ def revoke_command(
 
         revoked = read_superlink(server.absolute()).revoke(name)
     if as_json:
-        return print_json({"site": name, "revoked": revoked})
+        return print_json({"site": name, "revoked_keys": revoked})
     print(f"{name}: {revoked} keys revoked")
 
 

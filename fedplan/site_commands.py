@@ -62,7 +62,7 @@ def rejoin_command(
 
         allow_rejoin(read_site(site), run)
     if as_json:
-        print_json({"run": run, "rejoins": True})
+        print_json({"run": run, "rejoin_allowed": True})
 
 
 @command(site_commands, "site inbox")
@@ -104,10 +104,10 @@ def approve_command(
     print(f"Approved by {approval.approver}: {approval.study_digest}")
 
 
-@command(site_commands, "site refuse 3fa9c2 --why 'not our patients'")
+@command(site_commands, "site refuse 3fa9c2 --reason 'not our patients'")
 def refuse_command(
     digest: DigestArgument,
-    why: Annotated[
+    reason: Annotated[
         str, typer.Option(help="Reason, for this site's own record; it is not sent.")
     ] = "",
     site: SiteOption = Path(),
@@ -115,7 +115,7 @@ def refuse_command(
 ) -> None:
     """Refuse a study. The server learns that a person refused it, but not why."""
     with print_errors(), _open_approvals(site) as approvals:
-        approvals.refuse(digest, why)
+        approvals.refuse(digest, reason)
     if as_json:
         return print_json({"study": digest, "decision": "refused"})
     print("Refused.")
@@ -141,12 +141,12 @@ def policy_command(site: SiteOption = Path(), as_json: JsonOption = False) -> No
         for digest in approvals.inbox.digests():
             study = approvals.inbox.read_offer(digest).study
             row = {"study": digest, "name": study.name, "state": approvals.status_text(study)}
-            studies.append({**row, "against": list(approvals.violations(study))})
+            studies.append({**row, "violations": list(approvals.violations(study))})
     if as_json:
         return print_json({"policy": lines, "studies": studies})
     for entry in studies:
         lines += [f"\n{entry['study'][:12]}  {entry['name']}: {entry['state']}"]
-        lines += [f"  - {sentence}" for sentence in entry["against"]]
+        lines += [f"  - {sentence}" for sentence in entry["violations"]]
     for line in lines:
         Console(soft_wrap=True, highlight=False).print(line, markup=False)
 
@@ -184,7 +184,10 @@ def lock_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None
 
 
 def _only_waiting_study(approvals: Approvals) -> str:
-    """Return the digest of the only study that waits for approval; raise if there is not one."""
+    """Return the digest of the only study that waits for approval.
+
+    Raises FedplanError if none or several wait.
+    """
     rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
     waiting = [row["study"] for row in rows if row["state"].startswith("waits")]
     if len(waiting) != 1:
@@ -195,9 +198,9 @@ def _only_waiting_study(approvals: Approvals) -> str:
 
 @contextmanager
 def _open_approvals(folder: Path) -> Generator[Approvals]:
-    """Yield the approvals of the site in a folder.
+    """Yield the approvals of the site whose site.toml is in `folder`.
 
-    Inside the context, names in studies may import the packages that the site allows: comparing two
+    During the body, names in studies may import the packages that the site allows: comparing two
     studies needs the digests of their code.
     """
     from fedplan.runners.site import read_site

@@ -47,7 +47,7 @@ def study_command(
         options = StudyOptions(task, column, label, client, clients, method)
         findings = new_study(data, model, output, options)
     if as_json:
-        return print_json({"file": str(output), "found": findings})
+        return print_json({"file": str(output), "findings": findings})
     for line in findings:
         print(line)
     print(f"Written. Inspect it: fedplan data {output}. Run it: fedplan run {output} --output run")

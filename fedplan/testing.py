@@ -53,11 +53,11 @@ TRAIN_CONFIG = TrainConfig(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps
 def check_method(
     method: Method, model: nn.Module, examples: Mapping[str, Examples], loss: Loss
 ) -> None:
-    """Check a method for a few rounds; raise AssertionError if it breaks a guarantee.
+    """Run a method for a few rounds; raise AssertionError if it breaks a guarantee of fedplan.
 
-    Trains a copy of the model; the model itself is not changed.
-    `examples`: training data of two or more clients by name; with fewer, raises ValueError.
-    `loss`: called with the model and a batch.
+    Trains copies of the model in temporary folders; the model itself is not changed. `examples` is
+    the training data of two or more clients by name (with fewer, raises ValueError); `loss` is
+    called with the model and a batch.
     """
     if len(examples) < 2:
         raise ValueError("give the examples of two or more clients")
@@ -70,7 +70,12 @@ def check_method(
 
 
 class _MethodCase:
-    """A method on a copy of a model, with its agreement, and a temporary folder for its runs."""
+    """A method under test: a deep copy of the model with the method's adapters, and an agreement.
+
+    `examples` and `loss` are as in `check_method`; `folder` is an existing temporary folder for
+    runs. Checks call `federation` for a new federation, and `roles` for the roles that the plan
+    permits.
+    """
 
     def __init__(
         self,
@@ -90,21 +95,20 @@ class _MethodCase:
     def federation(
         self, run: str = "a", *, examples: Mapping[str, Examples] | None = None
     ) -> Federation:
-        """Return a new federation in the folder of a run; run "b" stores no replies of clients."""
+        """Return a new federation on the examples, all by default, in the subfolder `run`.
+
+        The subfolder is created if missing. Run "b" stores no replies of clients.
+        """
+        (self.folder / run).mkdir(exist_ok=True)
         return Federation(
             self.agreement,
             copy.deepcopy(self.model),
             examples or self.examples,
             self.loss,
-            self._run_folder(run),
+            self.folder / run,
             rounds=ROUNDS,
             keep_replies=run != "b",
         )
-
-    def _run_folder(self, run: str) -> Path:
-        """Create and return the folder of a run."""
-        (self.folder / run).mkdir(exist_ok=True)
-        return self.folder / run
 
     def roles(self, turn: Turn) -> dict[str, Role]:
         """Return the role that the plan permits in a turn, by param key."""
@@ -113,9 +117,10 @@ class _MethodCase:
 
 
 def check_only_shared_params_are_sent(case: _MethodCase) -> None:
-    """Check that a client sends exactly its SHARE params, and gets personal params at most once.
-    ROLE_BY_LETTER
-        The server sends the global value of a personal param only before the client first owns it.
+    """Check that a client sends exactly its SHARE params, and gets no param that it owns.
+
+    A client owns a param after the first round in which the param is personal. In that round the
+    server may send the global value, if this is newer than the initial value.
     """
     federation, owned = case.federation(), {name: set[str]() for name in case.examples}
     for _ in range(ROUNDS):
@@ -123,9 +128,8 @@ def check_only_shared_params_are_sent(case: _MethodCase) -> None:
         assert not round_state.rejected, round_state.rejected
         for client, request in round_state.cohort.items():
             permitted, record = case.roles(request.turn), round_state.records[client]
-            roles = dict(
-                zip(permitted, (ROLE_BY_LETTER[letter] for letter in record.roles), strict=True)
-            )
+            letters = (ROLE_BY_LETTER[letter] for letter in record.roles)
+            roles = dict(zip(permitted, letters, strict=True))
             reply = federation.clients[client].journal.reply_for(request.name)
             assert reply is not None
             sent = {param_key(k) for k in reply[0]}
@@ -139,7 +143,7 @@ def check_only_shared_params_are_sent(case: _MethodCase) -> None:
 
 
 def check_ledger_shows_frozen_params(case: _MethodCase) -> None:
-    """Check that the ledger verifies: FREEZE and HOLD params are unchanged, bytes as forecast."""
+    """Check that the ledger of a run verifies: frozen params are unchanged, bytes as forecast."""
     federation = case.federation()
     for _ in range(ROUNDS):
         federation.commit(federation.run_round())
@@ -148,102 +152,86 @@ def check_ledger_shows_frozen_params(case: _MethodCase) -> None:
 
 
 def check_mean_over_senders(case: _MethodCase) -> None:
-    """Check that a param sent by one client gets its value, and others keep theirs."""
+    """Check a round with one client: sent params get the sent values, others are unchanged."""
     federation = case.federation()
     client, *_ = federation.clients
     agreement = replace(federation.agreement, method=replace(case.method, server_optimizer=mean()))
     federation.server.agreement = agreement  # server and clients must agree on the server optimizer
-    global_state = GlobalState.initial(agreement, federation.server.start)
-    round_state = RoundState(
-        {client: make_request(agreement, global_state, client, {})},
-        MeanAggregator(agreement, global_state.values, 2),
-    )
+    state = GlobalState.initial(agreement, federation.server.start)
+    cohort = {client: make_request(agreement, state, client, {})}
+    round_state = RoundState(cohort, MeanAggregator(agreement, state.values, 2))
     federation.poll_clients(round_state)
     update = train_round(agreement, federation.clients[client], round_state.cohort[client])
-    accept_update(agreement, global_state, round_state, update)
-    next_state = close_round(
-        agreement, global_state, round_state, round_state.aggregator.close(), later=set()
-    )
-    base = {k: global_state.values[k] for k in {param_key(k) for k in update.values}}
+    accept_update(agreement, state, round_state, update)
+    total = round_state.aggregator.close()
+    values = close_round(agreement, state, round_state, total, later=set()).values
+    base = {k: state.values[k] for k in {param_key(k) for k in update.values}}
     sent = agreement.method.compression.decode(update.values, base)
-    for key, value in global_state.values.items():
+    for key, value in state.values.items():
         if not is_aux(key):
-            assert torch.allclose(
-                next_state.values[key], sent.get(key, value), rtol=0, atol=GRID
-            ), key
+            assert torch.allclose(values[key], sent.get(key, value), rtol=0, atol=GRID), key
 
 
 def check_clients_get_missing_updates(case: _MethodCase) -> None:
-    """Check that a client that missed rounds gets all it lacks, and others only newer params."""
+    """Check that a client that missed rounds is sent all params that it lacks.
+
+    Clients that took part must be sent only params that are newer than their own.
+    """
     federation = case.federation()
-    late_client, *other_clients = federation.clients
-    clients = {name: federation.clients[name] for name in other_clients}
-    global_state, agreement = federation.global_state, federation.agreement
+    late_client, *others = federation.clients
+    clients = {name: federation.clients[name] for name in others}
+    state, agreement = federation.global_state, federation.agreement
     for _ in range(2):
-        global_state = announce_phase(agreement, global_state)
-        aggregator = MeanAggregator(agreement, global_state.values, len(other_clients) + 1)
-        round_state = RoundState(
-            {name: make_request(agreement, global_state, name, {}) for name in other_clients},
-            aggregator,
-        )
+        state = announce_phase(agreement, state)
+        aggregator = MeanAggregator(agreement, state.values, len(others) + 1)
+        cohort = {name: make_request(agreement, state, name, {}) for name in others}
+        round_state = RoundState(cohort, aggregator)
         federation.poll_clients(round_state)
-        for name in other_clients:
-            accept_update(
-                agreement,
-                global_state,
-                round_state,
-                train_round(agreement, clients[name], round_state.cohort[name]),
-            )
-        global_state = close_round(
-            agreement, global_state, round_state, aggregator.close(), later=set()
-        )
-    request = make_request(agreement, announce_phase(agreement, global_state), late_client, {})
-    roles, sent_keys = case.roles(request.turn), set(request.values)
-    known_from_start = {p.key for p in agreement.server_merged}
-    assert {k for k in sent_keys if not is_aux(k)} == {
+        for name in others:
+            update = train_round(agreement, clients[name], round_state.cohort[name])
+            accept_update(agreement, state, round_state, update)
+        state = close_round(agreement, state, round_state, aggregator.close(), later=set())
+    request = make_request(agreement, announce_phase(agreement, state), late_client, {})
+    roles, initial = case.roles(request.turn), {p.key for p in agreement.server_merged}
+    assert {k for k in request.values if not is_aux(k)} == {
         p.key
         for p in agreement.exchanged
-        if not (roles[p.key].is_personal or p.key in known_from_start)
-        or global_state.versions[p.key]
+        if not (roles[p.key].is_personal or p.key in initial) or state.versions[p.key]
     }
-    for name in other_clients:
-        for key, version in make_request(agreement, global_state, name, {}).versions.items():
-            assert version > global_state.versions_of(name).get(key, -1)
+    for name in others:
+        for key, version in make_request(agreement, state, name, {}).versions.items():
+            assert version > state.versions_of(name).get(key, -1)
 
 
 def check_single_client_equals_local_training(case: _MethodCase) -> None:
-    """Check that one client with `share()` trains like plain local training, up to rounding."""
+    """Check that one client with `share()` trains like plain local training, up to rounding.
+
+    Methods with another plan, server optimizer or training loop are not checked.
+    """
+    from fedplan import seeds
+
     custom_training = case.method.client_hooks or case.method.loop is not plain_fit
     if case.method.plan != share() or case.method.server_optimizer != mean() or custom_training:
         return
-    name = next(iter(case.examples))
+    name, params = next(iter(case.examples)), case.agreement.params
     federation = case.federation(examples={name: case.examples[name]})
     local_model = copy.deepcopy(case.model)
-    for round_number in (1, 2):
+    for number in (1, 2):
         federation.commit(federation.run_round())
-        _train_locally(case, local_model, name, round_number)
-    expected = get_values(local_model, case.agreement.params)
-    # The exact sum rounds small values to its grid, and later steps carry the rounding on.
-    for key, value in federation.global_values().items():
-        assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-7), key
-
-
-def _train_locally(case: _MethodCase, model: nn.Module, name: str, round_number: int) -> None:
-    """Train a model in place for one round on a client's examples, without a federation."""
-    from fedplan import seeds
-
-    turn = Turn(round=round_number, client=name)
-    plain_fit(
-        Job(
-            model=model,
-            roles=resolve(share(), case.agreement.params, turn),
+        job = Job(
+            model=local_model,
+            roles=resolve(share(), params, Turn(round=number, client=name)),
             examples=case.examples[name],
             loss=case.loss,
             train_config=TRAIN_CONFIG,
-            seed=seeds.seed("laws", "fit", round_number, name),
+            seed=seeds.seed("laws", "fit", number, name),
             start={},
         )
-    )
+        plain_fit(job)
+    expected = get_values(local_model, params)
+    # The exact sum rounds small values to its grid, and later steps carry the rounding on.
+    for key, value in federation.global_values().items():
+        assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-7), key
 
 
 def check_runs_are_reproducible(case: _MethodCase) -> None:
@@ -265,43 +253,36 @@ def check_runs_are_reproducible(case: _MethodCase) -> None:
         second.commit(second.run_round())
     assert digests(first.global_state.values) == digests(second.global_state.values)
     for name in first.clients:
-        assert digests(first.clients[name].journal.client_state()[0]) == digests(
-            second.clients[name].journal.client_state()[0]
-        )
+        states = (run.clients[name].journal.client_state()[0] for run in (first, second))
+        one, other = map(digests, states)
+        assert one == other, name
 
 
 def check_bytes_match_forecast(case: _MethodCase) -> None:
-    """Check that the bytes of every request and update are within the forecast range."""
+    """Check that the bytes of every request and update are within the forecast range.
+
+    Methods whose phases do not start at planned rounds, or whose clients have different forecasts,
+    are not checked.
+    """
     phase_rule = case.method.phase_rule
-    phase_starts = (
-        dict(phase_rule.after) if isinstance(phase_rule, PlannedPhases) else dict[str, int]()
-    )
-    phases = {name: number for name, number in phase_starts.items() if number < ROUNDS}
+    if not isinstance(phase_rule, PlannedPhases):
+        return
+    phases = {name: number for name, number in phase_rule.after.items() if number < ROUNDS}
     clients = Participants({name: {} for name in case.examples})
-    plan, params, wire_cost = case.method.plan, case.agreement.params, case.agreement.wire_cost
-    forecasts = forecast(
-        plan, params, rounds=ROUNDS, phases=phases, participants=clients, wire_cost=wire_cost
-    )
-    client_forecast, *other_forecasts = forecasts.clients
-    if not isinstance(phase_rule, PlannedPhases) or other_forecasts:
+    plan, params, cost = case.method.plan, case.agreement.params, case.agreement.wire_cost
+    expected, *other_forecasts = forecast(
+        plan, params, rounds=ROUNDS, phases=phases, participants=clients, wire_cost=cost
+    ).clients
+    if other_forecasts:
         return
     federation = case.federation()
-    for upload_range, download_range in zip(
-        client_forecast.uploads, client_forecast.downloads, strict=True
-    ):
+    for uploads, downloads in zip(expected.uploads, expected.downloads, strict=True):
         round_state = federation.run_round()
         for client, record in round_state.records.items():
-            assert upload_range[0] <= record.up <= upload_range[1], (
-                client,
-                upload_range,
-                record.up,
-            )
-            assert (
-                download_range[0] <= nbytes(round_state.cohort[client].values) <= download_range[1]
-            ), (
-                client,
-                download_range,
-            )
+            sent = nbytes(round_state.cohort[client].values)
+            uploaded = record.upload_bytes
+            assert uploads[0] <= uploaded <= uploads[1], (client, uploads, uploaded)
+            assert downloads[0] <= sent <= downloads[1], (client, downloads, sent)
         federation.commit(round_state)
 
 

@@ -125,7 +125,7 @@ def ours(fed: Deployment, model: str, plan: str, name: str, rounds: int) -> list
     while begun.poll() is None:
         try:
             count = (
-                sum("moved" in line for line in read_json_lines(ledger)) if ledger.exists() else 0
+                sum("changed" in line for line in read_json_lines(ledger)) if ledger.exists() else 0
             )
         except ValueError:
             continue

@@ -80,11 +80,12 @@ def ours(count: int) -> None:
     def answer(context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
         if kind == "hello":
-            return pack_message({}, {"client": name, "agreed": agreement.fingerprint, "traits": {}})
+            fields = {"client": name, "agreement": agreement.fingerprint, "traits": {}}
+            return pack_message({}, fields)
         down = read_request(message)
         values = {k: v + 1 for k, v in down.values.items()}
-        line = {"round": down.turn.round, "client": name, "weight": 1, "up": 0, "down": 0}
-        line |= {"steps": 1, "loss": 0.0}
+        line = {"round": down.turn.round, "client": name, "weight": 1, "steps": 1, "loss": 0.0}
+        line |= {"upload_bytes": 0, "download_bytes": 0}
         return update_message(Update(name, down.name, agreement.fingerprint, values, 1, line))
 
     with tempfile.TemporaryDirectory() as folder:

@@ -57,8 +57,11 @@ def bytes_of(result: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
     if sum(p.numel for p in experiment.agreement.params) != result["params"]:
         raise FedplanError("the model has another number of params")
     return {
-        way: [min(getattr(v, f"{way}_span")[0] for v in views), max(getattr(v, way) for v in views)]
-        for way in ("up", "down")
+        way: [min(v[0] for v in spans), max(v[1] for v in spans)]
+        for way, spans in (
+            ("up", [v.upload_range for v in views]),
+            ("down", [v.download_range for v in views]),
+        )
     }
 
 

@@ -162,7 +162,7 @@ def one(defence: dict[str, Any], lie: str, seed: int) -> dict[str, Any]:
         runner.train_round = lying("site-4", *LIES[lie])
         run.run()
         found = run.metrics[-1]
-        lines = [x for x in read_json_lines(Path(place) / "run" / "ledger.jsonl") if "moved" in x]
+        lines = [x for x in read_json_lines(Path(place) / "run" / "ledger.jsonl") if "changed" in x]
     told = {"done": lines[-1].get("defence"), "warnings": lines[-1].get("warnings", [])}
     return {"accuracy": found["global.accuracy"], "loss": found["global.loss"], **told}
 

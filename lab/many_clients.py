@@ -91,8 +91,8 @@ class Fake:
             **{"kind": "turn", "version": VERSION, "round": request.turn.round},
             **{"client": request.turn.client, "phase": "", "traits": {}, "roles": roles},
             **{"before": self.before, "after": self.after, "weight": 10, "steps": 4, "loss": 1.5},
-            **{"down": sum(sizes[key] for key in request.versions), "scores": None, "anew": False},
-            **{"up": self.up, "missed": []},
+            **{"download_bytes": sum(sizes[key] for key in request.versions), "scores": None},
+            **{"upload_bytes": self.up, "full": False, "missed": []},
         }
         return json.loads(json.dumps(said))
 

@@ -26,7 +26,10 @@ from fedplan.sweeps.sweeping import SweepEvent, run_trials
 from fedplan.sweeps.trials import Trial
 
 LAB = Path(__file__).parent
-SIGNS = ("round", "phase", "up", "down", "drift", "attention", "products")
+SIGNS = (
+    *("round", "phase", "upload_bytes", "download_bytes"),
+    *("drift", "attention", "products"),
+)
 
 
 def facts() -> dict[str, object]:
@@ -96,8 +99,8 @@ def keep(name: str, seconds: float, folder: Path, said: dict[str, Any], out: Pat
         "seconds": round(seconds, 1),
         "clients": len({turn.client for turn in turns}),
         "params": sum(p.numel for p in run.params),
-        "bytes_up": sum(turn.up for turn in turns),
-        "bytes_down": sum(turn.down for turn in turns),
+        "bytes_up": sum(turn.upload_bytes for turn in turns),
+        "bytes_down": sum(turn.download_bytes for turn in turns),
         "chosen": _chosen(turns, run.params),
         "rounds": [{sign: line[sign] for sign in SIGNS if sign in line} for line in rounds],
         "metrics": read_json_lines(run.folder / "metrics.jsonl"),

@@ -28,12 +28,20 @@ SITE = {
     "plan": "share()",
     "model": "00",
     "fingerprint": "00",
-    "wire": "plain",
+    "compression": "plain",
     "traits": {},
     "limits": {"rounds": 3, "bytes": 0, "epsilon": 0.0},
 }
 LEFT = EgressEntry(
-    "update", "north", "tiny/0", round=1, request="r", up=8, other_bytes=4, down=2, parts={"mlp": 8}
+    "update",
+    "north",
+    "tiny/0",
+    round=1,
+    request="r",
+    upload_bytes=8,
+    other_bytes=4,
+    download_bytes=2,
+    parts={"mlp": 8},
 )
 
 
@@ -51,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, out = run("parts", "vit-tiny-16", "--json")
     (folder / "parts.json").write_text(out)
     (folder / "site").mkdir()
-    (folder / "site/agreed.json").write_text(json.dumps(SITE))
+    (folder / "site/agreement.json").write_text(json.dumps(SITE))
     for _ in range(2):
         EgressLog(folder / "site").append(LEFT)
     assert run("keys", str(folder / "keys"), "--host", "a.example", "--site", "north")[0] == 0
@@ -86,8 +94,8 @@ READ = {
     "export": ["run/study.json", "run/manifest.json", "run/task.json", "run/global/2.json"],
     "resume": ["run/study.json", "run/ledger.jsonl", "run/global/2.json"],
     "again": ["study.toml"],
-    "egress": ["site/agreed.json", "site/outgoing.jsonl", "site/outgoing.jsonl.head"],
-    "egress json": ["site/agreed.json", "site/outgoing.jsonl"],
+    "egress": ["site/agreement.json", "site/egress.jsonl", "site/egress.jsonl.head"],
+    "egress json": ["site/agreement.json", "site/egress.jsonl"],
     "keys": ["keys/server.crt"],
 }
 HARMLESS = {("keys/server.crt", "gone")}  # it is made anew

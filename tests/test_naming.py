@@ -41,7 +41,7 @@ from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import Task
 from fedplan.training import FitResult, attach, attention_probe
 
-looks = attention_probe(rows=3)
+looks = attention_probe(examples=3)
 nothing = 3
 
 

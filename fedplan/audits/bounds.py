@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from fedplan.privacy.accounting.events import NOISE_MULTIPLIERS, Release
 from fedplan.privacy.errors import PrivacyError, import_extra
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 
-T = TypeVar("T")
 Draws = NDArray[np.float64]
 """Samples: one row per release, one column per statistic of it."""
 Column = NDArray[np.float64]
@@ -37,10 +36,11 @@ _PURPOSE = "an audit of epsilon"
 
 
 def lower_bound(one: Draws, other: Draws, *, delta: float = 0.0, confidence: float = 0.95) -> float:
-    """Lower bound of epsilon at `delta`, for any mechanism; wrong with probability 1 - confidence.
+    """Lower bound of epsilon at `delta` for any mechanism, from samples of releases.
 
-    one, other: samples of the releases on two neighbouring data sets. Raises a PrivacyError for
-    samples of different widths, or fewer than four.
+    one, other: releases on two neighbouring data sets, a row each and a column per statistic. The
+    true epsilon is below the bound with probability at most 1 - confidence. Raises a PrivacyError
+    if columns differ in number, if a sample has fewer than four rows, or if scipy is not installed.
     """
 
     def measure(likely: Column, rare: Column) -> Column:
@@ -52,10 +52,11 @@ def lower_bound(one: Draws, other: Draws, *, delta: float = 0.0, confidence: flo
 def gaussian_lower_bound(
     one: Draws, other: Draws, *, delta: float, confidence: float = 0.95
 ) -> float:
-    """As `lower_bound`, for a mechanism that claims to be Gaussian: a far sharper bound.
+    """Lower bound of epsilon at `delta` for a mechanism that claims Gaussian noise: far sharper.
 
-    An event with probabilities p and q shows a noise multiplier of at most
-    1 / (Phi^-1(p) - Phi^-1(q)) (Nasr et al., arXiv 2302.07956). Returns the epsilon of that noise.
+    one, other, confidence and exceptions as in `lower_bound`. An event with probabilities p and q
+    shows a noise multiplier of at most 1 / (Phi^-1(p) - Phi^-1(q)) (Nasr et al., arXiv 2302.07956);
+    returns the epsilon of this noise, 0.0 if no difference is measurable.
     """
     quantile = import_extra("scipy.special", _PURPOSE).ndtri
     separation = _best_measure(
@@ -68,9 +69,11 @@ def gaussian_lower_bound(
 def sample_releases(
     mechanism: GaussianMechanism, changes: Sequence[Change], count: int, aggregate: Aggregate
 ) -> dict[str, Tensor]:
-    """`count` independent releases of the same changes, by one call of `aggregate`.
+    """Sample `count` independent releases of the same changes, by one call of `aggregate`.
 
-    Each released tensor gets a first dimension of size `count`.
+    `aggregate` gets a mechanism and changes whose tensors have a first dimension `count`; each copy
+    is clipped and noised as a single release of `mechanism`. Returns the released tensors by name,
+    each [count, *shape].
     """
     # The changes are tiled `count` times. Norms grow by sqrt(count), and so does the clipping norm;
     # the noise multiplier shrinks as much. So clipping, divisor and noise of each copy are those of
@@ -93,10 +96,11 @@ def release_rows(released: dict[str, Tensor]) -> Draws:
 
 
 def _best_measure(one: Draws, other: Draws, measure: Measure, confidence: float) -> float:
-    """Lower confidence bound of the measure of the best event.
+    """Lower confidence bound of a measure, at the event where the measure is largest.
 
-    Events: a statistic is at least, or at most, a threshold. The even samples choose the event; the
-    odd samples estimate its probabilities. Raises a PrivacyError for samples that do not match.
+    one, other: as in `lower_bound`; events: a statistic is at least, or at most, a threshold. Even
+    rows choose the event, odd rows estimate the event's probabilities. Raises a PrivacyError if
+    columns differ in number or a sample has fewer than four rows.
     """
     if one.ndim != 2 or one.shape[1:] != other.shape[1:] or min(len(one), len(other)) < 4:
         raise PrivacyError(
@@ -106,61 +110,49 @@ def _best_measure(one: Draws, other: Draws, measure: Measure, confidence: float)
     risk = (1 - confidence) / 2
     columns = range(one.shape[1])
     tests = [_Test(c, sign, swap) for c in columns for sign in (1, -1) for swap in (False, True)]
-    # Chosen at a lower risk than estimated: events that are rare on both sides owe more to luck.
-    chosen = max(
-        (_best_threshold(t, one[::2], other[::2], measure, risk / 20) for t in tests), key=_score
-    )
-    _, test, threshold = chosen
-    hits = [np.array([(v >= threshold).sum()]) for v in test.values(one[1::2], other[1::2])]
-    sizes = test.ordered(len(one[1::2]), len(other[1::2]))
-    return float(measure(*_probability_bounds(hits[0], hits[1], *sizes, risk))[0])
+    candidates = list[tuple[float, _Test, float]]()
+    for test in tests:
+        likely, rare = (np.sort(values) for values in test.values(one[::2], other[::2]))
+        # Thresholds are samples of both sides, denser in the upper tail.
+        ranks = np.geomspace(1, min(len(likely), len(rare)), _THRESHOLD_COUNT).astype(np.int64)
+        thresholds = np.unique(np.concatenate([likely[-ranks], rare[-ranks]]))
+        hits = [len(each) - np.searchsorted(each, thresholds) for each in (likely, rare)]
+        # At a lower risk than below: events that are rare on both sides owe more to luck.
+        bounds = _probability_bounds(hits[0], hits[1], len(likely), len(rare), risk / 20)
+        measures = measure(*bounds)
+        best = int(measures.argmax())
+        candidates.append((float(measures[best]), test, float(thresholds[best])))
+    _, test, threshold = max(candidates, key=lambda candidate: candidate[0])
+    likely, rare = test.values(one[1::2], other[1::2])
+    hits = [np.array([(values >= threshold).sum()]) for values in (likely, rare)]
+    bounds = _probability_bounds(hits[0], hits[1], len(likely), len(rare), risk)
+    return float(measure(*bounds)[0])
 
 
 @dataclass(frozen=True)
 class _Test:
-    """A statistic (column), the side of its threshold (sign), and whether `other` is likely."""
+    """Events of one kind: the statistic in `column` times `sign` (1 or -1) is at least a threshold.
+
+    swapped: whether the events are likely in the second sample and rare in the first, instead of
+    the reverse.
+    """
 
     column: int
     sign: int
     swapped: bool
 
-    def ordered(self, one: T, other: T) -> tuple[T, T]:
-        return (other, one) if self.swapped else (one, other)
-
     def values(self, one: Draws, other: Draws) -> tuple[Column, Column]:
-        likely, rare = self.ordered(one, other)
+        likely, rare = (other, one) if self.swapped else (one, other)
         return likely[:, self.column] * self.sign, rare[:, self.column] * self.sign
-
-
-def _best_threshold(
-    test: _Test, one: Draws, other: Draws, measure: Measure, risk: float
-) -> tuple[float, _Test, float]:
-    """The largest measure of a test over thresholds, with the test and that threshold."""
-    likely, rare = (np.sort(values) for values in test.values(one, other))
-    thresholds = _thresholds(likely, rare)
-    hits = [len(each) - np.searchsorted(each, thresholds) for each in (likely, rare)]
-    measures = measure(*_probability_bounds(hits[0], hits[1], len(likely), len(rare), risk))
-    best = int(measures.argmax())
-    return float(measures[best]), test, float(thresholds[best])
-
-
-def _score(result: tuple[float, _Test, float]) -> float:
-    return result[0]
-
-
-def _thresholds(likely: Column, rare: Column) -> Column:
-    """Candidate thresholds: samples of both sides, denser in the upper tail. Inputs are sorted."""
-    size = min(len(likely), len(rare))
-    ranks = np.geomspace(1, size, _THRESHOLD_COUNT).astype(np.int64)
-    return np.unique(np.concatenate([likely[-ranks], rare[-ranks]]))
 
 
 def _probability_bounds(
     likely: NDArray[Any], rare: NDArray[Any], size: int, other_size: int, risk: float
 ) -> tuple[Column, Column]:
-    """Lower bounds of likely probabilities and upper bounds of rare ones (Clopper and Pearson).
+    """Confidence bounds of probabilities from counts (Clopper and Pearson), each wrong with `risk`.
 
-    likely, rare: numbers of hits among `size` and `other_size` samples.
+    likely, rare: for each event, the number of hits among `size` and among `other_size` samples.
+    Returns (lower bounds for `likely`, upper bounds for `rare`).
     """
     quantile = import_extra("scipy.special", _PURPOSE).betaincinv
     least = quantile(np.maximum(likely, 1), size - likely + 1, risk)

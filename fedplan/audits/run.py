@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
@@ -18,7 +17,6 @@ from fedplan.federation.ledger_segments import segment_header_faults, segment_nu
 from fedplan.federation.record import (
     ROLE_BY_LETTER,
     WHOLE_SUM,
-    Record,
     RecordError,
     RoundRecord,
     TurnRecord,
@@ -31,16 +29,18 @@ from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
 from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.run import Run, read_consistently
-from fedplan.tensors.named import digest
+from fedplan.tensors.named import Tensors, digest
 
 
 @dataclass
 class _LedgerSummary:
-    """Totals of a ledger, counted line by line: a long ledger is never in memory as a whole.
+    """Totals of a ledger, filled while `count_lines` is iterated; the lines are not kept.
 
-    has_clients: whether the run's folder has the clients' states, so that `last_turns` is kept.
-    up, down: bytes uploaded and downloaded; frozen: params that were frozen, over all turns.
-    rounds: all round records, without their clients.
+    has_clients: whether the run's folder has the clients' states; if not, `last_turns` stays empty.
+    turns: number of turns (a client's work in a round); up, down: bytes uploaded and downloaded.
+    frozen: number of params that were not trained (FREEZE and HOLD), summed over all turns.
+    clients: names of all clients; last_turns: last turn of each client.
+    rounds: all round records, with empty `aggregated` and `rejected`.
     """
 
     has_clients: bool
@@ -53,67 +53,72 @@ class _LedgerSummary:
     last_turns: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
 
     def count_lines(self, lines: Iterable[object]) -> Iterator[object]:
-        """Yield the lines unchanged, and count them; lines that are no records are skipped."""
+        """Yield each line unchanged after adding it to the totals.
+
+        Lines that are no records are yielded too, and not counted.
+        """
         for line in lines:
             with suppress(RecordError):
-                self._count(read_record(line))
+                record = read_record(line)
+                if isinstance(record, RoundRecord):
+                    self.rounds.append(replace(record, aggregated=(), rejected={}))
+                else:
+                    self.turns += 1
+                    self.up += record.upload_bytes
+                    self.down += record.download_bytes
+                    self.frozen += record.roles.count("F") + record.roles.count("H")
+                    self.clients.add(record.client)
+                    if self.has_clients:
+                        self.last_turns[record.client] = record
             yield line
-
-    def _count(self, record: Record) -> None:
-        """Add one record to the totals."""
-        if isinstance(record, RoundRecord):
-            self.rounds.append(replace(record, counted=(), rejected={}))
-            return
-        self.turns += 1
-        self.up += record.up
-        self.down += record.down
-        self.frozen += record.roles.count("F") + record.roles.count("H")
-        self.clients.add(record.client)
-        if self.has_clients:
-            self.last_turns[record.client] = record
 
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
-    """Verify a run's folder; return its faults, in words, and a summary of what was checked.
+    """Check a run's folder; return (faults as sentences, a text on all that was checked).
 
-    The summary is "" if files are missing without which nothing can be checked. The folder is not
-    changed. Examples are checked if they can be loaded. A run that goes on meanwhile is read again.
+    Checks the ledger against the plan, stored models and client states against the ledger, privacy
+    charges (of the budget with the largest epsilon) against the guarantee, and examples, if
+    loadable, against their digests. Changes nothing. The text says that all is well: it is true
+    only without faults. It is "" if a file is lost or changed without which nothing else can be
+    checked. If the run commits a round meanwhile, reads the folder again; raises as
+    `read_consistently` does, and ConfigError before the first round.
     """
-    return read_consistently(folder, _verify_current)
-
-
-def _verify_current(run: Run) -> tuple[list[str], str]:
-    """Faults and summary of a run; with faults, require that it has not changed meanwhile."""
-    faults, checked = _verify(run)
-    if faults:
-        run.require_current()
-    return faults, checked
+    return read_consistently(folder, _verify)
 
 
 def _verify(run: Run) -> tuple[list[str], str]:
-    """Faults and summary of a run as it was read."""
+    """Check a run as it was read; return faults and text as `verify_run` does.
+
+    With faults, raises as `run.require_current` does if the folder has changed meanwhile.
+    """
     file_faults = run.file_faults()
-    lost = any(
-        segment_number(name) and fault.endswith("is lost") for name, fault in file_faults.items()
-    )
+    faults = [*file_faults.values()]
+    lost = any(segment_number(name) and f.endswith("is lost") for name, f in file_faults.items())
     if lost or any(file_faults.get(name, "") for name in WRITE_ONCE_FILES):
         # Without these files nothing else can be checked.
-        return [*file_faults.values()], ""
-    summary, faults = (
-        _LedgerSummary(bool(run.identity.rows)),
-        [*file_faults.values(), *run.identity_faults()],
-    )
-    faults += verify_ledger(
-        run.agreement, summary.count_lines(run.ledger_lines()), run.identity.marks
-    )
+        run.require_current()
+        return faults, ""
+    summary = _LedgerSummary(bool(run.identity.examples))
+    faults += run.identity_faults()
+    lines = summary.count_lines(run.ledger_lines())
+    faults += verify_ledger(run.agreement, lines, run.identity.digests)
     if not file_faults:
-        faults += _segment_faults(run)
+        with suppress(RecordError):  # reported as a fault of that line
+            faults += list(segment_header_faults(run.folder, run.meta["files"]))
     faults += _global_state_faults(run, summary.rounds)
     faults += _best_faults(run, summary.rounds)
-    faults += _charge_faults(run)
+    try:
+        if run.agreement.guarantee is not None:
+            # Raises for charges that were changed or that the guarantee does not explain.
+            Statement.of(run.agreement.guarantee, run.study.train.rounds, run.folder)
+    except FedplanError as error:
+        faults.append(str(error))
     faults += _client_state_faults(run, summary.last_turns)
     changed, examples_checked = _example_faults(run)
-    return faults + changed, (
+    faults += changed
+    if faults:
+        run.require_current()
+    return faults, (
         f"{run.round} rounds, {len(summary.clients)} clients, {summary.turns} turns: "
         f"frozen params were checked {summary.frozen:,} times and none changed; "
         f"{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all explained by the "
@@ -123,52 +128,53 @@ def _verify(run: Run) -> tuple[list[str], str]:
 
 
 def _describe_masked_sums(rounds: list[RoundRecord]) -> str:
-    """Sentence on the sums of secure aggregation; "" without any."""
-    masked = [record.masked for record in rounds if record.masked is not None]
+    """Sentence, with a space behind it, on the securely aggregated sums; "" without any.
+
+    Names the number of sums, their smallest number of clients, all their clients, withheld params
+    and rounds that were given up. rounds: all round records of the ledger.
+    """
+    masked = [record.secagg for record in rounds if record.secagg is not None]
     if not masked:
         return ""
-    unmasked = [record for record in masked if WHOLE_SUM not in record.closed]
+    unmasked = [record for record in masked if WHOLE_SUM not in record.not_unmasked]
     failed = len(masked) - len(unmasked)
-    clients = sorted({client for record in unmasked for client in record.sites})
-    withheld = {key for record in unmasked for key in record.closed}
-    least = min((len(record.sites) for record in unmasked), default=0)
+    clients = sorted({client for record in unmasked for client in record.clients})
+    withheld = {key for record in unmasked for key in record.not_unmasked}
+    least = min((len(record.clients) for record in unmasked), default=0)
     text = f"The server saw {len(unmasked)} securely aggregated sums and no update: of {least} "
     text += f"clients or more of {', '.join(clients)}" if clients else "clients or more"
     text += f"; {len(withheld)} params were withheld in some round" if withheld else ""
     return text + (f"; {failed} rounds were given up. " if failed else ". ")
 
 
-def _segment_faults(run: Run) -> list[str]:
-    """Faults of ledger segments whose header does not match the segments before."""
-    try:
-        return list(segment_header_faults(run.folder, run.meta["files"]))
-    except RecordError:
-        return []  # reported as a fault of that line
-
-
 def _global_state_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
-    """Faults of the committed global model: each value must have its last digest in the ledger."""
+    """Faults of the run's last committed global model, as sentences.
+
+    Each value must have the last digest, and the round of the last change, that the ledger's
+    `rounds` record. If the checkpoint itself is damaged, only the damage is returned.
+    """
     faults = [f"global model, {fault}" for fault in run.global_state_faults()]
     if any(fault.startswith(f"global model, checkpoint {run.round}:") for fault in faults):
         return faults
     last, versions = dict[str, str](), dict.fromkeys(run.global_state.values, 0)
     for record in rounds:
-        last |= record.moved
-        versions |= dict.fromkeys(record.moved, record.round)
+        last |= record.changed
+        versions |= dict.fromkeys(record.changed, record.round)
     values, number = run.global_state.values, rounds[-1].round if rounds else 0
     if number != run.round:
         faults.append(f"the global model is of round {run.round}, and the ledger of {number}")
     if versions != run.global_state.versions:
         faults.append("the global model's values changed in other rounds than the ledger says")
-    return faults + [
-        f"the global model's {key} is not what the ledger says"
-        for key, expected in last.items()
-        if key not in values or digest(values[key]) != expected
-    ]
+    changed = _changed_values(values, last)
+    return faults + [f"the global model's {key} is not what the ledger says" for key in changed]
 
 
 def _best_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
-    """Faults of the stored best global model: each value must have its digest of that round."""
+    """Faults of the run's stored best global model, as sentences; [] if none is stored.
+
+    Each value must have the last digest that the ledger's `rounds` record up to the round of the
+    best model.
+    """
     if not run.has_best:
         return []
     try:
@@ -178,18 +184,22 @@ def _best_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
     last = dict[str, str]()
     for record in rounds:
         if record.round <= best.round:
-            last |= record.moved
+            last |= record.changed
+    fault = f"is not what the ledger says of round {best.round}"
+    return [f"the best global model's {key} {fault}" for key in _changed_values(best.values, last)]
+
+
+def _changed_values(values: Tensors, digests: Mapping[str, str]) -> list[str]:
+    """Keys of `digests` for which `values` has no tensor, or a tensor of another digest."""
     return [
-        f"the best global model's {key} is not what the ledger says of round {best.round}"
-        for key, expected in last.items()
-        if key not in best.values or digest(best.values[key]) != expected
+        k for k, expected in digests.items() if k not in values or digest(values[k]) != expected
     ]
 
 
 def _client_state_faults(run: Run, last_turns: Mapping[str, TurnRecord]) -> list[str]:
-    """Faults of the clients' stored states: missing, damaged, or not those of their last turn.
+    """Faults of the clients' states in the run's folder: lost, damaged, or not of the last turn.
 
-    last_turns: the last recorded turn of each client.
+    last_turns: the last recorded turn of each client. An unreadable state is a fault, no exception.
     """
     faults = list[str]()
     for client, turn in last_turns.items():
@@ -206,9 +216,10 @@ def _client_state_faults(run: Run, last_turns: Mapping[str, TurnRecord]) -> list
 
 
 def _personal_value_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
-    """Faults of a client's personal values, by the digests of its last turn.
+    """Yield faults of a client's personal values against the digests of the client's last turn.
 
-    A state may be a turn ahead, of a round that was not committed or did not aggregate it.
+    journal: the client's stored states. A state that is ahead, of a turn that the run requested but
+    did not aggregate or commit, is no fault and is not compared.
     """
     agreement, client = run.agreement, turn.client
     following = agreement.request_name(run.round + 1, client)
@@ -221,48 +232,39 @@ def _personal_value_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iter
     after, trainable = split_digests(agreement.params, turn.after), set(agreement.trainable)
     letters = zip(agreement.params, turn.roles, strict=False)
     personal = [p for p, letter in letters if ROLE_BY_LETTER[letter].is_personal and p in trainable]
-    file = journal.folder / KEY
+    key_file = journal.folder / KEY
     if not personal:
         return  # without personal values there is no key
-    if not file.exists():
-        yield f"{client} has lost the key of its digests, {file}"
+    if not key_file.exists():
+        yield f"{client} has lost the key of its digests, {key_file}"
         return
-    key = read_secret(file)
+    key = read_secret(key_file)
     for p in personal:
         if p.key not in state:
             yield f"{client}'s {p.key} is lost from its state"
             continue
-        recorded = _recorded_digest(notes, p.key, digest(state[p.key]))
+        value_digest, noted = digest(state[p.key]), str(notes.get("digests", {}).get(p.key, ""))
+        # The turn recorded the digest with a round behind it, if the notes have one.
+        recorded = noted if noted.startswith(f"{value_digest} ") else value_digest
         if keyed_digest(key, p.key, recorded) != after[p.key]:
             yield f"{client}'s {p.key} is not the value that its last turn left"
 
 
-def _recorded_digest(notes: Mapping[str, Any], key: str, value_digest: str) -> str:
-    """Digest of a personal value as its turn recorded it: with a round, if the notes have one."""
-    noted = str(notes.get("marks", {}).get(key, ""))
-    return noted if noted.startswith(f"{value_digest} ") else value_digest
-
-
-def _charge_faults(run: Run) -> list[str]:
-    """Faults of the privacy charges: changed ones, and ones that the guarantee does not explain."""
-    try:
-        if run.agreement.guarantee is not None:
-            Statement.of(run.agreement.guarantee, run.study.train.rounds, run.folder)
-    except FedplanError as error:
-        return [str(error)]
-    return []
-
-
 def _example_faults(run: Run) -> tuple[list[str], str]:
-    """Faults of clients whose examples have changed, and a sentence on whether that was checked."""
-    if not run.identity.rows:
+    """Compare the clients' examples with the digests in the run's identity.
+
+    Returns (one fault per client with changed examples, a sentence). The sentence says that the
+    examples are unchanged, which is true only without faults. If the examples cannot be loaded,
+    there are no faults, and the sentence has the reason; "" if the run has no such digests.
+    """
+    if not run.identity.examples:
         return [], ""
     try:
         data = load_federated_data(run.study, None)
     except (FedplanError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [], f"The examples were not checked: {reason[:200]}"
-    changed = changed_examples(run.identity.rows, data.digests)
+    changed = changed_examples(run.identity.examples, data.digests)
     return [f"the examples of {name} are not those of the run" for name in changed], (
         "The examples are unchanged since the start of the run."
     )

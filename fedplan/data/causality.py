@@ -20,15 +20,18 @@ _CAUSAL_TASKS = ("causal-lm", "instruction")
 
 
 def require_attention_mask(model: nn.Module, kind: str) -> None:
-    """Raise DataError if a model's attention does not fit the kind of a language task.
+    """Raise DataError if a model's attention does not fit the `kind` of a language task.
 
     Runs the model on sequences with the same first half and different second halves. A model for a
     causal task must give the same logits for the first half, a model for masked-lm different ones.
-    Does nothing for other kinds, and for a model whose logits do not depend on the input.
+    Does nothing for other kinds, and for a model with logits that do not depend on the input.
     """
     if kind not in (*_CAUSAL_TASKS, "masked-lm"):
         return
-    base, other_start, other_end = _first_half_logits(model)
+    first, second, third = _test_halves(model)
+    sequences = [first + second, third + second, first + third]
+    logits = _logits(model, {"input_ids": sequences, "attention_mask": [[1] * 2 * _HALF] * 3})
+    base, other_start, other_end = logits[:, :_HALF]
     scale = max(float(base.abs().max()), 1e-30)
     if float((base - other_start).abs().max()) <= _TOLERANCE * scale:
         return
@@ -46,13 +49,22 @@ def require_attention_mask(model: nn.Module, kind: str) -> None:
 
 
 def require_packing_support(model: nn.Module) -> None:
-    """Raise DataError if a model's attention mixes packed texts.
+    """Raise DataError if a model's attention mixes several texts packed in one sequence.
 
-    The logits of the second of two packed texts must be those of the text alone, and must not
-    change with the first text.
+    Runs the model (without gradients): the logits of the second of two packed texts must equal the
+    logits of this text alone, and must not change with the first text.
     """
+    first, second, third = _test_halves(model)
+    positions = [*range(_HALF)]
+    packed = {"input_ids": [first + second, third + second], "position_ids": [positions * 2] * 2}
+    single = {"input_ids": [second], "position_ids": [positions]}
     try:
-        change, difference = _packing_differences(model)
+        (after_first, after_third), alone = (
+            _logits(model, inputs, cache=False)[:, -_HALF:] for inputs in (packed, single)
+        )
+        scale = float(alone.abs().max().clamp(min=1e-30))
+        change = float((after_first - after_third).abs().max()) / scale
+        difference = float((after_first - alone).abs().max()) / scale
     except TypeError:  # the model has no argument position_ids
         change, difference = 1.0, 1.0
     # A text alone is summed in another order than in a longer sequence; half precision shows it.
@@ -64,35 +76,11 @@ def require_packing_support(model: nn.Module) -> None:
         )
 
 
-def _packing_differences(model: nn.Module) -> tuple[float, float]:
-    """Return two relative changes of the logits of a text that is packed after another.
-
-    The first is against the same text after a third one, the second against the text alone.
-    """
-    first, second, third = _test_halves(model)
-    positions = [*range(_HALF)]
-    packed = {"input_ids": [first + second, third + second], "position_ids": [positions * 2] * 2}
-    single = {"input_ids": [second], "position_ids": [positions]}
-    packed_logits, alone = (
-        _logits(model, inputs, cache=False)[:, -_HALF:] for inputs in (packed, single)
-    )
-    scale = float(alone.abs().max().clamp(min=1e-30))
-    after_first, after_third = packed_logits
-    change = float((after_first - after_third).abs().max()) / scale
-    return change, float((after_first - alone).abs().max()) / scale
-
-
-def _first_half_logits(model: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Return first-half logits of a sequence, of one with another start, and with another end."""
-    first, second, third = _test_halves(model)
-    sequences = [first + second, third + second, first + third]
-    logits = _logits(model, {"input_ids": sequences, "attention_mask": [[1] * 2 * _HALF] * 3})
-    base, other_start, other_end = logits[:, :_HALF]
-    return base, other_start, other_end
-
-
 def _logits(model: nn.Module, inputs: dict[str, list[list[int]]], *, cache: bool = True) -> Tensor:
-    """Return a model's logits in float32, in eval mode without gradients."""
+    """Run a model on `inputs` (rows of integers by name); return float32 logits, no gradients.
+
+    Runs in eval mode and restores the mode. `cache=False` passes `use_cache=False` to the model.
+    """
     device = model_device(model)
     tensors = {name: torch.tensor(values, device=device) for name, values in inputs.items()}
     with eval_mode(model), torch.no_grad():
@@ -100,15 +88,16 @@ def _logits(model: nn.Module, inputs: dict[str, list[list[int]]], *, cache: bool
     return cast("Tensor", output if isinstance(output, Tensor) else output.logits).float()
 
 
-def _test_halves(model: nn.Module) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists of _HALF tokens from a model's vocabulary, without the padding token."""
-    hf_model = cast("Any", model)
+def _test_halves(model: nn.Module) -> list[list[int]]:
+    """Return three lists of _HALF token ids, none of them the padding id.
+
+    The lists have no id in common (if there are three ids); a small vocabulary repeats ids within a
+    list.
+    """
+    hf_model, halves = cast("Any", model), list[list[int]]()
     pad, size = hf_model.config.pad_token_id, len(hf_model.get_input_embeddings().weight)
     tokens = [token for token in range(size) if token != pad][-3 * _HALF :]
-    return _every_third(tokens, 0), _every_third(tokens, 1), _every_third(tokens, 2)
-
-
-def _every_third(tokens: list[int], start: int) -> list[int]:
-    """Return _HALF tokens, every third from `start`; tokens repeat if there are too few."""
-    chosen = tokens[start::3] or tokens[:1]
-    return [chosen[index % len(chosen)] for index in range(_HALF)]
+    for start in range(3):
+        chosen = tokens[start::3] or tokens[:1]
+        halves.append([chosen[index % len(chosen)] for index in range(_HALF)])
+    return halves

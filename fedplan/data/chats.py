@@ -32,8 +32,8 @@ _FIXED_DATE = "26 Jul 2024"
 """Date for templates that write today's date: examples must not change overnight."""
 
 
-def with_chat_template(tokenizer: Any) -> Any:
-    """Set PLAIN_TEMPLATE on a tokenizer without a chat template, and return the tokenizer.
+def ensure_chat_template(tokenizer: Any) -> Any:
+    """Set PLAIN_TEMPLATE on a tokenizer that has no chat template; return the same tokenizer.
 
     Raises DataError if the tokenizer is slow, or has neither a template nor an end token.
     """
@@ -53,32 +53,30 @@ def with_chat_template(tokenizer: Any) -> Any:
 
 
 def read_conversations(table: Dataset, columns: Sequence[str]) -> Iterator[Chat]:
-    """Yield the conversation of each row.
+    """Yield the conversation of each row of a table, in order; reads 1000 rows at a time.
 
     `columns` is one column with lists of messages, or two columns, prompt and response. Raises
-    DataError if a cell is neither.
+    DataError if a cell is empty or not of this form.
     """
     for chunk in chunk_slices(len(table)):
         rows = select_rows(table, range(*chunk.indices(len(table))))
         cells = [column_values(rows, column) for column in columns]
         for number, row in enumerate(zip(*cells, strict=True), chunk.start):
-            if len(row) == 2:
-                yield _prompt_and_response(row, columns, number)
-            else:
-                yield _messages(row[0], columns[0])
+            if len(row) != 2:
+                yield _parse_messages(row[0], columns[0])
+                continue
+            for column, text in zip(columns, row, strict=True):
+                if not isinstance(text, str) or not text.strip():
+                    raise DataError(f"row {number} of column {column!r} is {text!r}, not a text")
+            roles = zip(("user", "assistant"), row, strict=True)
+            yield [{"role": role, "content": text} for role, text in roles]
 
 
-def _prompt_and_response(row: tuple[Any, ...], columns: Sequence[str], number: int) -> Chat:
-    """Return two texts as messages of user and assistant; raise DataError for an empty text."""
-    for column, text in zip(columns, row, strict=True):
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"row {number} of column {column!r} is {text!r}, not a text")
-    roles = zip(("user", "assistant"), row, strict=True)
-    return [{"role": role, "content": text} for role, text in roles]
+def _parse_messages(cell: Any, column: str) -> Chat:
+    """Return the messages in a table's cell, without fields that are None.
 
-
-def _messages(cell: Any, column: str) -> Chat:
-    """Return the messages in a cell, without missing fields; raise DataError if it has none."""
+    Raises DataError, naming the `column`, if the cell is no list of messages with role and content.
+    """
     messages = cast("list[Any]", cell) if isinstance(cell, list) else []
     for message in messages or [cell]:
         fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
@@ -93,26 +91,12 @@ def _messages(cell: Any, column: str) -> Chat:
 
 
 def tokenize_chat(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], list[int]]:
-    """Return (tokens, labels) of a conversation; NO_LABEL outside of answers.
+    """Tokenize a conversation; return (token ids, labels) of equal length.
 
-    An answer includes its end token. The first token is never a label, since nothing precedes it.
-    Raises DataError, with the row's number, if the chat template does not fit the conversation.
-    """
-    text, spans = _answer_spans(tokenizer, chat, row)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = cast("list[int]", encoded["input_ids"])
-    offsets = cast("list[tuple[int, int]]", encoded["offset_mapping"])
-    in_answer = [
-        any(first < end and last > start for start, end in spans) for first, last in offsets
-    ]
-    labels = [token if yes else NO_LABEL for token, yes in zip(ids, in_answer, strict=True)]
-    return ids, [NO_LABEL, *labels[1:]] if labels else labels
-
-
-def _answer_spans(tokenizer: Any, chat: Chat, row: int) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation's text, and the start and end of each answer in it.
-
-    Raises DataError if the template writes earlier messages differently when more follow.
+    A label is the token id within the assistant's messages, including their end tokens, and
+    NO_LABEL elsewhere. The first token has no label, since nothing precedes it. The tokenizer must
+    be fast and have a chat template (`ensure_chat_template`). Raises DataError, with the number
+    `row`, if the chat template fails, or renders a message differently when another one follows.
     """
     text, spans = _apply_template(tokenizer, chat, row), list[tuple[int, int]]()
     for number, message in enumerate(chat):
@@ -126,19 +110,27 @@ def _answer_spans(tokenizer: Any, chat: Chat, row: int) -> tuple[str, list[tuple
                 "one follows, so the tokens of the answers are not known: keep one answer in each "
                 "row, or give the tokenizer another template"
             )
-        answer = _strip_after_end_token(tokenizer, until[len(before) :])
+        answer = until[len(before) :]
+        # White space after an end token is not part of an answer.
+        if answer.rstrip().endswith(tuple(tokenizer.all_special_tokens)):
+            answer = answer.rstrip()
         spans.append((len(before), len(before) + len(answer)))
-    return text, spans
-
-
-def _strip_after_end_token(tokenizer: Any, answer: str) -> str:
-    """Return an answer without white space after its end token, if it ends with one."""
-    stripped = answer.rstrip()
-    return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else answer
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = cast("list[int]", encoded["input_ids"])
+    offsets = cast("list[tuple[int, int]]", encoded["offset_mapping"])
+    in_answer = [
+        any(first < end and last > start for start, end in spans) for first, last in offsets
+    ]
+    labels = [token if yes else NO_LABEL for token, yes in zip(ids, in_answer, strict=True)]
+    return ids, [NO_LABEL, *labels[1:]] if labels else labels
 
 
 def _apply_template(tokenizer: Any, chat: Chat, row: int, *, start_answer: bool = False) -> str:
-    """Return a conversation's text, with the opening of an answer if `start_answer` is true."""
+    """Render a conversation with the tokenizer's chat template, and return the text.
+
+    With `start_answer` the text ends with the opening of an assistant's message. Raises DataError,
+    with the number `row`, if the template fails.
+    """
     from jinja2 import TemplateError
 
     try:

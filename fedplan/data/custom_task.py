@@ -30,7 +30,10 @@ BatchMetrics = Callable[[nn.Module, Batch], Mapping[str, float | Tensor]]
 @final
 @dataclass(frozen=True)
 class CollatedExamples:
-    """Examples of a dataset with a length and integer indices, batched by `collate`."""
+    """A dataset with a length and integer indices, as Examples.
+
+    `collate` makes a batch of tensors by name from a list of examples.
+    """
 
     examples: Any
     collate: Collate
@@ -44,10 +47,10 @@ class CollatedExamples:
 
 
 def batch_columns(examples: list[Any]) -> Mapping[str, Tensor]:
-    """Return a batch made by torch's default collator; dicts keep their names.
+    """Collate examples with torch's default collator; return tensors by name.
 
-    Examples that are pairs become `inputs` and `labels`. Raises DataError if the result is no
-    mapping of tensors.
+    Examples that are dicts keep their names; pairs become `inputs` and `labels`. Raises DataError
+    if the result is no mapping of tensors.
     """
     batch: Any = cast("Any", torch.utils.data).default_collate(examples)
     if isinstance(batch, list | tuple) and len(cast("list[Tensor]", batch)) == 2:
@@ -63,10 +66,7 @@ def batch_columns(examples: list[Any]) -> Mapping[str, Tensor]:
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that a transformers model computes from a batch with labels.
-
-    Raises DataError if the model's output has no loss.
-    """
+    """Return a transformers model's own loss on a labelled batch; DataError if it has none."""
     loss: Any = getattr(model(**batch), "loss", None)
     if loss is None:
         raise DataError(
@@ -78,9 +78,11 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 @final
 @dataclass(frozen=True)
 class CustomTask(Task):
-    """A task defined by functions: the loss `function`, `collate` and `metrics`.
+    """A task defined by functions: the loss `function`, `collate` (batches) and `metrics`.
 
-    `primary` is the metric by which clients are compared.
+    `primary` is the metric by which models are compared, and `higher_is_better` its direction.
+    `kind`, `source`, `columns`, `label` and `labels` keep their defaults: they have no meaning
+    here. `prepare` takes a Dataset of torch or `datasets`.
     """
 
     kind: str = CUSTOM_KIND
@@ -101,10 +103,11 @@ class CustomTask(Task):
         return canonical_text((self.function, self.collate))
 
     def prepare(self, table: Any) -> Examples:
-        """Return a client's examples: `table` itself if it makes batches, else with `collate`.
+        """Return a client's examples.
 
-        `table` has a length and integer indices, or a length and a method `batch`. Raises DataError
-        for an IterableDataset.
+        An object with a length and a method `batch` is returned as is. A dataset with a length and
+        integer indices, such as a table of `datasets`, becomes CollatedExamples with `collate`.
+        Raises DataError for an IterableDataset.
         """
         if isinstance(table, torch.utils.data.IterableDataset):
             raise DataError("an IterableDataset has no length: give a Dataset")
@@ -120,9 +123,11 @@ class CustomTask(Task):
         return self.function(model, batch)
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
-        """Return the mean of the loss and of each metric, and the number of examples.
+        """Evaluate a model on all examples `rows`, `batch_size` at a time, without gradients.
 
-        Without examples, only their number. Raises DataError if `primary` is not among them.
+        Runs in eval mode. Returns the mean of the loss and of each metric, and `examples`, the
+        number of rows; without rows only `examples`. Raises DataError if `primary` is not among the
+        metrics.
         """
         if not len(rows):
             return {"examples": 0.0}

@@ -28,7 +28,10 @@ NO_LABEL = -100
 
 
 class Examples(Protocol):
-    """A client's examples: a length, and batches of named tensors by indices."""
+    """Protocol of a client's examples: `len`, and `batch` with tensors by name.
+
+    `batch` takes a 1-D tensor of indices. Batches are on the CPU and fit `model(**batch)`.
+    """
 
     def __len__(self) -> int: ...
     def batch(self, indices: Tensor) -> dict[str, Tensor]: ...
@@ -50,9 +53,9 @@ class SparseExamples(Protocol):
 
 @dataclass(frozen=True)
 class RaggedArray:
-    """Rows of integers of different lengths, joined in one tensor.
+    """Rows of integers of different lengths in one tensor.
 
-    Row i is `flat[starts[i]:starts[i + 1]]`.
+    Row i is `flat[starts[i]:starts[i+1]]`.
     """
 
     flat: Tensor
@@ -60,13 +63,16 @@ class RaggedArray:
 
     @staticmethod
     def from_lists(rows: Sequence[Sequence[int]]) -> RaggedArray:
-        """Return the array of these rows."""
+        """Join rows of integers to one array; a copy."""
         starts = torch.tensor([0, *map(len, rows)]).cumsum(0)
         flat = torch.tensor([number for row in rows for number in row], dtype=torch.int32)
         return RaggedArray(flat, starts)
 
     def pad(self, indices: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Return rows padded with `fill` to the longest of them, and the mask of real values."""
+        """Return the rows at these indices as int64, padded with `fill`, and a boolean mask.
+
+        Both have the shape (rows, length of the longest row); the mask is false at padding.
+        """
         starts, ends = self.starts[indices], self.starts[indices + 1]
         steps = torch.arange(int((ends - starts).max()))
         mask = steps < (ends - starts)[:, None]
@@ -77,10 +83,11 @@ class RaggedArray:
 @final
 @dataclass(frozen=True)
 class TokenSequences:
-    """Sequences of tokens, with a label for each sequence or for each token.
+    """Tokenized texts with a label for each sequence or for each token. Implements Examples.
 
-    `pad` is the padding token and `segments` are token type ids. With `seq2seq`, the labels of an
-    example are a target sequence for a decoder.
+    `ids` are the token ids of each text and `pad` is the padding token. `labels` is a tensor with a
+    label (or row of labels) per text, or a RaggedArray with a label per token; with `seq2seq` the
+    rows of the RaggedArray are target sequences for a decoder. `segments` are token type ids.
     """
 
     ids: RaggedArray
@@ -93,7 +100,10 @@ class TokenSequences:
         return len(self.ids.starts) - 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return a batch of sequences, padded to the longest of them."""
+        """Return the texts at these indices: input_ids, attention_mask and labels, padded.
+
+        With `segments` also token_type_ids, with `seq2seq` also decoder_attention_mask.
+        """
         ids, mask = self.ids.pad(indices, self.pad)
         batch = {"input_ids": ids, "attention_mask": mask.long()}
         if self.segments is not None:
@@ -108,10 +118,10 @@ class TokenSequences:
 @final
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences of several texts each; positions restart at 0 with each text.
+    """Sequences of several texts each, for models that separate texts by position ids.
 
-    There is no attention mask: a model separates the texts by their positions. Each padding token
-    has position 0, as a text of one token.
+    `ids`, `labels` and `positions` have a row per sequence; positions restart at 0 with each text.
+    There is no attention mask: each padding token `pad` has position 0, as a text of one token.
     """
 
     ids: RaggedArray
@@ -123,7 +133,7 @@ class PackedSequences:
         return len(self.ids.starts) - 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return a batch of sequences, padded to the longest of them."""
+        """Return input_ids, position_ids and labels at these indices, padded."""
         return {
             "input_ids": self.ids.pad(indices, self.pad)[0],
             "position_ids": self.positions.pad(indices, 0)[0],
@@ -134,10 +144,11 @@ class PackedSequences:
 @final
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Blocks of tokens with BERT's masking, redrawn by `with_seed`.
+    """Blocks of tokens with BERT's random masks, redrawn by `with_seed`. Implements Examples.
 
-    Of `mask_fraction` of the tokens, 80 % become `mask_token`, 10 % a random token, and 10 % stay.
-    The masks of a block depend on its `block_seeds` and `seed` only, not on other blocks.
+    Of `mask_fraction` of the tokens, 80 % become `mask_token`, 10 % a random token below
+    `vocabulary_size`, and 10 % stay; `special_tokens` are never chosen. The masks of a block depend
+    only on the block's entry in `block_seeds` and on `seed`, not on other blocks.
     """
 
     blocks: TokenSequences
@@ -156,29 +167,26 @@ class MaskedTokens:
         return replace(self, seed=seed)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return a batch of masked blocks, with labels at the chosen tokens.
+        """Return the blocks at these indices with masked input_ids, and labels at chosen tokens.
 
-        At least one token of each block is chosen; special tokens never are.
+        Special tokens and padding are never chosen. Of a block with other tokens, at least one
+        token is chosen.
         """
-        batch = self.blocks.batch(indices)
+        batch, size = self.blocks.batch(indices), self.vocabulary_size
         ids = batch["input_ids"]
         noise = _block_noise(self.block_seeds[indices], ids.shape[1], self.seed)
         maskable = batch["attention_mask"].bool() & ~torch.isin(ids, self.special_tokens)
         draw = noise[..., 0].masked_fill(~maskable, 2.0)
         chosen = maskable & ((draw < self.mask_fraction) | (draw == draw.amin(1, keepdim=True)))
-        labels = ids.masked_fill(~chosen, NO_LABEL)
-        return {**batch, "input_ids": self._mask(ids, chosen, noise[..., 1]), "labels": labels}
-
-    def _mask(self, ids: Tensor, chosen: Tensor, draw: Tensor) -> Tensor:
-        """Return tokens with the chosen ones masked, replaced or kept, by numbers in [0, 1]."""
-        size = self.vocabulary_size
-        random_tokens = ((draw - 0.8) * 10 * size).long().clamp(0, size - 1)
-        ids = torch.where(chosen & (draw < 0.8), self.mask_token, ids)
-        return torch.where(chosen & (draw >= 0.8) & (draw < 0.9), random_tokens, ids)
+        labels, action = ids.masked_fill(~chosen, NO_LABEL), noise[..., 1]
+        random_tokens = ((action - 0.8) * 10 * size).long().clamp(0, size - 1)
+        ids = torch.where(chosen & (action < 0.8), self.mask_token, ids)
+        ids = torch.where(chosen & (action >= 0.8) & (action < 0.9), random_tokens, ids)
+        return {**batch, "input_ids": ids, "labels": labels}
 
 
 def block_seeds(blocks: RaggedArray) -> Tensor:
-    """Return an integer for each block, from its tokens; equal blocks have different ones."""
+    """Return an int64 hash of each block's tokens; equal blocks get different numbers."""
     starts = cast("list[int]", blocks.starts.tolist())
     flat = blocks.flat.numpy()
     contents = (flat[start:end].tobytes() for start, end in pairwise(starts))
@@ -186,13 +194,16 @@ def block_seeds(blocks: RaggedArray) -> Tensor:
     return torch.tensor([int.from_bytes(digest[:8], signed=True) for digest in digests]).long()
 
 
-def _block_noise(keys: Tensor, width: int, seed: int) -> Tensor:
-    """Return two numbers in [0, 1] per token, (blocks, width, 2), from block seeds and `seed`."""
+def _block_noise(block_seeds: Tensor, width: int, seed: int) -> Tensor:
+    """Return pseudorandom numbers in [0, 1], two per token: float32 of shape (blocks, width, 2).
+
+    The numbers of a block depend only on the block's entry in `block_seeds` and on `seed`.
+    """
     mixed_seed = _mix_bits(np.array([seed % 2**64], dtype=np.uint64))
-    states = _mix_bits(keys.numpy().view(np.uint64) ^ mixed_seed)
+    states = _mix_bits(block_seeds.numpy().view(np.uint64) ^ mixed_seed)
     steps = np.arange(2 * width, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     numbers = (_mix_bits(states[:, None] + steps) >> np.uint64(11)) * 2.0**-53
-    return torch.from_numpy(numbers).float().reshape(len(keys), width, 2)
+    return torch.from_numpy(numbers).float().reshape(len(block_seeds), width, 2)
 
 
 def _mix_bits(x: np.ndarray) -> np.ndarray:
@@ -205,9 +216,10 @@ def _mix_bits(x: np.ndarray) -> np.ndarray:
 @final
 @dataclass(frozen=True)
 class ImageExamples:
-    """Images as RGB bytes, (images, 3, height, width), with a class each.
+    """Images as RGB bytes with a class index each. Implements Examples.
 
-    Batches are normalized with `mean` and `std`.
+    `pixels` is uint8 of shape (images, 3, height, width), `labels` int64. Batches are normalized
+    with `mean` and `std`.
     """
 
     pixels: Tensor
@@ -235,7 +247,11 @@ def chunk_slices(count: int, chunk_size: int = 1000) -> Iterator[slice]:
 
 
 def read_images(table: Dataset, column: str) -> Iterator[Any]:
-    """Yield the images of a column, undecoded; a column of numbers yields arrays."""
+    """Yield the cells of an image column; DataError if the column is unknown or a cell is missing.
+
+    Encoded images are not decoded (a dict of bytes and path); lists and arrays of numbers become
+    numpy arrays. Other cells are yielded as they are.
+    """
     import datasets
 
     feature = cast("Any", table.features).get(column)

@@ -41,10 +41,12 @@ TRAIN_SPLITS, TEST_SPLITS = ("train", "training"), ("test", "validation", "valid
 
 @dataclass(frozen=True)
 class ColumnSchema:
-    """One column: its inferred kind, and facts about its sampled cells.
+    """Name and inferred kind of a column, and facts about its sampled cells.
 
-    `values` are the distinct values if they are few, `distinct` is their number, `missing` the
-    number of cells without a value, and `length` the 95th percentile of words per cell.
+    `values` are the distinct values as texts, or the distinct items if cells are lists; empty if a
+    column without lists has over MAX_CLASSES values. `distinct` is the number of distinct values,
+    `missing` the number of cells without a value, and `length` the 95th percentile of words per
+    cell. `distinct` and `length` are 0 for lists; of images and conversations, little is measured.
     """
 
     name: str
@@ -62,7 +64,10 @@ class ColumnSchema:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """The inferred schema of a table; `train` and `test` are names of splits, or ""."""
+    """The inferred schema of the table at `path`: number of rows, columns, and splits.
+
+    `train` and `test` are names of splits, or "". The methods choose columns for a study.
+    """
 
     path: str
     rows: int
@@ -79,7 +84,7 @@ class TableSchema:
         raise DataError(f"{self.path} has no column {name!r}: it has {names}")
 
     def input_columns(self) -> str:
-        """Return the input column, or two columns of a conversation, separated by a space.
+        """Return the name of the likely input column, or two names as "prompt response".
 
         Raises DataError if no column looks like an input.
         """
@@ -98,14 +103,14 @@ class TableSchema:
         return name
 
     def label_column(self, beside: Sequence[str]) -> str:
-        """Return the label column, other than the columns `beside`; "" if there is none."""
+        """Return the name of the likely label column, not one of `beside`; "" if there is none."""
         columns = [column for column in self.columns if column.name not in beside]
         by_name = _find_by_name(columns, LABEL_NAMES)
         classes = [column for column in columns if column.may_be_classes]
         return by_name or _first_of_kinds(classes, (), ("class",))
 
     def client_column(self, beside: Sequence[str]) -> str:
-        """Return a column with a usual name for clients, other than `beside`; "" without one."""
+        """Return the name of a likely client column, not one of `beside`; "" if there is none."""
         columns = [column for column in self.columns if column.name not in beside]
         most = min(self.rows, SAMPLED_ROWS) // 2
         plausible = [column for column in columns if 2 <= column.distinct <= most]
@@ -113,9 +118,10 @@ class TableSchema:
 
 
 def infer_schema(path: str) -> TableSchema:
-    """Return the schema of a table from its first rows, of the training split if it has splits.
+    """Infer the schema of a table (a path or Hub id for `load_table`) from its first 2000 rows.
 
-    Raises DataError if the table cannot be read, or has splits but none for training.
+    Of a table with splits, only the training split is read. Raises DataError if the table cannot be
+    read, or has splits but none for training.
     """
     splits = split_names(path)
     train, test = _first_present(TRAIN_SPLITS, splits), _first_present(TEST_SPLITS, splits)
@@ -131,10 +137,21 @@ def infer_schema(path: str) -> TableSchema:
 
 
 def split_names(path: str) -> list[str]:
-    """Return the splits of a table, as `load_table` finds them; none if it has no splits."""
+    """Return the names of a table's splits; empty without splits. `path` is as in `load_table`.
+
+    In a folder of files, and in an .npz file, only TRAIN_SPLITS and TEST_SPLITS are recognized.
+    Raises DataError if the table or the Hub cannot be read.
+    """
     place = Path(path)
     if is_hub_id(path) and not place.exists():
-        return _hub_splits(strip_hub_prefix(path))
+        import datasets
+
+        name = strip_hub_prefix(path)
+        try:
+            return [str(split) for split in datasets.get_dataset_split_names(name)]
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"{name!r} cannot be loaded from the Hub: {reason}") from error
     if (listing := place / "dataset_dict.json").is_file():
         return [str(name) for name in json.loads(listing.read_text(encoding="utf-8"))["splits"]]
     usual = (*TRAIN_SPLITS, *TEST_SPLITS)
@@ -154,23 +171,12 @@ def split_names(path: str) -> list[str]:
     return sorted({str(value) for value in cast("list[Any]", table["split"][:])})
 
 
-def _hub_splits(name: str) -> list[str]:
-    """Return the splits of a dataset on the Hub; raise DataError if it cannot be reached."""
-    import datasets
-
-    try:
-        return [str(split) for split in datasets.get_dataset_split_names(name)]
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name!r} cannot be loaded from the Hub: {reason}") from error
-
-
 def _first_present(names: Iterable[str], present: Sequence[str]) -> str:
     return next((name for name in names if name in present), "")
 
 
 def _find_by_name(columns: Iterable[ColumnSchema], names: Sequence[str]) -> str:
-    """Return the column with the first of some names, regardless of case; "" if none has one."""
+    """Return the column with the first of some lower-case names, ignoring case; "" if none."""
     by_lower_name = {column.name.lower(): column.name for column in columns}
     return next((by_lower_name[name] for name in names if name in by_lower_name), "")
 
@@ -178,9 +184,9 @@ def _find_by_name(columns: Iterable[ColumnSchema], names: Sequence[str]) -> str:
 def _first_of_kinds(
     columns: Sequence[ColumnSchema], names: Sequence[str], kinds: Sequence[ColumnKind]
 ) -> str:
-    """Return a column of the first kind that is present; "" if none is.
+    """Return the name of a column of the first kind that is present; "" if none is.
 
-    Of several, the one with a usual name in `names`, else the one with the longest cells.
+    Of several such columns, one with a name in `names`, else the one with the longest cells.
     """
     for kind in kinds:
         of_kind = [column for column in columns if column.kind == kind]
@@ -191,7 +197,7 @@ def _first_of_kinds(
 
 
 def _infer_column(table: Dataset, name: str) -> ColumnSchema:
-    """Return the schema of a column of a table, from its type and all its cells."""
+    """Infer the schema of the column `name` from its type and all cells of a table."""
     import datasets
 
     feature = cast("Any", table.features)[name]
@@ -205,25 +211,13 @@ def _infer_column(table: Dataset, name: str) -> ColumnSchema:
     if isinstance(cells[0], dict):
         return ColumnSchema(name, "image" if "bytes" in cells[0] else "other", missing=missing)
     if isinstance(cells[0], list):
-        return _infer_list_column(name, cells, missing)
-    return _infer_scalar_column(name, cells, missing, class_names(table, name))
-
-
-def _infer_list_column(name: str, cells: list[Any], missing: int) -> ColumnSchema:
-    """Return the schema of a column of lists: conversations, words or classes."""
-    items = [item for cell in cells for item in cell]
-    if items and isinstance(items[0], dict):
-        return ColumnSchema(name, "conversation", missing=missing)
-    values = tuple(sorted({str(item) for item in items[: SAMPLED_ROWS * 10]}))
-    words = bool(items) and isinstance(items[0], str) and len(values) > MAX_CLASSES // 4
-    return ColumnSchema(name, "words" if words else "class", values, missing)
-
-
-def _infer_scalar_column(
-    name: str, cells: list[Any], missing: int, names: list[str] | None
-) -> ColumnSchema:
-    """Return the schema of a column of texts or numbers; `names` are its class names, if any."""
-    texts = [label_text(cell) for cell in cells]
+        items = [item for cell in cells for item in cell]
+        if items and isinstance(items[0], dict):
+            return ColumnSchema(name, "conversation", missing=missing)
+        values = tuple(sorted({str(item) for item in items[: SAMPLED_ROWS * 10]}))
+        words = bool(items) and isinstance(items[0], str) and len(values) > MAX_CLASSES // 4
+        return ColumnSchema(name, "words" if words else "class", values, missing)
+    texts, names = [label_text(cell) for cell in cells], class_names(table, name)
     values = tuple(names or sorted(set(texts)))
     length = sorted(len(text.split()) for text in texts)[int(0.95 * (len(texts) - 1))]
     if (not names and len(values) > max(2, len(texts) // 2)) or len(values) > MAX_CLASSES:

@@ -25,7 +25,7 @@ Classes and tokens are indices of the task's labels or of the vocabulary; labels
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its name, its function, and the kinds of predictions that it applies to."""
+    """A metric: `function` of (true, predicted) arrays, and the `answer_kinds` it applies to."""
 
     name: str
     function: MetricFunction
@@ -33,25 +33,25 @@ class Metric:
 
 
 def _sklearn(function: str, **settings: Any) -> MetricFunction:
-    """Return a function of scikit-learn with settings; it gives NaN for non-finite predictions.
+    """Return a metric function that calls `sklearn.metrics.<function>` with `settings`.
 
-    scikit-learn is imported at the first call.
+    The result is NaN for non-finite predictions. scikit-learn is imported at the first call.
     """
 
-    def measure(truth: Any, guess: Any) -> float:
+    def measure(truth: Any, predictions: Any) -> float:
         from sklearn import metrics
 
         # scikit-learn raises for these predictions, which a diverged model makes.
-        if not np.isfinite(guess).all():
+        if not np.isfinite(predictions).all():
             return nan
-        return float(getattr(metrics, function)(truth, guess, **settings))
+        return float(getattr(metrics, function)(truth, predictions, **settings))
 
     return measure
 
 
-def _pearson(truth: Any, guess: Any) -> float:
-    """Return Pearson's correlation; 0 if a side is constant, NaN for non-finite predictions."""
-    first, second = (np.asarray(side, dtype=float) for side in (truth, guess))
+def _pearson(truth: Any, predictions: Any) -> float:
+    """Return Pearson's correlation: 0 if a side is constant, NaN for non-finite predictions."""
+    first, second = (np.asarray(side, dtype=float) for side in (truth, predictions))
     if not np.isfinite(second).all():
         return nan
     if np.ptp(first) == 0 or np.ptp(second) == 0:
@@ -62,18 +62,16 @@ def _pearson(truth: Any, guess: Any) -> float:
 _CLASSIFICATION: tuple[AnswerKind, ...] = ("class", "labels")
 _BUILT_IN = (
     Metric("accuracy", _sklearn("accuracy_score"), ("class", "labels", "tokens")),
-    Metric("f1_macro", _sklearn("f1_score", average="macro", zero_division=0), _CLASSIFICATION),
-    Metric("f1_micro", _sklearn("f1_score", average="micro", zero_division=0), _CLASSIFICATION),
-    Metric(
-        "f1_weighted", _sklearn("f1_score", average="weighted", zero_division=0), _CLASSIFICATION
-    ),
-    Metric(
-        "precision_macro",
-        _sklearn("precision_score", average="macro", zero_division=0),
-        _CLASSIFICATION,
-    ),
-    Metric(
-        "recall_macro", _sklearn("recall_score", average="macro", zero_division=0), _CLASSIFICATION
+    *(
+        Metric(
+            f"{score}_{average}",
+            _sklearn(f"{score}_score", average=average, zero_division=0),
+            _CLASSIFICATION,
+        )
+        for score, average in (
+            *(("f1", "macro"), ("f1", "micro"), ("f1", "weighted")),
+            *(("precision", "macro"), ("recall", "macro")),
+        )
     ),
     Metric("matthews_corrcoef", _sklearn("matthews_corrcoef"), ("class",)),
     Metric("jaccard", _sklearn("jaccard_score", average="samples", zero_division=1), ("labels",)),
@@ -93,41 +91,42 @@ METRIC_NAMES: Registry[Metric | MetricFunction] = Registry("metric", METRICS)
 
 
 def metric_named(name: str) -> Metric:
-    """Return a metric by its name; a function `module:f` becomes a metric named `f`.
+    """Return a metric by its name.
 
-    Raises FedplanError if there is none.
+    A function `module:f` is imported and becomes a metric named `f`. Raises FedplanError if there
+    is no such metric.
     """
     value = METRIC_NAMES.find(name).value
     return value if isinstance(value, Metric) else Metric(name.rpartition(":")[2], value)
 
 
-def compute_metrics(metrics: Sequence[Metric], truth: Any, guess: Any) -> dict[str, float]:
-    """Return the value of each metric by name; a single row has no r2 and no pearson.
+def compute_metrics(metrics: Sequence[Metric], truth: Any, predictions: Any) -> dict[str, float]:
+    """Return the value of each metric by name, from arrays of `truth` and `predictions`.
 
-    Raises FedplanError if a metric returns no number.
+    A single row has no r2 and no pearson: these are left out. Raises FedplanError if a metric
+    returns no number.
     """
-    single = len(truth) < 2
-    defined = [metric for metric in metrics if not (single and metric.name in ("r2", "pearson"))]
-    return {metric.name: _compute_metric(metric, truth, guess) for metric in defined}
-
-
-def _compute_metric(metric: Metric, truth: Any, guess: Any) -> float:
-    value = metric.function(truth, guess)
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise FedplanError(
-            f"the metric {metric.name!r} returned a {type(value).__name__}: a metric takes the "
-            "true and the predicted values, and must return a number"
-        ) from error
+    values = dict[str, float]()
+    for metric in metrics:
+        if len(truth) < 2 and metric.name in ("r2", "pearson"):
+            continue
+        value = metric.function(truth, predictions)
+        try:
+            values[metric.name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise FedplanError(
+                f"the metric {metric.name!r} returned a {type(value).__name__}: a metric takes the "
+                "true and the predicted values, and must return a number"
+            ) from error
+    return values
 
 
 def score_spread(scores: Mapping[str, float], *, higher_is_better: bool = True) -> dict[str, float]:
     """Return mean, std, worst, worst_decile, best and count of a score over clients.
 
     `scores` is by client. `worst_decile` is the mean of the worst tenth, at least one client. A
-    client with a score of NaN has diverged and counts as the worst. Raises FedplanError without
-    scores.
+    client with a score of NaN has diverged and counts as the worst; mean and std are then NaN.
+    Raises FedplanError without scores.
     """
     if not scores:
         raise FedplanError("there are no scores: give the score of at least one client")
@@ -147,7 +146,7 @@ def score_spread(scores: Mapping[str, float], *, higher_is_better: bool = True) 
 def metric_spread(
     metric: str, scores: Mapping[str, float], *, higher_is_better: bool = True
 ) -> dict[str, float]:
-    """Return the spread of a metric over clients, by the names of a round's row.
+    """Return `score_spread` of a metric over clients, with keys for a round's row.
 
     `scores` are the metric's values by client. The mean has the metric's own name, such as
     `accuracy`; the others are `accuracy_std`, `accuracy_worst`, `accuracy_worst_decile` and

@@ -33,14 +33,14 @@ MAX_DRAWS = 100
 
 @dataclass(frozen=True)
 class Partition:
-    """How to partition a table among clients; raises DataError if fields do not fit the kind.
+    """How to partition a table among clients; raises DataError if fields do not fit the `kind`.
 
-    `iid`: at random, in about equal parts. `dirichlet`: the examples of each label in proportions
-    drawn with `alpha`; a smaller alpha is more skewed. `pathological`: at most
+    `iid`: at random, in `num_clients` about equal parts. `dirichlet`: the examples of each label in
+    proportions drawn with `alpha`; a smaller alpha is more skewed. `pathological`: at most
     `classes_per_client` labels at each client. `column`: a client for each value of `column`, or
-    for its `num_clients` most frequent values; with `clients_per_value` above 1, the examples of
+    for the `num_clients` most frequent values; with `clients_per_value` above 1, the examples of
     each value are divided among that many clients as by dirichlet. Each client has at least
-    `min_examples`; values of a column with fewer are left out.
+    `min_examples`; values of a column with fewer are left out. Use `partition_examples`.
     """
 
     kind: str
@@ -72,6 +72,7 @@ class Partition:
             self._require(bool(self.column), "column", "the name of a column")
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
+        """Raise DataError if `holds` is false: the field `name` must be `remedy`."""
         if not holds:
             value = getattr(self, name)
             raise DataError(
@@ -87,7 +88,11 @@ def partition_examples(
     label: str = "",
     known_values: Sequence[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return the table of each client by name, in the order of rows; see `partition_table`."""
+    """Return the table of each client by name, with rows in the order of `table`.
+
+    Arguments, names of clients and errors are those of `partition_table`. Nothing is written to
+    disk.
+    """
     indices = partition_table(table, partition, seed=seed, label=label, known_values=known_values)
     return {name: select_rows(table, rows) for name, rows in indices.items()}
 
@@ -100,25 +105,30 @@ def partition_table(
     label: str = "",
     known_values: Sequence[str] | None = None,
 ) -> dict[str, list[int]]:
-    """Return the row numbers of each client, by name, in ascending order.
+    """Return the row numbers of each client, by the client's name, in ascending order.
 
     The client of a row depends on the row's content and the seed only: equal rows have the same
     client, and a row that is added or removed moves no other. Clients are named client-00 and so
-    on, or by their value of the column, followed by -0, -1 and so on with `clients_per_value`.
-    Each row has one client, except that a partition by column may leave values out. `label` is the
-    label column of dirichlet and pathological, unless the partition has its own `column`.
+    on, or by their value of the column, followed by -0, -1 and so on with `clients_per_value`. Each
+    row has one client, except that a partition by column may leave values out. `label` is the label
+    column, for `clients_per_value` above 1, and for dirichlet and pathological if `partition` has
+    no `column` of its own.
 
     `min_examples` and the choice of frequent values depend on the number of rows. If that must stay
-    private, `known_values` are the labels, or the column's values, known beforehand: all of them
-    are used, `min_examples` is ignored, and a client may have no rows. Raises DataError if the
-    table cannot be partitioned this way.
+    private, `known_values` are the labels, or the column's values, known beforehand: all are used,
+    `min_examples` is ignored, and a client may have no rows. Raises DataError if the table cannot
+    be partitioned this way.
     """
     if partition.kind == "column":
         return _by_column(table, partition, seed=seed, label=label, known_values=known_values)
     if known_values is None:
         _require_enough(len(table), partition)
-    digests = example_digests(table)
-    labels = _label_texts(table, _label_column(partition, label)) if partition.kind != "iid" else []
+    digests, labels = example_digests(table), list[str]()
+    if partition.kind != "iid":
+        column = partition.column or label
+        if not column:
+            raise DataError(f"a partition by {partition.kind} needs the label column: name it")
+        labels = _label_texts(table, column)
     names = (
         list(known_values) if known_values is not None else sorted(set(labels), key=label_sort_key)
     )
@@ -130,10 +140,12 @@ def partition_table(
 
 
 def _rows_of(assigned: np.ndarray, value: int | bool) -> list[int]:
+    """Return the indices at which `assigned` equals `value`."""
     return np.flatnonzero(assigned == value).tolist()
 
 
 def _require_enough(count: int, partition: Partition, of: str = "examples") -> None:
+    """Raise DataError if `count` examples are too few to give each client `min_examples`."""
     if partition.num_clients * partition.min_examples > count:
         raise DataError(
             f"{count} {of} are too few for {partition.num_clients} clients with "
@@ -148,10 +160,10 @@ Draw = tuple[int, int]
 def _draw_until_enough(
     assign: Callable[[Draw], np.ndarray], seed: int, partition: Partition, *, require_min: bool
 ) -> np.ndarray:
-    """Return the client number of each row, from the first draw with enough examples per client.
+    """Return the client number of each row, from the first draw with `min_examples` per client.
 
-    `assign` makes a draw. With `require_min=False`, the first draw is returned. Raises DataError
-    after MAX_DRAWS draws.
+    `assign` maps (seed, number of the draw) to client numbers. With `require_min=False` the first
+    draw is returned. Raises DataError after MAX_DRAWS draws.
     """
     clients = assign((seed, 0))
     for number in range(1, MAX_DRAWS + 1):
@@ -167,15 +179,8 @@ def _draw_until_enough(
     )
 
 
-def _label_column(partition: Partition, label: str) -> str:
-    column = partition.column or label
-    if not column:
-        raise DataError(f"a partition by {partition.kind} needs the label column: name it")
-    return column
-
-
 def _label_texts(table: Dataset, column: str) -> list[str]:
-    """Return the label of each row; raise DataError if a row has a list of labels."""
+    """Return the label of each row of a table's column; DataError if a row has a list of labels."""
     labels = label_values(table, column)
     if lists := [label for label in labels if not isinstance(label, str)]:
         raise DataError(
@@ -185,8 +190,8 @@ def _label_texts(table: Dataset, column: str) -> list[str]:
     return cast("list[str]", labels)
 
 
-# The `_assign_*` functions return the client number of each row. `digests` and `labels` are of the
-# rows, and `names` are all labels.
+# The `_assign_*` functions return the client number of each row, an int array. `digests` and
+# `labels` are by row, `names` are all labels, and `draw` is the seed and number of the draw.
 
 
 def _assign_iid(
@@ -198,7 +203,10 @@ def _assign_iid(
 def _assign_dirichlet(
     digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    """Draw the clients' proportions of each label, and assign each row by its uniform number."""
+    """Return a client number per row: each label is divided in proportions drawn with `alpha`.
+
+    `digests` and `labels` are by row; `draw` seeds the proportions and the choice of each row.
+    """
     uniform = uniform_numbers(digests, "dirichlet", *draw)
     label_array = np.array(labels, dtype=object)
     clients = np.zeros(len(digests), dtype=int)
@@ -215,28 +223,14 @@ def _assign_dirichlet(
 def _assign_labels(
     digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    """Give each client some labels, and assign each row to one of the clients with its label."""
+    """Return a client number per row: each client gets `classes_per_client` of the labels `names`.
+
+    All labels have equally many clients, or one more: each label goes to the clients with the
+    fewest labels so far. `digests` and `labels` are by row; `draw` is the seed. Raises DataError
+    for a label not in `names`, or if the partition has too few or too many clients for the labels.
+    """
     if unknown := set(labels) - set(names):
         raise DataError(f"label {min(unknown)!r} is not one of the labels {', '.join(names)}")
-    clients_by_label = _clients_by_label(names, partition, draw)
-    uniform = uniform_numbers(digests, "pathological", *draw)
-    return np.array(
-        [
-            clients_by_label[label][int(number * len(clients_by_label[label]))]
-            for label, number in zip(labels, uniform, strict=True)
-        ],
-        dtype=int,
-    )
-
-
-def _clients_by_label(
-    names: Sequence[str], partition: Partition, draw: Draw
-) -> dict[str, list[int]]:
-    """Return the clients that have each label: `classes_per_client` labels at every client.
-
-    The labels have equally many clients, or one more. Each label goes to the clients that have the
-    fewest labels so far, so that all clients end with the same number.
-    """
     count, shards = len(names), partition.num_clients * partition.classes_per_client
     if partition.classes_per_client > count or shards < count:
         raise DataError(
@@ -253,7 +247,11 @@ def _clients_by_label(
         clients_by_label[names[index]] = chosen
         for client in chosen:
             label_counts[client] += 1
-    return clients_by_label
+    clients = list[int]()
+    for label, number in zip(labels, uniform_numbers(digests, "pathological", *draw), strict=True):
+        candidates = clients_by_label[label]
+        clients.append(candidates[int(number * len(candidates))])
+    return np.array(clients, dtype=int)
 
 
 def _by_column(
@@ -264,47 +262,39 @@ def _by_column(
     label: str,
     known_values: Sequence[str] | None,
 ) -> dict[str, list[int]]:
-    """Return the rows of each client of a partition by column; arguments as `partition_table`."""
+    """Return the rows of each client of a partition by column; arguments as `partition_table`.
+
+    Raises DataError if the column has too few values or a list among them, or if `num_clients` is
+    set and not the number of `known_values`.
+    """
     rows_by_value = dict[str, list[int]]()
     for row, value in enumerate(column_values(table, partition.column)):
         if not isinstance(value, Hashable):
             raise DataError(f"column {partition.column!r} has {value!r}, which names no client")
         rows_by_value.setdefault(label_text(value), []).append(row)
+    count, least = partition.num_clients, partition.min_examples
     if known_values is None:
-        values = _most_frequent_values(rows_by_value, partition)
+        values = [name for name, rows in rows_by_value.items() if len(rows) >= least]
+        if not values or len(values) < count:
+            raise DataError(
+                f"column {partition.column!r} has {len(values)} values with {least} examples or "
+                f"more, too few for {count} clients: use fewer clients, or a smaller min_examples"
+            )
+        values.sort(key=lambda name: (-len(rows_by_value[name]), label_sort_key(name)))
+        values = values[: count or None]
     else:
-        values = _require_all_values(known_values, partition)
-    chosen = {value: rows_by_value.get(value, []) for value in values}
+        values = known_values
+        if count not in (0, len(values)):
+            raise DataError(
+                f"column {partition.column!r} has {len(values)} known values, but the partition "
+                f"has {count} clients: with privacy, the most frequent values must not be chosen, "
+                f"so set num_clients = {len(values)}"
+            )
+    chosen = {value: rows_by_value.get(value, []) for value in sorted(values, key=label_sort_key)}
     if partition.clients_per_value == 1:
         return chosen
     require_min = known_values is None
     return _divide_values(table, chosen, partition, seed=seed, label=label, require_min=require_min)
-
-
-def _most_frequent_values(
-    rows_by_value: Mapping[str, list[int]], partition: Partition
-) -> list[str]:
-    """Return the `num_clients` most frequent values with enough examples, or all, sorted."""
-    enough = [name for name, rows in rows_by_value.items() if len(rows) >= partition.min_examples]
-    if not enough or len(enough) < partition.num_clients:
-        raise DataError(
-            f"column {partition.column!r} has {len(enough)} values with {partition.min_examples} "
-            f"examples or more, too few for {partition.num_clients} clients: use fewer clients, or "
-            "a smaller min_examples"
-        )
-    largest = sorted(enough, key=lambda name: (-len(rows_by_value[name]), label_sort_key(name)))
-    return sorted(largest[: partition.num_clients or None], key=label_sort_key)
-
-
-def _require_all_values(known_values: Sequence[str], partition: Partition) -> list[str]:
-    """Return the known values sorted; raise DataError if the partition asks for some of them."""
-    if partition.num_clients not in (0, len(known_values)):
-        raise DataError(
-            f"column {partition.column!r} has {len(known_values)} known values, but the partition "
-            f"has {partition.num_clients} clients: with privacy, the most frequent values must not "
-            f"be chosen, so set num_clients = {len(known_values)}"
-        )
-    return sorted(known_values, key=label_sort_key)
 
 
 def _divide_values(
@@ -318,7 +308,9 @@ def _divide_values(
 ) -> dict[str, list[int]]:
     """Divide the rows of each value among `clients_per_value` clients, by labels as dirichlet.
 
-    The division of a value does not depend on other values. `require_min` enforces `min_examples`.
+    Returns row numbers of `table` by client, named "value-0" and so on. Each value is divided
+    independently of the others, at random by `seed`. `require_min` enforces `min_examples`. Raises
+    DataError without a `label` column, or with too few rows.
     """
     if not label:
         raise DataError(
@@ -342,10 +334,10 @@ def _divide_values(
 
 
 def training_mask(digests: Sequence[bytes], *, fraction: float, seed: int) -> np.ndarray:
-    """Return a boolean for each example: whether to train on it, true for about `fraction`.
+    """Return a boolean array by digest: whether to train on an example, true for about `fraction`.
 
-    The choice depends on the example's digest and the seed only, so that equal examples are on one
-    side, also at different clients. Raises DataError unless 0 < fraction <= 1.
+    The choice depends on the digest and the seed only, so that equal examples are on one side, also
+    at different clients. Raises DataError if not 0 < fraction <= 1.
     """
     if not 0 < fraction <= 1:
         raise DataError(f"the training fraction is {fraction}: it must be above 0 and at most 1")
@@ -358,7 +350,7 @@ def split_holdout(
     """Return (training table, test table); about `fraction` of the rows are for training.
 
     The side of a row depends on its content in `columns` (default: all) and the seed. A side may be
-    empty. Raises DataError unless 0 < fraction <= 1.
+    empty. Raises DataError if not 0 < fraction <= 1.
     """
     mask = training_mask(example_digests(table, columns), fraction=fraction, seed=seed)
     return select_rows(table, _rows_of(mask, True)), select_rows(table, _rows_of(mask, False))

@@ -26,11 +26,14 @@ class DataError(FedplanError):
 def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Dataset:
     """Load a table from a file, a folder, or the Hub as `hub:org/name` (uses the network).
 
-    Files are read into memory; a folder saved by `datasets` is mapped from disk. Cells of a .csv
-    file are texts, since types guessed from other rows would change a row; empty cells are missing
-    values. `split` selects the rows with this value in a column `split`, the arrays of an .npz file
-    whose names end with it, the files of a folder whose names start with it, or the split of that
-    name. `allow_empty` as in `filter_rows`. Raises DataError if the table or split cannot be read.
+    `path` is a .csv, .json, .jsonl, .parquet or .npz file, or a folder of such files. Files are
+    read into memory; a folder saved by `datasets` is mapped from disk. Cells of a .csv file are
+    texts, since types guessed from other rows would change a row; empty cells are missing values.
+    `split` selects the rows of a file with this value in the column `split`; the arrays of an .npz
+    file named as `x_train` for the split `train`; the files of a folder with names that start with
+    the split, or else such rows of each file; or the split of this name in a dataset of the Hub or
+    saved by `datasets`. `allow_empty` is as in `filter_rows`. Raises DataError if the table or the
+    split cannot be read.
     """
     place = Path(path)
     if is_hub_id(path):
@@ -41,7 +44,10 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
-            return _split_by_column(_READERS[place.suffix](place), split, path, allow_empty)
+            table = _READERS[place.suffix](place)
+            if split and "split" not in table.column_names:
+                _raise_missing(f"column 'split' in {path}, to select {split!r}", table.column_names)
+            return filter_rows(table, {"split": split}, allow_empty=allow_empty) if split else table
     except DataError:
         raise
     # For a damaged file, the reading libraries raise exceptions of any kind.
@@ -63,7 +69,7 @@ def _from_parquet(path: Path) -> Dataset:
 
 
 def _from_csv(path: Path) -> Dataset:
-    """Return the table of a .csv file, with all cells as texts and empty cells missing."""
+    """Read a .csv file as a table with all cells as texts; empty cells are missing values."""
     import pyarrow
     from datasets import Dataset
     from pyarrow import csv
@@ -77,7 +83,10 @@ def _from_csv(path: Path) -> Dataset:
 
 
 def _from_json(path: Path) -> Dataset:
-    """Return the table of a JSON list of objects, or of JSON lines; absent fields are missing."""
+    """Read a JSON list of objects, or JSON lines.
+
+    Absent fields are missing. May raise ValueError.
+    """
     from datasets import Dataset
 
     text = path.read_text(encoding="utf-8")
@@ -100,9 +109,13 @@ _READERS: dict[str, Callable[[Path], Dataset]] = {
 
 
 def _from_arrays(path: Path, split: str) -> Dataset:
-    """Return the arrays of an .npz file as columns; of a split `train`, `x_train` as column `x`."""
+    """Read an .npz file as a table with a column per array.
+
+    With a split `train`, only arrays such as `x_train` are read, as column `x`. Raises DataError
+    without such arrays, or if the arrays have different lengths.
+    """
+    import datasets
     import numpy as np
-    from datasets import Dataset, Features
 
     # np.load does not close a damaged file that it has opened itself
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -117,27 +130,24 @@ def _from_arrays(path: Path, split: str) -> Dataset:
             f"the arrays of {path} have different lengths, {lengths}: name a split, such as "
             "'train' for x_train and y_train"
         )
-    features = Features({name: _array_feature(array) for name, array in arrays.items()})
-    return Dataset.from_dict(arrays, features=features)
-
-
-def _array_feature(array: Any) -> Any:
-    """Return the `datasets` feature for a row of an array, by its dtype and inner shape."""
-    import datasets
-
-    dtype, inner_shape = str(array.dtype), array.shape[1:]
     array_types = {2: datasets.Array2D, 3: datasets.Array3D, 4: datasets.Array4D}
-    if len(inner_shape) in array_types:
-        return array_types[len(inner_shape)](inner_shape, dtype)
-    value = datasets.Value("string" if array.dtype.kind == "U" else dtype)
-    return datasets.List(value) if inner_shape else value
+    features = dict[str, Any]()
+    for name, array in arrays.items():
+        dtype, inner_shape = str(array.dtype), array.shape[1:]
+        if len(inner_shape) in array_types:
+            features[name] = array_types[len(inner_shape)](inner_shape, dtype)
+        else:
+            value = datasets.Value("string" if array.dtype.kind == "U" else dtype)
+            features[name] = datasets.List(value) if inner_shape else value
+    return datasets.Dataset.from_dict(arrays, features=datasets.Features(features))
 
 
 def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
-    """Return the table of a folder saved by `datasets`, or the joined tables of its files.
+    """Load the table of a folder saved by `datasets`, or the joined tables of a folder's files.
 
-    With a split, files whose names start with it are read; without such files, the split is
-    selected within each file.
+    With a `split`, the files with names that start with the split are read; if there are none, the
+    split is selected within each file (`allow_empty` as in `filter_rows`). Raises DataError if the
+    folder has no readable file.
     """
     import datasets
 
@@ -156,7 +166,7 @@ def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
 
 
 def _from_hub(name: str, split: str) -> Dataset:
-    """Return a dataset of the Hub. datasets 4 runs no code of the repository."""
+    """Load a dataset `name` of the Hub, or one split; DataError if the Hub or the split fails."""
     import datasets
 
     try:
@@ -167,19 +177,16 @@ def _from_hub(name: str, split: str) -> Dataset:
 
 
 def _select_split(loaded: Any, split: str, path: str) -> Dataset:
-    """Return the table itself, or a split of a DatasetDict; without a name, its only split."""
+    """Return `loaded` if a table, or the split of a DatasetDict; without a name, its only split.
+
+    Raises DataError if the split does not exist or must be named; `path` is for the message.
+    """
     if not isinstance(loaded, dict):
         return cast("Dataset", loaded)
     tables = cast("dict[str, Dataset]", loaded)
     if split not in tables and (split or len(tables) > 1):
         _raise_missing(f"split {split!r} in {path}", tables)
     return tables[split or next(iter(tables))]
-
-
-def _split_by_column(table: Dataset, split: str, path: str, allow_empty: bool) -> Dataset:
-    if split and "split" not in table.column_names:
-        _raise_missing(f"column 'split' in {path}, to select {split!r}", table.column_names)
-    return filter_rows(table, {"split": split}, allow_empty=allow_empty) if split else table
 
 
 def _raise_missing(wanted: str, present: Iterable[object]) -> Any:
@@ -196,7 +203,7 @@ def require_column(table: Dataset, column: str) -> None:
 
 
 def column_values(table: Dataset, column: str) -> list[Any]:
-    """Return the values of a column; raise DataError if it has missing values or NaN."""
+    """Return a column as a list; DataError if it is unknown, or has missing values or NaN."""
     require_column(table, column)
     values = cast("list[Any]", table[column][:])
     missing = sum(value is None or (type(value) is float and isnan(value)) for value in values)
@@ -211,10 +218,11 @@ def column_values(table: Dataset, column: str) -> list[Any]:
 def filter_rows(
     table: Dataset, conditions: Mapping[str, str | int], *, allow_empty: bool = False
 ) -> Dataset:
-    """Return the rows whose columns have these values, in the order of the table.
+    """Return the rows of a table that meet all `conditions` (column to value), in order.
 
-    Raises DataError if no row has a value, which is likely a typing error. With `allow_empty` it
-    does not: under privacy, the error would reveal that a row is missing.
+    Raises DataError for an unknown column, and for a value that no row of a table has, likely a
+    typing error. `allow_empty` turns the second check off: under privacy, the error would reveal
+    that a row is missing.
     """
     kept = range(len(table))
     for column, wanted in conditions.items():
@@ -228,7 +236,7 @@ def filter_rows(
 
 
 def matches_any(value: Any, values: Iterable[Any]) -> bool:
-    """Whether a value equals one of some; a text, as a cell of a .csv, also equals its number."""
+    """Whether a value equals one of `values`; a text (cell of a .csv) also equals its number."""
     if isinstance(value, str):
         return any(value == each or value == label_text(each) for each in values)
     return value in values
@@ -242,7 +250,8 @@ def select_rows(table: Dataset, indices: Iterable[int]) -> Dataset:
 def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
     """Return all labels in a column of some tables, sorted; labels in lists count one by one.
 
-    Raises DataError if the labels look like measurements and not like classes.
+    Raises DataError if the labels do not look like classes: if one is a fractional number, or if
+    there are over 20 different labels, more than half of all labels.
     """
     names, count = set[str](), 0
     for table in tables:
@@ -250,15 +259,25 @@ def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
             labels = cast("list[str]", value) if isinstance(value, list) else [value]
             names |= set(labels)
             count += len(labels)
-    _require_classes(names, count, column)
+    remedy = "if they are classes, list them in task.labels"
+    if fractional := sorted(label for label in names if _is_fractional(label)):
+        raise DataError(
+            f"column {column!r} has the value {fractional[0]}, which looks like a measurement and "
+            f"not like a class: {remedy}"
+        )
+    if len(names) > 20 and 2 * len(names) > count:
+        raise DataError(
+            f"column {column!r} has {len(names)} different values in {count}, which do not look "
+            f"like classes: {remedy}"
+        )
     return sorted(names, key=label_sort_key)
 
 
 def label_values(table: Dataset, column: str) -> list[Any]:
-    """Return the label of each row as text, or as a list of texts.
+    """Return the label of each row of a table as text, or as a list of texts.
 
-    If the column has names for its numbers, these are the labels. Raises DataError for missing
-    values.
+    Numbers of a ClassLabel column become the class names. Raises DataError for an unknown column
+    or missing values.
     """
     names = class_names(table, column)
 
@@ -279,24 +298,6 @@ def number_text(value: float) -> str:
     """Return a number as text, the same for 1 and 1.0: one row may make a column fractional."""
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if whole else str(value)
-
-
-def _require_classes(labels: set[str], count: int, column: str) -> None:
-    """Raise DataError if labels are fractional numbers, or nearly all different.
-
-    `count` is the number of label values in the column.
-    """
-    remedy = "if they are classes, list them in task.labels"
-    if fractional := sorted(label for label in labels if _is_fractional(label)):
-        raise DataError(
-            f"column {column!r} has the value {fractional[0]}, which looks like a measurement and "
-            f"not like a class: {remedy}"
-        )
-    if len(labels) > 20 and 2 * len(labels) > count:
-        raise DataError(
-            f"column {column!r} has {len(labels)} different values in {count}, which do not look "
-            f"like classes: {remedy}"
-        )
 
 
 def _is_fractional(label: str) -> bool:

@@ -28,7 +28,10 @@ def first_words(text: str, max_words: int) -> str:
 
 
 def require_tokens(ids: Sequence[Sequence[int]], tokenizer: Any, column: str) -> None:
-    """Raise DataError if a row has only special tokens; the unknown token is not one of them."""
+    """Raise DataError if a row of token `ids` is empty or has only special tokens.
+
+    The tokenizer's unknown token does not count as special. `column` is for the message.
+    """
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     empty = sum(all(token in special for token in row) for row in ids)
     if empty:
@@ -43,7 +46,7 @@ def token_blocks(
 ) -> list[Sequence[int]]:
     """Cut the tokens of each row into blocks of `limit` tokens; no block spans two rows.
 
-    A last block of one token has nothing to predict, and is left out unless it is the only one.
+    A last block of one token has nothing to predict, and is left out if the row has other blocks.
     With `one_block_per_row`, only the first block of each row is returned.
     """
     blocks = list[Sequence[int]]()
@@ -54,9 +57,9 @@ def token_blocks(
 
 
 def pack_sequences(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return lists of the indices of sequences to pack together, in order.
+    """Group consecutive sequences, given by their `sizes` in tokens, into packs of indices.
 
-    A pack has at most `limit` tokens, or a single longer sequence.
+    A pack has at most `limit` tokens, or is a single longer sequence.
 
     >>> pack_sequences([3, 4, 2, 9], 8)
     [[0, 1], [2], [3]]
@@ -72,9 +75,9 @@ def pack_sequences(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def label_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
-    """Return a label for each token: the word's class at its first token, else NO_LABEL.
+    """Return a label for each token: the class of a word at the word's first token, else NO_LABEL.
 
-    `words` has the word's index of each token, None for special tokens; `classes` is by word.
+    `words` has the index of each token's word, None for special tokens; `classes` is by word.
     """
     previous_words = [None, *words]
     return [

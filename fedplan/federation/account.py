@@ -21,18 +21,18 @@ from fedplan.storage.encryption import Encryption
 from fedplan.storage.errors import wrap_disk_errors
 from fedplan.storage.locks import locked_folder, sync_folder
 
-ANSWERS = "answers.jsonl"
-"""File of an account: one JSON line for each answer."""
+REPLIES = "replies.jsonl"
+"""File of an account: one JSON line for each reply."""
 DELTA = 1e-5
 """Default delta of a site's epsilon limit."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that a site sets for one dataset; 0 is no limit.
+    """Limits that a site sets for all use of one dataset; 0 means no limit.
 
-    `rounds`: answers of each kind: updates, polls, evaluations. `bytes`: bytes of values sent.
-    `epsilon`, `delta`: differential privacy budget.
+    `rounds`: number of distinct replies of each kind (updates, layer scores, evaluations).
+    `bytes`: total bytes of values sent. `epsilon`, `delta`: differential privacy budget.
     """
 
     rounds: int = 0
@@ -43,11 +43,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of a site, before it is computed.
+    """Description of one reply of a site to the server, for the site's Account.
 
-    `kind`: update, scores or evaluation. `request`: name of the request.
-    `content`: digest of all inputs; empty if the answer is read from the journal.
-    `nbytes`: bytes of values. `protected`: noise hides every example, or no example is used.
+    `kind`: "update", "scores" or "evaluation". `request`: name of the server's request.
+    `content`: digest of all inputs of the reply; empty if the journal's stored reply is sent again.
+    `nbytes`: bytes of values in the reply. `protected`: the reply has differential privacy noise
+    for every example, or does not depend on examples.
     """
 
     kind: str
@@ -58,9 +59,12 @@ class Answer:
 
 
 class Account:
-    """The account of one dataset: a folder with a secret, privacy charges, and all answers.
+    """Log of all replies computed from one dataset of a site, with the site's limits on them.
 
-    `encryption`: encrypts the secret on disk, if given. Creates the folder and the secret.
+    `folder`: one folder per dataset, created if missing, with a secret key file (created too), the
+    privacy ledger of the DP guards, and the file of replies (`read_replies`).
+    `limits`: None sets no limit. `encryption`: encrypts the secret on disk if not None.
+    Call `charge(answer)` before computing a reply. Several processes may use one folder.
     """
 
     def __init__(
@@ -71,50 +75,59 @@ class Account:
         self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
 
     def charge(self, answer: Answer) -> None:
-        """Record an answer; call this before computing it.
+        """Append `answer`, the description of a reply, to the account's file, synced to disk.
 
-        An answer with the same content as an earlier one counts only its bytes. Raises
-        RequestRefused if a limit would be exceeded, or if the site limits epsilon and an answer is
-        not protected; then nothing is recorded.
+        Call this before computing the reply. A reply with the same content as an earlier reply adds
+        only bytes. An empty content stands for the content of the last reply to the same request.
+        Waits up to 60 s for the folder's lock. Raises RequestRefused, and appends nothing, if a
+        limit would be exceeded, or if the site limits epsilon and this reply or an earlier one is
+        not protected. Raises StoreError if the folder stays locked or the file cannot be written,
+        and FedplanError if the file is damaged.
         """
-        with locked_folder(self.folder, require_locks=True, timeout=60.0):
-            lines = _read_repaired(self.folder)
-            line = self._make_line(answer, lines)
+        file, remedy = self.folder / REPLIES, "nothing is sent; repair the disk, then continue"
+        with (
+            locked_folder(self.folder, require_locks=True, timeout=60.0),
+            wrap_disk_errors(f"{file} cannot be written", remedy),
+        ):
+            file.touch(mode=0o600)
+            written = file.read_bytes()
+            if not written.endswith(b"\n"):  # cut off the incomplete last line of a crash
+                os.truncate(file, written.rfind(b"\n") + 1)
+            lines, of_request = read_replies(self.folder), (answer.request, answer.kind)
+            earlier = [x["content"] for x in lines if (x["request"], x["kind"]) == of_request]
+            inputs = answer.content or answer.request
+            content = derive_key(self._secret, "content", answer.kind, inputs).hex()[:32]
+            line = {
+                "kind": answer.kind,
+                "request": answer.request,
+                "content": earlier[-1] if earlier and not answer.content else content,
+                "bytes": answer.nbytes,
+                "protected": answer.protected,
+            }
             self._require_within_limits(line, lines)
-            _append(self.folder / ANSWERS, line)
-
-    def _make_line(self, answer: Answer, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer as a line of the file, with a keyed digest of its content.
-
-        An answer without content takes the content of the last line with its request and kind.
-        """
-        earlier = [
-            line["content"]
-            for line in lines
-            if (line["request"], line["answer"]) == (answer.request, answer.kind)
-        ]
-        inputs = answer.content or answer.request
-        content = derive_key(self._secret, "content", answer.kind, inputs).hex()[:32]
-        return {
-            "answer": answer.kind,
-            "request": answer.request,
-            "content": earlier[-1] if earlier and not answer.content else content,
-            "bytes": answer.nbytes,
-            "hidden": answer.protected,
-        }
+            encoded = json.dumps(line, sort_keys=True).encode() + b"\n"
+            with file.open("ab", buffering=0) as out:
+                while encoded:
+                    encoded = encoded[out.write(encoded) or 0 :]
+                os.fsync(out.fileno())
+                sync_folder(file.parent)
 
     def _require_within_limits(self, line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-        """Raise RequestRefused if a new line exceeds the limits, given all earlier lines."""
+        """Raise RequestRefused if a new line of the file exceeds a limit, given earlier `lines`.
+
+        Checks epsilon (all lines must be "protected"), the number of distinct contents of this
+        kind, and the sum of bytes, in this order; a limit of 0 is not checked. Changes nothing.
+        """
         limits, sent = self.limits, sum(each["bytes"] for each in lines)
-        contents = {each["content"] for each in lines if each["answer"] == line["answer"]}
-        if limits.epsilon and not all(each["hidden"] for each in (*lines, line)):
+        contents = {each["content"] for each in lines if each["kind"] == line["kind"]}
+        if limits.epsilon and not all(each["protected"] for each in (*lines, line)):
             raise RequestRefused(
-                f"{self.folder} limits epsilon, and this answer or an earlier one has no noise to "
-                "hide its examples: remove the limit, or name another dataset"
-            ).with_code("unhidden")
+                f"{self.folder} limits epsilon, and this reply or an earlier one has no "
+                "differential privacy: remove the limit, or name another dataset"
+            ).with_code("unprotected")
         if limits.rounds and line["content"] not in contents and len(contents) >= limits.rounds:
             raise RequestRefused(
-                f"{self.folder} has {len(contents)} answers of this kind, and the limit is "
+                f"{self.folder} has {len(contents)} replies of this kind, and the limit is "
                 f"{limits.rounds}"
             ).with_code("limit-rounds")
         if limits.bytes and sent + line["bytes"] > limits.bytes:
@@ -124,55 +137,28 @@ class Account:
             ).with_code("limit-bytes")
 
 
-def read_answers(folder: Path) -> list[dict[str, Any]]:
-    """Return the answers of an account as dicts, without an incomplete last line.
+def read_replies(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of an account folder's file of replies as dicts, oldest first.
 
-    Raises FedplanError if the file cannot be read.
+    Keys: kind, request, content (keyed digest), bytes, protected. An incomplete last line is
+    left out; a missing file gives []. Raises FedplanError if the file cannot be read or parsed.
     """
     try:
-        content = (folder / ANSWERS).read_bytes() if (folder / ANSWERS).exists() else b""
+        content = (folder / REPLIES).read_bytes() if (folder / REPLIES).exists() else b""
         return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
     except (OSError, ValueError) as error:
         raise FedplanError(
-            f"{folder / ANSWERS} cannot be read: {error}; restore a copy of it"
+            f"{folder / REPLIES} cannot be read: {error}; restore a copy of it"
         ).with_code("disk") from error
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder and its missing parents with mode 0700, and sync them to disk.
+    """Create a folder and all missing parents with mode 0700, and sync each to disk.
 
-    Raises StoreError if a folder cannot be created.
+    An existing folder is not changed. Raises StoreError if a folder cannot be created.
     """
     with wrap_disk_errors(f"{folder} cannot be created", "name a folder that you may write to"):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path.parent)
-
-
-def _read_repaired(folder: Path) -> list[dict[str, Any]]:
-    """Create the file if missing, cut off an incomplete last line, and return all answers."""
-    file = folder / ANSWERS
-    with wrap_disk_errors(
-        f"{file} cannot be written", "nothing is answered; repair the disk, then continue"
-    ):
-        file.touch(mode=0o600)
-        content = file.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(file, content.rfind(b"\n") + 1)
-    return read_answers(folder)
-
-
-def _append(file: Path, line: dict[str, Any]) -> None:
-    """Append a line to the file and sync it to disk; raise StoreError if that fails."""
-    with (
-        wrap_disk_errors(
-            f"{file} cannot be written", "nothing is answered; repair the disk, then continue"
-        ),
-        file.open("ab", buffering=0) as out,
-    ):
-        content = json.dumps(line, sort_keys=True).encode() + b"\n"
-        while content:
-            content = content[out.write(content) or 0 :]
-        os.fsync(out.fileno())
-        sync_folder(file.parent)

@@ -24,7 +24,6 @@ from fedplan.federation.messages import UpdateRejected
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import MAX_SCORE, DefenceRecord, SecAggRecord
 from fedplan.federation.robust import (
-    Values,
     apply_robust_rule,
     clip_updates,
     find_capped_weights,
@@ -43,14 +42,15 @@ PollScores = Mapping[str, Mapping[Block, float]]
 
 @dataclass(frozen=True)
 class AggregationResult:
-    """Result of aggregating one round.
+    """Result of aggregating the updates of one round.
 
-    `means`: aggregated value of each param. `aux`: change of each auxiliary tensor.
-    `drift`: by kind of param, the mean squared distance of updates from their mean, and the squared
-    step of the mean.
-    `clipping_norm`: norm for the next round, if it adapts. `products`: errors of averaging LoRA
-    factors instead of products. `defence`: actions of the defence. `masked`: record of secure
-    aggregation.
+    `means`: aggregated value of each param that some client sent, and of base weights that a LoRA
+    rule changes, before the server optimizer. `aux`: change to add to the global value of each
+    auxiliary tensor. `drift`: by kind of param (mean squared distance of updates from their mean,
+    squared step of the mean). `clipping_norm`: norm for the next round if the norm adapts, else 0.
+    `products`: relative errors of LoRA products (`lora_product_sum.Errors`); None if not measured.
+    `defence`: actions of the robust defence; None if off. `secagg`: secure aggregation's entry for
+    the ledger; None if off.
     """
 
     means: dict[str, Tensor]
@@ -59,28 +59,32 @@ class AggregationResult:
     clipping_norm: float = 0.0
     products: Errors | None = None
     defence: DefenceRecord | None = None
-    masked: SecAggRecord | None = None
+    secagg: SecAggRecord | None = None
 
 
 class Aggregator(Protocol):
-    """Aggregates the updates of one round: `require` and `add` each update, then `close` once."""
+    """Aggregates the updates of one round: `require` and `add` each update, then `close` once.
+
+    An update has `values` (trained params by key), `aux` (changes of auxiliary tensors by key) and
+    a `weight` (number of examples, 1 or more).
+    """
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise UpdateRejected or FedplanError if an update cannot be added; change nothing."""
+        """Raise UpdateRejected or FedplanError if an update cannot be added; add nothing."""
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
         """Add one client's update; if this raises, nothing of the update is added."""
 
     def close(self) -> AggregationResult:
-        """Return the aggregated result."""
+        """Return the aggregate of all added updates; the aggregator cannot be used afterwards."""
         ...
 
 
 class Aggregation(Protocol):
-    """Aggregation strategy of a whole run.
+    """Aggregation strategy of a whole run: draws the clients and aggregates each round's updates.
 
     `hides_clients`: client-level DP; then no output of the server may depend on which clients took
-    part, except through noise.
+    part, except through noise. In each round call `sample_clients`, then `open_round`.
     """
 
     hides_clients: ClassVar[bool]
@@ -95,30 +99,37 @@ class Aggregation(Protocol):
         ...
 
     def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Return the clients of a round, drawn from all names in `roster`.
+        """Return the clients of round `number`, drawn from all client names in `roster`.
 
         Raises PrivacyError if the privacy budget does not suffice for the round.
         """
         ...
 
     def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
-        """Return the scores by which all clients choose blocks, from the scores of a poll."""
+        """Return one score per block for all clients of round `number`, from all clients' scores.
+
+        `polled`: block scores by client; see `score_layers`.
+        """
         ...
 
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
     ) -> Aggregator:
-        """Return the aggregator of the next round.
+        """Return an empty Aggregator for round `global_state.round + 1`.
 
-        `shared`: returns the values of all params that any client may share in the round.
-        `roster`: number of all clients.
+        `shared`: returns the global values of all params that any client may share in the round.
+        `roster`: number of all clients of the run.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PlainAggregation:
-    """Means of updates, weighted by examples, over the clients that sent a param; or a defence."""
+    """Aggregation without privacy: the mean of a param over its senders, weighted by examples.
+
+    `agreement`: settings of the run; `agreement.defence` may replace the mean by a robust rule.
+    `participation`: settings by which the clients of a round are drawn.
+    """
 
     agreement: Agreement
     participation: Participation
@@ -138,8 +149,14 @@ class PlainAggregation:
         return self.participation.cohort(self.agreement.experiment, number, list(roster))
 
     def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
-        """Return the sums of all clients' scores."""
-        return sum_poll_scores(polled)
+        """Return the sum of the clients' scores in `polled` by block; `number` is not used.
+
+        A client with any score that is NaN, or above MAX_SCORE in magnitude, is left out entirely;
+        {} if no client remains.
+        """
+        valid = [s for s in polled.values() if all(abs(x) <= MAX_SCORE for x in s.values())]
+        blocks = dict.fromkeys(block for scores in valid for block in scores)
+        return {block: fsum(s[block] for s in valid if block in s) for block in blocks}
 
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
@@ -149,27 +166,16 @@ class PlainAggregation:
         return kind(self.agreement, global_state.values, roster)
 
 
-@dataclass(frozen=True)
-class UpdateStats:
-    """Statistics of one update by key.
-
-    `peaks`: largest absolute values, in steps of the exact sum.
-    `squares`: squared distances from the base.
-    """
-
-    values: Tensors
-    peaks: dict[str, int]
-    squares: dict[str, float]
-
-
 @dataclass
 class MeanAggregator:
-    """Exact weighted means of values, and unweighted sums of auxiliary tensors.
+    """Aggregator of one round by exact weighted means, independent of the order of updates.
 
-    `base`: global values before the round. `roster`: number of all clients. `weight`: total weight.
-    `capped`: clients above the defence's weight cap, with their reported and capped weights.
-    `products`: sums of LoRA products. `last_stats`: statistics of the update that `require` saw
-    last, so that `add` need not compute them again.
+    Give `agreement`, `base` (global values before the round) and `roster` (number of all clients).
+    The other fields are running totals: `values` (weighted sum of params), `aux` (unweighted sum of
+    auxiliary tensors), `drift` (squared changes), `weight` (sum of all weights), `products` (LoRA
+    products), `capped` (by client, reported and capped weight, if above `defence.max_weight`).
+    `last_stats`: values, peaks and squared distances of the update that `require` saw last, reused
+    by `add`. Call `require` and `add` per update, or `merge` a part of the round, then `close`.
     """
 
     agreement: Agreement
@@ -181,16 +187,24 @@ class MeanAggregator:
     weight: int = 0
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     products: ProductSum = field(init=False)
-    last_stats: UpdateStats | None = None
+    last_stats: tuple[Tensors, dict[str, int], dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         agreed = self.agreement
         self.products = ProductSum(agreed.layers, agreed.method.lora_aggregation, self.base)
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise an error if the update overflows a sum or makes an aux tensor not finite."""
-        self.last_stats = UpdateStats(values, *peak_steps_and_squared_distances(values, self.base))
-        self.values.validate(values, weight, self.last_stats.peaks)
+        """Raise an error if an update cannot be added; change no sum.
+
+        SumError: `weight` is not an int from 1 to MAX_WEIGHT, a dtype is no float, a value is not
+        finite or above MAX_VALUE, a dtype or shape differs from earlier updates, or a sum of
+        `values` or `aux` could overflow. UpdateRejected: the new value of an auxiliary tensor would
+        not be finite, or the method aggregates LoRA products and only one factor of a layer was
+        sent. All keys must be in `base`. Keeps statistics of `values` in `last_stats`, for `add`.
+        """
+        peaks, squares = peak_steps_and_squared_distances(values, self.base)
+        self.last_stats = values, peaks, squares
+        self.values.validate(values, weight, peaks)
         self.products.require_both_sides(values)
         self.aux.validate(aux, 1)
         for key, change in aux.items():
@@ -198,23 +212,33 @@ class MeanAggregator:
                 raise UpdateRejected(f"{key!r} is too large to be added to its present value")
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Add values, LoRA products and aux tensors, with the weight capped by the defence."""
+        """Add the values, LoRA products and aux tensors of one client's update.
+
+        Call `require` with the same update before. A weight above `defence.max_weight` is lowered
+        to that, and both weights are noted in `capped` under `client`. Raises SumError, and adds
+        nothing, if a sum of LoRA products could overflow.
+        """
         reported, weight = weight, min(weight, self.agreement.defence.max_weight or weight)
         products = self.products.client_products(values)
         self.products.total.validate(products, weight)
-        stats, self.last_stats = self.last_stats, None
-        if stats is None or stats.values is not values:
-            stats = UpdateStats(values, *peak_steps_and_squared_distances(values, self.base))
-        self.values.add(values, weight, stats.peaks)
+        checked, self.last_stats = self.last_stats, None
+        if checked is not None and checked[0] is values:
+            _, peaks, squares = checked
+        else:
+            peaks, squares = peak_steps_and_squared_distances(values, self.base)
+        self.values.add(values, weight, peaks)
         self.products.total.add(products, weight)
-        self.drift.add_squares(stats.squares, weight)
+        self.drift.add_squares(squares, weight)
         if aux:
             self.aux.add(aux, 1)
         self.weight += weight
         self.capped |= {client: (reported, weight)} if weight < reported else {}
 
     def merge(self, other: MeanAggregator) -> None:
-        """Add all updates of another aggregator of the same round."""
+        """Add all updates of `other`, an aggregator of other clients of the same round.
+
+        The sums of `other` keep their values. Raises SumError if a sum could overflow.
+        """
         self.values.merge(other.values)
         self.aux.merge(other.aux)
         self.products.total.merge(other.products.total)
@@ -223,10 +247,13 @@ class MeanAggregator:
         self.capped |= other.capped
 
     def close(self) -> AggregationResult:
-        """Return the means; of auxiliary tensors, the sum of changes divided by the roster.
+        """Return the weighted means of params, and of aux tensors the sum of changes / `roster`.
 
-        With `method.absent`, clients that did not send a param count as unchanged. The sums are
-        released, so this can be called only once.
+        The mean of a param is over the senders; with `method.absent`, over all clients of the
+        round, where clients that did not send the param count as unchanged. If the method has a
+        rule for LoRA products, the rule's values replace the means of the factors. The result also
+        has drift, errors of products and, if a defence is on, the capped weights. Frees the sum of
+        params: call once.
         """
         means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
         self.values = ExactSum()  # frees memory for the new global state
@@ -234,7 +261,6 @@ class MeanAggregator:
         merged, errors = self.products.close(means, weights)
         means |= merged
         for key in means if agreed.method.absent else ():
-            # Clients that did not send the param count as not having changed it.
             if weights[key] < self.weight:
                 fraction = weights[key] / self.weight
                 means[key] = torch.lerp(self.base[key], means[key], fraction)
@@ -247,9 +273,10 @@ class MeanAggregator:
 
 @dataclass
 class BufferedAggregator:
-    """Keeps all updates of a round until it closes, for defences that compare updates.
+    """Aggregator that keeps all updates until `close`, for defences that compare updates.
 
-    `base`, `roster`: as in MeanAggregator. `values`, `aux`, `weights`: updates by client.
+    Give `agreement`, `base` (global values before the round) and `roster` (number of all clients).
+    `values`, `aux`, `weights` hold copies of the updates by client, filled by `add` and `merge`.
     """
 
     agreement: Agreement
@@ -260,9 +287,10 @@ class BufferedAggregator:
     weights: dict[str, int] = field(default_factory=dict[str, int])
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise an error if the update would overflow a sum of `roster` updates as large.
+        """Raise an error if an update (values, aux tensors, weight) cannot be aggregated.
 
-        So whether an update is rejected does not depend on the order of the updates.
+        Raises as `MeanAggregator.require`, and UpdateRejected if a sum of `roster` updates of this
+        size would overflow. The result does not depend on the updates added before.
         """
         aggregator = MeanAggregator(self.agreement, self.base, self.roster)
         aggregator.require(values, aux, weight)
@@ -280,56 +308,59 @@ class BufferedAggregator:
         self.weights[client] = weight
 
     def merge(self, other: BufferedAggregator) -> None:
-        """Add all updates of another aggregator of the same round."""
+        """Add all updates of `other`, an aggregator of other clients of the same round."""
         self.values |= other.values
         self.aux |= other.aux
         self.weights |= other.weights
 
     def close(self) -> AggregationResult:
-        """Clip long updates, aggregate all by the defence's rule, and return the result."""
-        defence = self.agreement.defence
-        values, clipped = clip_updates(self.values, self.base, defence.max_norm_ratio)
-        aggregate = self._capped_mean if defence.rule == MEAN else self._robust_aggregate
-        result, record = aggregate(values)
-        return replace(result, defence=replace(record, clipped=clipped))
+        """Scale down long updates, aggregate all by the defence's rule, and return the result.
 
-    def _capped_mean(self, values: Values) -> tuple[AggregationResult, DefenceRecord]:
-        """Return the exact mean of clipped updates, with weights capped among a param's senders."""
+        An update longer than `defence.max_norm_ratio` times the client's reference norm is scaled
+        down to that norm (`clip_updates`). The rule "mean" weighs clients by capped weights
+        (`group_weights`); other rules ignore weights. With `method.absent`, clients that did not
+        send a param count as unchanged. Changes no stored update.
+        """
         defence, absent = self.agreement.defence, self.agreement.method.absent
-        total = MeanAggregator(self.agreement, self.base, self.roster)
+        values, clipped = clip_updates(self.values, self.base, defence.max_norm_ratio)
         groups = params_by_senders(values)
-        caps = group_weights(defence, self.weights, groups, absent=absent)
-        for group, keys in groups.items():
-            for client in group:
-                update = {key: values[client][key] for key in keys}
-                total.add(client, update, {}, caps[group][client])
-        for aux in filter(None, self.aux.values()):
-            total.aux.add(aux, 1)
-        total.weight = sum(next(iter(caps.values()), {}).values()) if absent else 0
-        capped = find_capped_weights(defence, self.weights, caps.values())
-        return total.close(), DefenceRecord(capped)
-
-    def _robust_aggregate(self, values: Values) -> tuple[AggregationResult, DefenceRecord]:
-        """Return the result of a robust rule over clipped updates, without weights."""
-        agreed, robust = self.agreement, apply_robust_rule(self.agreement.defence, values)
-        drift = drift_around(agreed.params, self.base, robust.means, robust.squares)
+        if defence.rule == MEAN:
+            total = MeanAggregator(self.agreement, self.base, self.roster)
+            caps = group_weights(defence, self.weights, groups, absent=absent)
+            for group, keys in groups.items():
+                for client in group:
+                    update = {key: values[client][key] for key in keys}
+                    total.add(client, update, {}, caps[group][client])
+            for aux in filter(None, self.aux.values()):
+                total.aux.add(aux, 1)
+            total.weight = sum(next(iter(caps.values()), {}).values()) if absent else 0
+            capped = find_capped_weights(defence, self.weights, caps.values())
+            return replace(total.close(), defence=DefenceRecord(capped, clipped=clipped))
+        robust = apply_robust_rule(defence, values)
         means = dict(robust.means)
-        for group, keys in params_by_senders(values).items() if agreed.method.absent else ():
+        drift = drift_around(self.agreement.params, self.base, means, robust.squares)
+        for group, keys in groups.items() if absent else ():
             fraction = len(group) / len(values)
             if fraction < 1:
                 means |= {k: torch.lerp(self.base[k], means[k], fraction) for k in keys}
-        record = DefenceRecord(left=robust.left, far=robust.far, thin=robust.thin)
-        return AggregationResult(means, drift=drift), record
+        record = DefenceRecord(
+            clipped=clipped,
+            excluded=robust.excluded,
+            distance=robust.distance,
+            undefended=robust.undefended,
+        )
+        return AggregationResult(means, drift=drift, defence=record)
 
 
 def make_contribution(
     agreement: Agreement, example_count: int, before: Tensors, after: Tensors
 ) -> tuple[dict[str, Tensor], int]:
-    """Return the values that a client sends, and its weight.
+    """Return the (values, weight) that a client sends after training.
 
-    `before`, `after`: values before and after training. The weight is the number of examples; it is
-    1 under differential privacy or with equal weights. With a public cap under privacy, the values
-    are moved only by the fraction min(examples, cap) / cap of the change.
+    `before`, `after`: values by key before and after training. The weight is `example_count`, or 1
+    under the agreement's differential privacy or equal weights. The values are the tensors of
+    `after`, not copied; if the privacy guarantee has a `max_weight` (cap), new tensors
+    before + (after - before) * min(example_count, cap) / cap.
     """
     if agreement.guarantee is None:
         return dict(after), 1 if agreement.secagg.equal_weights else example_count
@@ -337,13 +368,3 @@ def make_contribution(
         return dict(after), 1
     fraction = capped_weight(example_count, agreement.guarantee.max_weight)
     return {key: torch.lerp(before[key], value, fraction) for key, value in after.items()}, 1
-
-
-def sum_poll_scores(polled: PollScores) -> dict[Block, float]:
-    """Return the sum of clients' scores by block.
-
-    A client with a score that is not finite, or larger than MAX_SCORE, is left out.
-    """
-    valid = [s for s in polled.values() if all(abs(x) <= MAX_SCORE for x in s.values())]
-    blocks = dict.fromkeys(block for scores in valid for block in scores)
-    return {block: fsum(s[block] for s in valid if block in s) for block in blocks}

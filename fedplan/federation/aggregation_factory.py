@@ -17,10 +17,12 @@ from fedplan.privacy.guard import ServerGuard
 def make_aggregation(
     agreement: Agreement, folder: Path, participation: Participation, saved: Mapping[str, Any]
 ) -> Aggregation:
-    """Return the aggregation that the agreement asks for.
+    """Return the aggregation strategy that the agreement's privacy and secagg settings select.
 
-    `folder` is the run's. `saved` is the `checkpoint_meta` of the last checkpoint, empty for a new
-    run. Raises an error if the privacy budget in `folder` has fewer charges than `saved` counts.
+    `folder`: where client-level DP keeps a secret and the privacy ledger. `participation`: how
+    clients are drawn if DP does not draw clients. `saved`: metadata of the last checkpoint, with
+    the fields of `checkpoint_meta`; empty for a new run. Raises PrivacyError if the privacy ledger
+    in `folder` has fewer entries than `saved` counts: the ledger was rolled back.
     """
     guarantee = agreement.guarantee
     if guarantee is None or guarantee.unit != "client":

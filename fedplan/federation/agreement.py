@@ -33,13 +33,15 @@ from fedplan.training.probes import is_data_independent
 
 @dataclass(frozen=True)
 class Agreement:
-    """Settings that server and clients agree on before a run starts.
+    """Settings that server and clients fix before round 1; both sides build the same object.
 
-    `experiment`: name and seed of the study. `params`: all params of the model.
-    `guarantee`: differential privacy, if promised. `defence`: robust aggregation.
-    `secagg`: secure aggregation. `study`, `start`: digests of the study and of the initial model.
-    `run`: id of the run, part of the names of requests; no result depends on it.
-    Raises an error if the settings cannot be combined.
+    `experiment`: name and seed of the study. `params`: all params of the model. `method`: plan and
+    training method. `train_config`: hyperparameters. `guarantee`: differential privacy, or None.
+    `study`, `start`: digests of the study and of the initial model. `run`: id of the run, part of
+    the names of requests; no result depends on it. `defence`: robust aggregation.
+    `secagg`: secure aggregation. Server and clients compare `fingerprint`. Other members derive
+    from the plan the roles, params and bytes of a turn (one client in one round). The constructor
+    raises FedplanError if the method cannot be combined with `defence`, `secagg` or the guarantee.
     """
 
     experiment: str
@@ -72,15 +74,15 @@ class Agreement:
 
     @cached_property
     def text(self) -> str:
-        """All settings that change results, one per line; server and clients compare its digest.
+        """All settings that change results, one per line; `digest` is the SHA-256 of this text.
 
-        It does not contain the experiment's name, which is in each request's name; the examples and
-        their loss, which only the study's digest covers; and parts of custom functions that
-        `canonical_text` does not see.
+        Left out: the experiment's name (part of each request's name), the examples and loss
+        function (covered by the study's digest only), and of custom functions what `canonical_text`
+        does not cover, as globals and other functions that they call.
         """
         settings = {
             **({"defence": self.defence.text} if self.defence.active else {}),
-            **({"masking": self.secagg.text} if self.secagg.active else {}),
+            **({"secagg": self.secagg.text} if self.secagg.active else {}),
             "train": canonical_text(self.train_config),
             "guarantee": canonical_text(self.guarantee),
             "study": canonical_text(self.study),
@@ -110,15 +112,15 @@ class Agreement:
 
     @cached_property
     def layers(self) -> tuple[LoraLayer, ...]:
-        """LoRA layers whose products B A are aggregated: some turn may share both factors.
+        """LoRA layers of which some turn may share all factors: the server sums their products B A.
 
-        Empty under secure aggregation, which would need a second sum for the products.
+        Empty under secure aggregation, which would need a second sum for the products, and if the
+        method only measures the products and they are too large (`shared_lora_layers`).
         """
         if self.secagg.active:
             return ()
-        return shared_lora_layers(
-            self.method, self.params, params_with_roles(self.method.plan, self.params, Role.SHARE)
-        )
+        shared = params_with_roles(self.method.plan, self.params, Role.SHARE)
+        return shared_lora_layers(self.method, self.params, shared)
 
     @cached_property
     def tracks_drift(self) -> frozenset[str]:
@@ -134,7 +136,7 @@ class Agreement:
 
     @cached_property
     def trainable(self) -> Params:
-        """Params whose values may change: trained in some turn, or merged by the server."""
+        """Params with values that may change: trained in some turn, or merged by the server."""
         trained = params_with_roles(self.method.plan, self.params, Role.SHARE, Role.KEEP)
         changing = {*trained, *self.server_merged}
         return tuple(p for p in self.params if p in changing)
@@ -161,52 +163,58 @@ class Agreement:
 
     @cached_property
     def _roles_cache(self) -> dict[tuple[bool, tuple[Step, ...]], Roles]:
-        """Resolved roles by kind (permitted or certain) and active steps of a turn."""
+        """Roles by whether they are an upper bound and by active steps of a turn."""
         return {}
 
+    def _cached_roles(self, turn: Turn, *, upper: bool) -> Roles:
+        key = (upper, self.method.plan.active_steps(turn))
+        if key not in self._roles_cache:
+            bound = permitted_roles if upper else certain_roles
+            self._roles_cache[key] = bound(self.method.plan, self.params, turn)
+        return self._roles_cache[key]
+
     def permitted(self, turn: Turn) -> Roles:
-        """Return `permitted_roles` of the plan for a turn, cached."""
-        cache_key = (True, self.method.plan.active_steps(turn))
-        if cache_key not in self._roles_cache:
-            self._roles_cache[cache_key] = permitted_roles(self.method.plan, self.params, turn)
-        return self._roles_cache[cache_key]
+        """Return `permitted_roles` of the plan for a turn, cached: `best` trains all candidates."""
+        return self._cached_roles(turn, upper=True)
 
     def certain(self, turn: Turn) -> Roles:
-        """Return `certain_roles` of the plan for a turn, cached."""
-        cache_key = (False, self.method.plan.active_steps(turn))
-        if cache_key not in self._roles_cache:
-            self._roles_cache[cache_key] = certain_roles(self.method.plan, self.params, turn)
-        return self._roles_cache[cache_key]
+        """Return `certain_roles` of the plan for a turn, cached: trained whatever the scores."""
+        return self._cached_roles(turn, upper=False)
 
     def resolved(self, turn: Turn) -> Roles:
-        """Return the roles in a turn; a turn that chooses blocks must have scores."""
+        """Return the role of each param in a turn; raise PlanError if needed scores are missing."""
         if not self.selects_blocks(turn):
             return self.permitted(turn)
         return resolve(self.method.plan, self.params, turn)
 
     def sent_params(self, turn: Turn, roles: Roles) -> Params:
-        """Return the params that a client sends in a turn, given its resolved roles.
+        """Return the params that a client sends in a turn: all with SHARE in `roles`.
 
-        Under distributed DP all clients send the same params: `public_params`.
+        `roles`: result of `resolved(turn)`. Under distributed DP all clients send the same params,
+        `public_params(turn)`, and `roles` is ignored.
         """
         if self.distributed_dp:
             return self.public_params(turn)
         return tuple(p for p in self.params if roles[p] is Role.SHARE)
 
     def public_params(self, turn: Turn) -> Params:
-        """Return the params that any possible client may share in a turn's round.
+        """Return the params that any possible client may share in the round and phase of a turn.
 
-        Only joint scores count, not a client's own. Under distributed DP every client sends all of
-        these, since a param that a client leaves out would lack its part of the noise.
+        The turn's client and traits are ignored; scores count only with `joint_choice`. Under
+        distributed DP every client sends all these params with noise, trained or not.
         """
         scores = turn.scores if self.method.joint_choice else None
-        turns = (each for _, each in client_classes(self.method.plan, None))
         return self.shared_params(
-            replace(turn, client=t.client, traits=t.traits, scores=scores) for t in turns
+            replace(turn, client=t.client, traits=t.traits, scores=scores)
+            for _, t in client_classes(self.method.plan, None)
         )
 
     def shared_params(self, turns: Iterable[Turn]) -> Params:
-        """Return the params that may be shared in any of some turns, given their scores if any."""
+        """Return the params that may be shared in any of `turns`.
+
+        A turn with scores shares the params that the scores choose, a turn without scores shares
+        all permitted params.
+        """
         distinct = {(self.method.plan.active_steps(t), bool(t.scores)): t for t in turns}
         roles = [self.resolved(t) if t.scores else self.permitted(t) for t in distinct.values()]
         return tuple(p for p in self.params if any(each[p] is Role.SHARE for each in roles))
@@ -217,24 +225,21 @@ class Agreement:
         return sum(1 << i for i, p in enumerate(self.exchanged) if roles[p].is_personal)
 
     def required(self, turn: Turn, personal_bits: int = 0) -> dict[str, int]:
-        """Return the global values that a client needs in a turn, with their initial versions.
+        """Return the keys of the global values that a client needs in a turn, with first versions.
 
-        `personal_bits`: params that the client already has as personal; these are not needed.
-        The initial version is 0 if the client starts with the value: personal params, params that
-        the server merges into, and auxiliary tensors, which are zero. It is -1 for all other
-        params, which are sent in the first request.
+        The first version counts for a client that never received the value. 0: the client has the
+        initial value, so the server sends only a changed one (params that are personal in the turn,
+        params that the server merges into, auxiliary tensors, which start at zero). -1: the server
+        must send the value (all other params in `exchanged`). Auxiliary tensors are those of the
+        params that the turn shares. `personal_bits`: params that are already personal at the client
+        (bit i: i-th of `exchanged`); such a param is left out if the first version is 0.
         """
-        roles = self.permitted(turn)
+        roles, params = self.permitted(turn), dict[str, int]()
         merged = {p.key for p in self.server_merged}
-        initial_versions = [
-            (i, p.key, 0 if roles[p].is_personal or p.key in merged else -1)
-            for i, p in enumerate(self.exchanged)
-        ]
-        params = {
-            k: version
-            for i, k, version in initial_versions
-            if version or not personal_bits >> i & 1
-        }
+        for i, p in enumerate(self.exchanged):
+            version = 0 if roles[p].is_personal or p.key in merged else -1
+            if version or not personal_bits >> i & 1:
+                params[p.key] = version
         shared = [p.key for p in self.exchanged if roles[p] is Role.SHARE]
         return params | dict.fromkeys(aux_names(shared, self.method.aux), 0)
 
@@ -245,9 +250,9 @@ class Agreement:
         return sizes | {n: sizes[param_key(n)] for n in aux_names(sizes, self.method.aux)}
 
     def upload_bytes(self, param: Param) -> int:
-        """Return the bytes of a shared param in an upload, with its auxiliary tensors.
+        """Return the bytes that one shared param takes in an upload, with auxiliary tensors.
 
-        Under secure aggregation these are the bytes of its masked input, drift included.
+        Under secure aggregation: the bytes of the param's masked input, drift included.
         """
         if self.secagg.active:
             return self.secagg.nbytes(param.numel, int(param.key in self.tracks_drift))
@@ -256,7 +261,7 @@ class Agreement:
 
     @cached_property
     def wire_cost(self) -> WireCost:
-        """Transfer costs of the run, with a text of everything unusual."""
+        """Transfer costs of the run; the `text` names each setting that changes bytes or memory."""
         compression, aux = self.method.compression.text, self.method.aux
         words = [f"wire {compression}"] if compression != plain().text else []
         words += [f"each shared param has auxiliary tensors: {', '.join(aux)}"] if aux else []
@@ -280,7 +285,12 @@ class Agreement:
 
 
 def require_private_method(guarantee: Guarantee, method: Method) -> None:
-    """Raise PrivacyError, with a remedy, if a method cannot give a privacy guarantee."""
+    """Raise PrivacyError, with a remedy, if a method cannot be combined with a DP guarantee.
+
+    Refused: layer choice by private scores without a vote (or a vote without that choice),
+    auxiliary tensors, LoRA products under client-level DP, phases that depend on updates, and
+    client hooks or a custom loop under example-level DP.
+    """
     selects_blocks = any(isinstance(step, Best) for step in method.plan.walk())
     private = selects_blocks and not is_data_independent(method.probe)
     refusals: list[tuple[bool, str]] = [
@@ -296,10 +306,7 @@ def require_private_method(guarantee: Guarantee, method: Method) -> None:
             "there is a vote (privacy.vote_noise_multiplier) and nothing to vote on: its plan has "
             "no best, or its probe uses no examples; remove the vote, which spends budget",
         ),
-        (
-            bool(method.aux),
-            "its auxiliary tensors are not clipped: use a method without them",
-        ),
+        (bool(method.aux), "its auxiliary tensors are not clipped: use a method without them"),
         (
             guarantee.unit == "client" and not method.lora_aggregation.is_separate,
             "its server multiplies each client's update, and noise protects only sums of clipped "
@@ -322,6 +329,6 @@ def require_private_method(guarantee: Guarantee, method: Method) -> None:
 
 
 def versions_digest(versions: Mapping[str, int]) -> str:
-    """Return 16 hex digits of SHA-256 over versions by key, whatever their order."""
+    """Return 16 hex digits of SHA-256 over versions by key; independent of their order."""
     text = json.dumps(sorted(versions.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from fedplan.federation.record import RoundRecord, TurnRecord
 
 @dataclass(frozen=True)
 class CommittedRound:
-    """A committed round, as callbacks receive it.
+    """A round that the server has written to disk, as callbacks receive it.
 
-    `total_rounds`: rounds of the run. `record`, `turns`: the ledger's records of the round and of
-    its clients. `scores`: evaluation metrics. `metrics`: rows of all rounds so far.
+    `total_rounds`: rounds of the run. `record`, `turns`: the ledger's entries of the round and of
+    each client in the round. `scores`: evaluation metrics of the round, empty without evaluation.
+    `metrics`: rows of metrics of all rounds so far; the last one is `row`.
     `experiment`: name and seed of the study. `run`: id of the run. `folder`: the run's folder.
     `hides_clients`: client-level DP; then numbers of single clients must not be published.
-    `primary`: the task's primary metric. `higher_is_better`: of that metric; None if unknown.
+    `primary`: name of the task's primary metric. `higher_is_better`: whether a higher primary
+    metric is better; None if unknown.
     """
 
     total_rounds: int
@@ -70,12 +72,16 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """A callback that stops a run when a metric no longer improves.
+    """A stateless callback that stops a run when a metric no longer improves.
 
-    `metric`: name in a round's row, such as `loss`, `global.accuracy` or `personal.accuracy`.
-    `patience`: rounds with the metric, without improvement, until the run stops.
-    `min_delta`: smallest change that counts as improvement.
-    `higher_is_better`: None decides by the metric's name. Raises FedplanError if patience is < 1.
+    `metric`: name in a round's row, for example `loss`, `global.accuracy` or `personal.accuracy`.
+    `patience`: number of rounds with the metric, but without improvement, until the run stops; the
+    constructor raises FedplanError if below 1. `min_delta`: an improvement must exceed this.
+    `higher_is_better`: if None, a metric that starts as in SPREADS has the direction of the task's
+    primary metric, if known; any other metric improves by becoming higher, unless the name ends as
+    in LOWER_IS_BETTER. A call with a CommittedRound returns the reason to stop, or None. The call
+    raises FedplanError if no round so far has the metric; for a name with a dot, only after a round
+    with evaluation.
     """
 
     metric: str = "loss"
@@ -88,7 +94,11 @@ class EarlyStopping:
             raise FedplanError(f"patience is {self.patience}: give a number of rounds, 1 or more")
 
     def require_public(self) -> None:
-        """Raise FedplanError for a metric of private data: the stopping time would reveal it."""
+        """Raise FedplanError unless the metric is of the global model on the common test set.
+
+        The names of these metrics start with GLOBAL_PREFIX. Call this under differential privacy,
+        where the stopping time by another metric would reveal private data.
+        """
         if not self.metric.startswith(GLOBAL_PREFIX):
             raise FedplanError(
                 f"early_stopping.metric is {self.metric!r}, which depends on private data, "
@@ -97,7 +107,11 @@ class EarlyStopping:
             )
 
     def require_measured(self, kinds: Iterable[str]) -> None:
-        """Raise FedplanError if the metric's kind, its name up to a dot, is not measured."""
+        """Raise FedplanError if the run does not measure the metric.
+
+        `kinds`: kinds of evaluation metrics of the run, such as "global" and "sites". A metric's
+        kind is the name up to the first dot. A name without a dot, such as "loss", is accepted.
+        """
         kind, dot, _ = self.metric.partition(".")
         if dot and kind not in kinds:
             raise FedplanError(
@@ -111,24 +125,17 @@ class EarlyStopping:
         if not values and (committed.scores or "." not in self.metric):
             names = ", ".join(committed.row)
             raise FedplanError(f"no round has a metric {self.metric!r}; use one of {names}")
-        waited = len(values) - 1 - self._best_index(values, higher=self._prefers_higher(committed))
+        higher = self.higher_is_better
+        if higher is None and self.metric.startswith(SPREADS):
+            higher = committed.higher_is_better
+        if higher is None:
+            higher = not self.metric.endswith(LOWER_IS_BETTER)
+        best, index = -inf, 0  # of the last value that improved on all before by min_delta
+        for i, value in enumerate(values):
+            score = value if higher else -value
+            if score > best + self.min_delta:  # False for nan
+                best, index = score, i
+        waited = len(values) - 1 - index
         if waited < self.patience:
             return None
         return f"{self.metric} has not improved for {waited} rounds"
-
-    def _best_index(self, values: list[float], *, higher: bool) -> int:
-        """Return the index of the last value that improved on all before it by `min_delta`."""
-        sign = 1 if higher else -1
-        best, index = -inf, 0
-        for i, value in enumerate(values):
-            if not isnan(value) and sign * value > best + self.min_delta:
-                best, index = sign * value, i
-        return index
-
-    def _prefers_higher(self, committed: CommittedRound) -> bool:
-        """Whether higher is better: as set, as of the primary metric, or by the metric's name."""
-        if self.higher_is_better is not None:
-            return self.higher_is_better
-        if self.metric.startswith(SPREADS) and committed.higher_is_better is not None:
-            return committed.higher_is_better
-        return not self.metric.endswith(LOWER_IS_BETTER)

@@ -18,34 +18,36 @@ Roster = Mapping[str, Mapping[str, str]]
 
 
 def class_turns(agreement: Agreement, roster: Roster, number: int, phase: str) -> list[Turn]:
-    """Return one turn for each class of clients that the plan distinguishes, in a round."""
+    """Return one turn in round `number` for each class of clients that the plan distinguishes.
+
+    Each turn has the name and traits of the class's first client in `roster`, and `phase`.
+    """
     clients = class_representatives(agreement.method.plan, roster)
     return [Turn(number, name, phase, traits) for name, traits in clients]
 
 
 def last_changing_rounds(agreement: Agreement, roster: Roster) -> dict[str, dict[str, float]]:
-    """Return by phase the last round that may change each key, in a run without end.
+    """Return by phase, then by param key, the last round in which any client may share the param.
 
-    Without end, since rounds may be added to a run later; inf if there is no last round.
+    Phases: "" and all phases of the agreement's phase rule. `roster`: traits of all clients by
+    name. Assumes a run without end, since rounds may be added later: inf if the plan shares the
+    param for ever. A param that is never shared in a phase is left out. If the plan has too many
+    rounds to check, each phase has inf for all exchanged params.
     """
-    phases = ("", *agreement.method.phase_rule.phases)
-    return {phase: _last_rounds_of(agreement, roster, phase) for phase in phases}
-
-
-def _last_rounds_of(agreement: Agreement, roster: Roster, phase: str) -> dict[str, float]:
-    """Return the last round that may change each key in a phase; inf if there is no last."""
-    plan, params = agreement.method.plan, agreement.params
+    plan, params, by_phase = agreement.method.plan, agreement.params, dict[str, dict[str, float]]()
     rounds = rounds_to_check(plan)
-    if rounds is None:
-        return dict.fromkeys((p.key for p in agreement.exchanged), inf)
-    distinct = {
-        plan.active_steps(turn): (turn, inf if repeats else number)
-        for number, repeats in rounds
-        for turn in class_turns(agreement, roster, number, phase)
-    }
-    last_rounds = dict[str, float]()
-    for turn, last in distinct.values():
-        roles = permitted_roles(plan, params, turn)
-        shared = [p.key for p in params if roles[p] is Role.SHARE]
-        last_rounds |= {key: max(last, last_rounds.get(key, 0)) for key in shared}
-    return last_rounds
+    for phase in ("", *agreement.method.phase_rule.phases):
+        if rounds is None:
+            by_phase[phase] = dict.fromkeys((p.key for p in agreement.exchanged), inf)
+            continue
+        distinct = {
+            plan.active_steps(turn): (turn, inf if repeats else number)
+            for number, repeats in rounds
+            for turn in class_turns(agreement, roster, number, phase)
+        }
+        last_rounds = by_phase.setdefault(phase, {})
+        for turn, last in distinct.values():
+            roles = permitted_roles(plan, params, turn)
+            for p in (p for p in params if roles[p] is Role.SHARE):
+                last_rounds[p.key] = max(last, last_rounds.get(p.key, 0))
+    return by_phase

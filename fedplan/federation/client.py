@@ -39,18 +39,20 @@ KEY = "key"
 
 @dataclass
 class Client:
-    """One client and its state.
+    """One client of a run with all state: data, model, stored values, privacy and policy.
 
-    `journal`: stores personal values and answers. `model`: the model that turns train in place.
+    The functions that take a Client (`train_round`, `evaluate_client`) change `model`, `received`
+    and `journal`; a Client serves one request at a time. `name`, `traits`: name, and declared
+    properties that a plan may use. `examples`, `loss`: training data and loss function.
+    `journal`: file store of personal values and replies. `model`: trained in place by each round.
     `start`, `start_digests`: initial values of params, and digests of all params' initial values.
-    `received`, `received_versions`: global values last received, and their versions.
-    `digests`: cache of digests of tensors.
-    `guard`: example-level DP. `noise_guard`: the client's share of distributed DP noise.
-    `account`: answers of all studies on the dataset; None in a simulation.
+    `received`, `received_versions`: global values last received by key, and their versions.
+    `digests`: cache of digests of tensors. `guard`: privacy budget of example-level DP.
+    `noise_guard`: privacy budget of distributed DP, where clients add noise.
+    `account`: replies of all studies on the dataset; None in a simulation.
     `deterministic`: use deterministic algorithms, and fail where there are none.
-    `hide_loss`: do not report the training loss.
-    `eval_set`, `metric_policy`: test examples, and the metrics that may leave the client.
-    `cached_digest`: the examples and their digest, computed once.
+    `hide_loss`: do not report the training loss. `eval_set`: test examples.
+    `metric_policy`: metrics that may leave the client. `cached_digest`: memo of `examples_digest`.
     `initial_model`: digests of all initial values; `start` then only needs params that may change.
     `activation_cache`: cache of frozen activations, shared by all clients of the process.
     """
@@ -97,47 +99,49 @@ class Client:
 def make_example_guard(
     agreement: Agreement, folder: Path, account: Account | None = None
 ) -> ClientGuard | None:
-    """Create the guard for example-level DP; None if the study does not promise it.
+    """Return a guard (privacy budget, DP-SGD) for example-level DP; None if not in the agreement.
 
-    Its budget is in the folder, or on the account if one is given.
+    The privacy ledger is a file in `folder`. If `account` is given, the privacy ledger is in the
+    account's folder, the account's limits of epsilon and delta hold too, and `folder` is ignored.
     """
     guarantee = agreement.guarantee
     if guarantee is None or guarantee.unit != "example":
         return None
     if account is None:
         return ClientGuard(guarantee, folder)
-    return _on_account(ClientGuard, guarantee, agreement, account)
+    return _guard_on_account(ClientGuard, guarantee, agreement, account)
 
 
 def make_noise_guard(agreement: Agreement, account: Account) -> DistributedGuard | None:
-    """Create the guard for distributed DP on a site's account; None if the study has none."""
+    """Return a guard for distributed DP with the account's budget; None if not in the agreement."""
     guarantee = agreement.guarantee
     if guarantee is None or not agreement.distributed_dp:
         return None
-    return _on_account(DistributedGuard, guarantee, agreement, account)
+    return _guard_on_account(DistributedGuard, guarantee, agreement, account)
 
 
-def _on_account(kind: type[G], guarantee: Guarantee, agreement: Agreement, account: Account) -> G:
-    """Create a guard whose budget is on a site's account, with the account's limits."""
-    limits = account.limits
-    return kind(
-        guarantee,
-        account.folder,
-        run=agreement.request_prefix,
-        limit=limits.epsilon,
-        delta=limits.delta,
-        encryption=account.encryption,
+def _guard_on_account(
+    guard_class: type[G], guarantee: Guarantee, agreement: Agreement, account: Account
+) -> G:
+    """Create a guard of a class, with the privacy ledger and limits of the account's folder.
+
+    `guarantee`: the DP promise. The agreement's `request_prefix` identifies the run in the ledger.
+    """
+    run, limits, key = agreement.request_prefix, account.limits, account.encryption
+    return guard_class(
+        guarantee, account.folder, run=run, limit=limits.epsilon, delta=limits.delta, encryption=key
     )
 
 
 def receive_request(
     agreement: Agreement, client: Client, request: Request, notes: Mapping[str, Any]
 ) -> None:
-    """Store the global values of a request in the client's `received` and `received_versions`.
+    """Check a request, then put the global values into `client.received` and `received_versions`.
 
     `notes`: notes of the client's journal. Raises RequestRefused if the request is of another run
-    or study, or has values that the plan does not send. Raises ClientStateMissing if the client
-    lacks values that the server expects it to have.
+    or agreement, or has values that the plan does not send to this client, or of another dtype or
+    shape. Raises ClientStateMissing if the client lacks values that the server expects at the
+    client. Nothing changes if this raises.
     """
     name = agreement.request_name(request.turn.round, client.name)
     if request.run != agreement.run:
@@ -151,7 +155,18 @@ def receive_request(
         ).with_code("another-study")
     personal_bits = join_bits(known_personal_bits(request, notes))
     required = agreement.required(client_turn(client, request), personal_bits)
-    _require_requested_values(agreement, client, request, required)
+    if extra := (request.values.keys() | request.versions.keys()) - required.keys():
+        raise RequestRefused(
+            f"{client.name} takes no {min(extra)!r} from the server: the plan does not send it"
+        ).with_code("unexpected-values")
+    expected = {p.key: (f"torch.{p.dtype}", p.shape) for p in agreement.exchanged}
+    for key, value in request.values.items():
+        kind, shape = expected[param_key(key)]
+        if (str(value.dtype), tuple(value.shape)) != (kind, shape):
+            raise RequestRefused(
+                f"{client.name} received {key!r} as {value.dtype} {tuple(value.shape)}, and it is "
+                f"{kind} {shape}"
+            ).with_code("unexpected-values")
     versions = ({} if request.full else client.received_versions) | request.versions
     required_versions = {key: versions.get(key, first) for key, first in required.items()}
     if versions_digest(required_versions) != request.versions_digest:
@@ -162,35 +177,19 @@ def receive_request(
 
 
 def known_personal_bits(request: Request, notes: Mapping[str, Any]) -> dict[str, str]:
-    """Return the params that became personal by round, as far as the server knows of them.
+    """Return by round which params became personal, for the rounds that the server received.
 
-    Values are hex numbers with one bit for each param (`Agreement.personal_bits`).
+    `notes`: notes of the client's journal. Keys are round numbers as text, up to
+    `request.last_update_round`. Values are hex numbers with one bit for each param that became
+    personal (`Agreement.personal_bits`). Empty if the request is `full`.
     """
-    by_round: dict[str, str] = {} if request.full else notes.get("settled", {})
+    by_round: dict[str, str] = {} if request.full else notes.get("personal_bits", {})
     return {n: bits for n, bits in by_round.items() if int(n) <= request.last_update_round}
 
 
 def join_bits(bits_by_round: Mapping[str, str]) -> int:
     """Return the bitwise or of hex numbers."""
     return reduce(lambda joined, bits: joined | int(bits, 16), bits_by_round.values(), 0)
-
-
-def _require_requested_values(
-    agreement: Agreement, client: Client, request: Request, required: Mapping[str, int]
-) -> None:
-    """Raise RequestRefused if a request has values not required, or of another dtype or shape."""
-    if extra := (request.values.keys() | request.versions.keys()) - required.keys():
-        raise RequestRefused(
-            f"{client.name} takes no {min(extra)!r} from the server: the plan does not send it"
-        ).with_code("values")
-    expected = {p.key: (f"torch.{p.dtype}", p.shape) for p in agreement.exchanged}
-    for key, value in request.values.items():
-        kind, shape = expected[param_key(key)]
-        if (str(value.dtype), tuple(value.shape)) != (kind, shape):
-            raise RequestRefused(
-                f"{client.name} received {key!r} as {value.dtype} {tuple(value.shape)}, and it is "
-                f"{kind} {shape}"
-            ).with_code("values")
 
 
 def client_turn(client: Client, request: Request) -> Turn:
@@ -206,9 +205,11 @@ def received_values(client: Client, keys: Iterable[str]) -> dict[str, Tensor]:
 def received_digests(
     agreement: Agreement, client: Client, turn: Turn, client_state: Tensors
 ) -> dict[str, str]:
-    """Return full digests of all global values and auxiliary tensors that a turn starts from.
+    """Return full digests by key of the global values and aux tensors that a turn starts from.
 
-    `client_state`: the client's stored values. Personal params among these are left out.
+    Each value is as last received, else the initial one. `client_state`: values in the client's
+    journal. Params that are in there, and that the agreement makes personal in the turn, are left
+    out.
     """
     roles = agreement.permitted(turn)
     keys = [
@@ -219,25 +220,27 @@ def received_digests(
 
 
 def require_same_start(client: Client, request: Request, digests: Mapping[str, str]) -> None:
-    """Raise RequestRefused if the client's start values differ from the request's base digests.
+    """Raise RequestRefused if a digest in `digests` is not in the request's `base_digests`.
 
-    In secure aggregation all sites check the same base digests, so all start from one model.
+    `digests`: result of `received_digests`. Under secure aggregation all clients check the same
+    `base_digests`, so all start from one model. Without `base_digests` every digest is refused.
     """
     for key, digest in digests.items():
         if digest != request.base_digests.get(key):
             raise RequestRefused(
                 f"{client.name} received another {key} than all sites start from: its update could "
                 "be told from the sum"
-            ).with_code("values")
+            ).with_code("unexpected-values")
 
 
 def load_start_values(
     agreement: Agreement, client: Client, turn: Turn, client_state: Tensors
 ) -> dict[str, Tensor]:
-    """Put the start values of a turn into the client's model, in eval mode, and return them.
+    """Set the client's model to the start values of a turn, in eval mode; return the values by key.
 
-    A personal param has the client's stored value, any other param (or a personal one without a
-    stored value) the global value.
+    Covers the agreement's trainable params. A personal param starts from `client_state` (values in
+    the journal) if there; any other param from the value last received, else the initial value.
+    The returned tensors are the stored tensors, not copies.
     """
     roles = agreement.permitted(turn)
     personal = {p.key for p in agreement.trainable if roles[p].is_personal}
@@ -255,17 +258,22 @@ def load_start_values(
 
 
 def make_probe_input(agreement: Agreement, client: Client, turn: Turn) -> ProbeInput:
-    """Return the inputs of the method's probe; without examples if it is data-independent."""
+    """Return the input of the agreement's probe, with a seed by the turn's round and the client.
+
+    Without model and examples if the probe is data-independent.
+    """
     seed = seeds.seed(agreement.experiment, "probe", turn.round, client.name)
     if is_data_independent(agreement.method.probe):
         return data_independent_input(agreement.blocks, seed)
     return ProbeInput(client.model, client.examples, agreement.blocks, seed, client.loss)
 
 
-def charge_answer(agreement: Agreement, client: Client, request: Request, answer: Answer) -> None:
-    """Charge an answer to the site's account, if it has one; call this before computing it.
+def charge_answer(agreement: Agreement, client: Client, answer: Answer) -> None:
+    """Append `answer`, the description of a reply, to the client's account; call before computing.
 
-    Sets the answer's `protected`. Raises RequestRefused if the account's limits refuse it.
+    Does nothing if `client.account` is None. `answer.protected` is replaced: True if the client has
+    a `budget_guard`, or if the reply is scores of a data-independent probe. Raises as
+    `Account.charge`.
     """
     if client.account is not None:
         without_data = answer.kind == "scores" and is_data_independent(agreement.method.probe)
@@ -281,9 +289,15 @@ def answer_content(
     before: Tensors,
     client_state: Tensors,
 ) -> str:
-    """Return the digest of all inputs of an answer; empty if the client has no guard or account.
+    """Return the SHA-256, in hex, of all inputs of a reply, to tell a repeated reply from another.
 
-    `before`: start values of trainable params. `client_state`: the client's stored values.
+    Returns "" if `client.guard` and `client.account` are None, even with a `client.noise_guard`.
+    Call before training. Covers the agreement, the round and phase of `turn`, the client's name,
+    traits and examples, `roles`, and the model's structure, config and buffers. Does not read the
+    params in `client.model`; their values are those of `before` (start values of trainable params,
+    with the personal values) and the initial values of all other params. Also covers the received
+    auxiliary tensors, and of `client_state` (values in the client's journal) the memory of client
+    hooks.
     """
     if client.guard is None and client.account is None:
         return ""
@@ -293,13 +307,10 @@ def answer_content(
     study = [agreement.experiment, agreement.text]
     request = [turn.round, turn.phase, client.name, client.traits, role_letters(roles)]
     data = [client.examples_digest(), len(client.examples), model_digest(client.model)]
-    values = (before, aux, memory)
-    digests = [{k: client.digests.full_digest(v) for k, v in each.items()} for each in values]
-    return combine_digests(study, request, data, [_frozen_digests(client, before), *digests])
-
-
-def _frozen_digests(client: Client, before: Tensors) -> dict[str, str]:
-    """Return full digests of the initial values of all params that are not in `before`."""
-    if client.initial_model is not None:
-        return {k: digest for k, digest in client.initial_model.digests.items() if k not in before}
-    return {k: client.digests.full_digest(v) for k, v in client.start.items() if k not in before}
+    full_digest, initial_model = client.digests.full_digest, client.initial_model
+    if initial_model is not None:
+        frozen = {k: digest for k, digest in initial_model.digests.items() if k not in before}
+    else:
+        frozen = {k: full_digest(v) for k, v in client.start.items() if k not in before}
+    digests = [{k: full_digest(v) for k, v in each.items()} for each in (before, aux, memory)]
+    return combine_digests(study, request, data, [frozen, *digests])

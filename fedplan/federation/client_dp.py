@@ -21,7 +21,11 @@ from fedplan.tensors.sums import ExactSum
 
 @dataclass(frozen=True)
 class PrivateAggregation:
-    """Client-level DP at the server: clipped updates, equal weights, and noise on the sum."""
+    """Aggregation with client-level DP at the server: clipped updates, equal weights, noisy sum.
+
+    `agreement`: settings of the run. `guard`: the server's privacy budget, to which every round and
+    vote is charged, with the secret for sampling and noise. The clients of a round are secret.
+    """
 
     agreement: Agreement
     guard: ServerGuard
@@ -40,7 +44,11 @@ class PrivateAggregation:
         return self.guard.sample_cohort(roster, number)
 
     def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
-        """Return the noisy counts of a vote; a ballot names the blocks with scores other than 0."""
+        """Charge the privacy budget for round `number`; return the noisy count of votes by block.
+
+        A client votes for the blocks that have a score other than 0 in `polled`. Raises
+        PrivacyError if the budget does not allow the vote.
+        """
         ballots = [{b for b, score in scores.items() if score} for scores in polled.values()]
         agreed = self.agreement
         return self.guard.release_votes(
@@ -50,7 +58,13 @@ class PrivateAggregation:
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
     ) -> ClientDPAggregator:
-        """Return the aggregator of the next round."""
+        """Return an empty aggregator for round `global_state.round + 1`; charges no privacy budget.
+
+        `shared`: returns the values of all params that any client may share in the round; it is
+        called once, for shapes and dtypes. `roster`: number of all clients of the run; the sum of
+        changes is divided by this times the sampling rate. Clips to `global_state.clipping_norm`,
+        or to the guarantee's norm if that is 0. The aggregator's `close` charges the budget.
+        """
         mechanism = self.guard.make_mechanism(shared(), roster, global_state.clipping_norm)
         return ClientDPAggregator(
             self.guard, mechanism, global_state.values, global_state.round + 1
@@ -59,11 +73,12 @@ class PrivateAggregation:
 
 @dataclass
 class ClientDPAggregator:
-    """Exact sum of clipped updates, released with noise.
+    """Aggregator of one round: exact sum of clipped changes, released once with Gaussian noise.
 
-    `guard`: None in a worker's partial sum, which is merged and never released. `base`: global
-    values before the round. `number`: the round. `count`: updates. `within`: updates that needed no
-    clipping. Drift is not computed, since the privacy budget does not cover it.
+    `guard`: privacy budget; None in a worker's partial sum, which can only be merged.
+    `mechanism`: clips and adds noise. `base`: global values before the round. `number`: the round.
+    `changes`, `count`, `within`: running sum, number of updates, and number of updates that needed
+    no clipping. The result has no drift, since the privacy budget does not cover drift.
     """
 
     guard: ServerGuard | None
@@ -85,14 +100,15 @@ class ClientDPAggregator:
         self.count += 1
 
     def merge(self, other: ClientDPAggregator) -> None:
-        """Add all updates of another aggregator of the same round."""
+        """Add all updates of `other`, an aggregator of other clients of the same round."""
         self.changes.merge(other.changes)
         self.count, self.within = self.count + other.count, self.within + other.within
 
     def close(self) -> AggregationResult:
-        """Charge the budget, then return the base plus the noisy mean change.
+        """Charge the privacy budget, then return base + noisy mean change, and the next norm.
 
-        Raises FedplanError without a guard.
+        The result has `means` and `clipping_norm` only. Raises PrivacyError if the budget does not
+        allow the release, and FedplanError for a partial sum (no guard).
         """
         if self.guard is None:
             raise FedplanError(

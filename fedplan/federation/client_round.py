@@ -44,23 +44,23 @@ from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors, all_finite, nbytes, same_bits
 from fedplan.training.fit import FitResult, Job
 
-WEIGHT, BASE, TURN = "weight_sent", "base", "turn"
+WEIGHT, BASE, TURN = "weight_sent", "base_digests", "turn_digest"
 """Extra keys of a stored reply under secure aggregation, removed from the ledger's line: the
 client's weight, digests of the values it started from, and the digest of the request's turn."""
-
-_DigestPair = tuple[dict[str, str], dict[str, str]]
-"""Digests of all params by key, before and after a turn."""
 
 
 def train_round(
     agreement: Agreement, client: Client, request: Request, *, copy: bool = True
 ) -> Update:
-    """Train a client's model for one round by its own copy of the plan, and return the update.
+    """Train a client's model for one round by the plan of the agreement; return the update.
 
-    A request that was answered before gets the stored answer. Otherwise the client's journal gets
-    its new state and the answer. With `copy=False` the update may share memory with the model: use
-    it before the client's next turn. Raises RequestRefused, ClientStateMissing or FedplanError if
-    the request, privacy budget, account or training is not in order; then no state is stored.
+    If the journal has a stored reply to the request, that reply is returned and nothing is trained;
+    the account is charged for the bytes. Otherwise the client's new state and the reply are
+    committed to the journal. With `copy=False` the update may share memory with the model, and is
+    valid until the client's next round. Raises RequestRefused or ClientStateMissing for an invalid
+    request, RequestRefused for a limit of the account, PrivacyError for the privacy budget, and
+    FedplanError if the training breaks the plan. Then the journal is not changed, but the client
+    may have received values, changed its model, and charged account and budget.
     """
     with deterministic(client.deterministic):
         reply = client.journal.reply_for(request.name)
@@ -69,7 +69,7 @@ def train_round(
         if reply:
             values, line = reply
             answer = Answer("update", request.name, "", nbytes(values))
-            charge_answer(agreement, client, request, answer)
+            charge_answer(agreement, client, answer)
         else:
             values, line = _train(agreement, client, request, client_state, notes, copy=copy)
     compressed, aux = split_aux(values, agreement.method.aux)
@@ -89,151 +89,94 @@ def _train(
     *,
     copy: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Train a new round and commit it to the journal.
+    """Train the round of a new request by the agreement; commit the result to the client's journal.
 
-    Returns the reply's tensors (compressed update and auxiliary tensors) and its ledger line.
+    `client_state`, `notes`: values and notes in the journal. `copy`: whether tensors are copied out
+    of the model. Returns the reply's tensors (compressed update and auxiliary tensors) and the
+    ledger line. Raises RequestRefused if this round or a later one was trained before.
     """
-    _require_later_round(client, request.turn.round, notes)
+    last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
+    if last >= request.turn.round:
+        raise RequestRefused(
+            f"{client.name} has trained round {last} of this run, and the request is for round "
+            f"{request.turn.round}: the server has lost its state; restore a copy, or start "
+            "another run"
+        ).with_code("past-round")
     if client.budget_guard is not None:
         client.budget_guard.require_charge_count(notes.get("charges", 0))
     turn, buffers = client_turn(client, request), copy_buffers(client.model)
-    secagg = agreement.secagg.active
+    secagg, method = agreement.secagg.active, agreement.method
     base_digests = received_digests(agreement, client, turn, client_state) if secagg else {}
     if request.base_digests:
         require_same_start(client, request, base_digests)  # before training stores anything
     before = load_start_values(agreement, client, turn, client_state)
-    turn = _with_scores(agreement, client, request, turn)
+    if agreement.selects_blocks(turn):
+        scores = request.turn.scores
+        if not method.joint_choice:
+            scores = method.probe(make_probe_input(agreement, client, turn)) or scores
+        turn = replace(turn, scores=scores)
     roles = agreement.resolved(turn)
-    content = answer_content(agreement, client, turn, roles, before, client_state)
-    _require_affordable(agreement, client, request, roles, content)
-    result = _fit(agreement, client, turn, roles, before, client_state, content)
+    result = _charge_and_fit(agreement, client, request, turn, roles, before, client_state)
     require_unchanged_buffers(client.model, buffers)
     after = get_values(client.model, agreement.trainable, copy=copy)
-    stored_digests = notes.get("marks", {})
-    digests = _param_digests(agreement, client, turn.round, roles, before, after, stored_digests)
+    old_digests = notes.get("digests", {})
+    digests = _param_digests(agreement, client, turn.round, roles, before, after, old_digests)
     compressed, weight = _compress(agreement, client, turn, roles, before, after, digests[1])
     reply = {**compressed, **result.aux}
     line = _ledger_line(
         agreement, client, request, turn, roles, digests, result, weight, nbytes(reply)
     )
     personal = {p.key: after[p.key] for p in agreement.trainable if roles[p].is_personal}
-    replaced = personal.keys() | result.memory.keys()
-    kept = {key: value for key, value in client_state.items() if key not in replaced}
-    personal_digests = {key: digests[1][key] for key in personal}
-    new_notes = _make_notes(agreement, client, request, turn, notes, line, personal_digests)
-    line = line | {"missed": new_notes["lines"][:-1]}
+    # Ledger lines that the server has not received yet, and params that became personal, by round.
+    missed = [
+        each for each in notes.get("ledger_lines", []) if each["round"] > request.last_update_round
+    ]
+    personal_bits = known_personal_bits(request, notes)
+    if new_bits := agreement.personal_bits(turn) & ~join_bits(personal_bits):
+        personal_bits |= {str(turn.round): hex(new_bits)}
+    new_notes: dict[str, Any] = {
+        "digests": {**old_digests, **{key: digests[1][key] for key in personal}},
+        "ledger_lines": [*missed, line],
+        "personal_bits": personal_bits,
+    }
+    if client.budget_guard is not None:
+        new_notes["charges"] = len(client.budget_guard.budget.charges)
+    line = line | {"missed": missed}
     if secagg:
         line |= {WEIGHT: weight, BASE: base_digests, TURN: turn_digest(request.turn)}
-    new_state = {**kept, **personal, **result.memory}
+    replaced = personal.keys() | result.memory.keys()
+    unchanged = {key: value for key, value in client_state.items() if key not in replaced}
+    new_state = {**unchanged, **personal, **result.memory}
     client.journal.commit(request.name, new_state, new_notes, reply, line)
     return reply, line
 
 
-def _with_scores(agreement: Agreement, client: Client, request: Request, turn: Turn) -> Turn:
-    """Return the turn with the scores for its choice of blocks: joint ones, or the client's own.
-
-    A turn without a choice of blocks is returned as it is.
-    """
-    if not agreement.selects_blocks(turn):
-        return turn
-    if agreement.method.joint_choice:
-        return replace(turn, scores=request.turn.scores)
-    scores = agreement.method.probe(make_probe_input(agreement, client, turn))
-    return replace(turn, scores=scores or request.turn.scores)
-
-
-def _require_affordable(
-    agreement: Agreement, client: Client, request: Request, roles: Roles, content: str
-) -> None:
-    """Raise an error if the privacy budget or the site's limits do not allow a turn.
-
-    Charges the site's account, if it has one.
-    """
-    if client.guard is not None:
-        client.guard.require_affordable_turn(request.turn.round, request.name, content)
-    if client.noise_guard is not None:
-        client.noise_guard.require_affordable_round(request.turn.round, request.name)
-    if client.account is None:
-        return
-    upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
-    charge_answer(agreement, client, request, Answer("update", request.name, content, upload))
-
-
-def _compress(
-    agreement: Agreement,
-    client: Client,
-    turn: Turn,
-    roles: Roles,
-    before: Tensors,
-    after: Tensors,
-    digests: dict[str, str],
-) -> tuple[dict[str, Tensor], int]:
-    """Return the compressed values of the SHARE params, and the client's weight.
-
-    Replaces the `digests` of params whose sent value differs from the trained one.
-    """
-    trained = {p.key: after[p.key] for p in agreement.trainable if roles[p] is Role.SHARE}
-    changes = (value - before[key] for key, value in trained.items())
-    if agreement.distributed_dp and not all(map(all_finite, changes)):
-        # A non-finite update becomes an empty one, so that divergence is not revealed.
-        trained = {key: before[key] for key in trained}
-    shared, weight = make_contribution(agreement, len(client.examples), before, trained)
-    generator = seeds.generator(agreement.experiment, "wire", turn.round, client.name)
-    base = {key: before[key] for key in shared}
-    compressed = agreement.method.compression.encode(shared, base, generator)
-    sent = agreement.method.compression.decode(compressed, base)
-    # Digests of the trained values would reveal what compression or the weight removed.
-    changed = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    digests.update({k: client.digests.short_digest(v) for k, v in changed.items()})
-    return compressed, weight
-
-
-def _make_notes(
+def _charge_and_fit(
     agreement: Agreement,
     client: Client,
     request: Request,
     turn: Turn,
-    notes: Mapping[str, Any],
-    line: Mapping[str, Any],
-    personal_digests: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return the new notes of the client's journal.
-
-    `marks`: digests of personal values. `lines`: this turn's ledger line, after those that the
-    server has not seen yet. `settled`: params that became personal, by round. `charges`: number of
-    privacy charges.
-    """
-    missed = [each for each in notes.get("lines", []) if each["round"] > request.last_update_round]
-    personal = known_personal_bits(request, notes)
-    if new_bits := agreement.personal_bits(turn) & ~join_bits(personal):
-        personal |= {str(turn.round): hex(new_bits)}
-    digests = {**notes.get("marks", {}), **personal_digests}
-    fields: dict[str, Any] = {"marks": digests, "lines": [*missed, line], "settled": personal}
-    if client.budget_guard is not None:
-        fields["charges"] = len(client.budget_guard.budget.charges)
-    return fields
-
-
-def _require_later_round(client: Client, number: int, notes: Mapping[str, Any]) -> None:
-    """Raise RequestRefused if the client has trained this round or a later one of the run."""
-    last = max((line["round"] for line in notes.get("lines", ())), default=0)
-    if last >= number:
-        raise RequestRefused(
-            f"{client.name} has trained round {last} of this run, and the request is for round "
-            f"{number}: the server has lost its state; restore a copy, or start another run"
-        ).with_code("past-round")
-
-
-def _fit(
-    agreement: Agreement,
-    client: Client,
-    turn: Turn,
     roles: Roles,
     before: Tensors,
     client_state: Tensors,
-    content: str,
 ) -> FitResult:
-    """Train the client's model in place, by DP-SGD under example-level DP, else by the method."""
+    """Charge the client's account, then train the client's model in place.
+
+    Trains by DP-SGD under example-level DP, which also charges the privacy budget; else by the fit
+    of the agreement's method. `request`: gives the name for account and privacy ledger. `roles`:
+    resolved roles of the turn. `before`: start values. `client_state`: values in the journal, with
+    the memory of client hooks. Raises PrivacyError if the privacy budget does not allow the turn,
+    RequestRefused if the account's limits do not; both before any training.
+    """
+    content = answer_content(agreement, client, turn, roles, before, client_state)
+    if client.guard is not None:
+        client.guard.require_affordable_turn(turn.round, request.name, content)
+    if client.noise_guard is not None:
+        client.noise_guard.require_affordable_round(turn.round, request.name)
+    if client.account is not None:
+        upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
+        charge_answer(agreement, client, Answer("update", request.name, content, upload))
+    cached = agreement.train_config.cache_activations
     job = Job(
         model=client.model,
         roles=roles,
@@ -247,13 +190,10 @@ def _fit(
         traits=client.traits,
         round=turn.round,
         activation_cache=client.activation_cache,
-        examples_digest=client.examples_digest()
-        if agreement.train_config.cache_activations
-        else "",
+        examples_digest=client.examples_digest() if cached else "",
     )
     if client.guard is not None:
-        about = agreement.request_name(turn.round, client.name)
-        return client.guard.make_fit(turn.round, about, content)(job)
+        return client.guard.make_fit(turn.round, request.name, content)(job)
     return agreement.method.fit(job)
 
 
@@ -265,13 +205,13 @@ def _param_digests(
     before: Tensors,
     after: Tensors,
     stored_digests: Mapping[str, str],
-) -> _DigestPair:
-    """Return the digests of all params before and after a turn.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the digests of all params of a client by key: (before the turn, after the turn).
 
-    `stored_digests`: digests of personal values from the journal. Raises FedplanError if a param
-    changed that was not trained. Under distributed DP the digest of a trained personal param has
-    the round's number, so that it always changes: an unchanged one would reveal a client without
-    examples.
+    `before`, `after`: values of the agreement's trainable params, by key. `stored_digests`: digests
+    of personal values in the journal, taken for params with a personal role. Under distributed DP
+    the new digest of a trained personal param ends with the round `number`, so that it always
+    differs. Raises FedplanError if a param changed without a trained role in `roles`.
     """
     old, new = dict(client.start_digests), dict(client.start_digests)
     for p in agreement.trainable:
@@ -282,6 +222,7 @@ def _param_digests(
             old[key] = stored_digests[key] if stored else digest(before[key])
         new[key] = client.digests.short_digest(after[key]) if role.is_trained else old[key]
         if agreement.distributed_dp and role.is_trained and role.is_personal:
+            # Always another digest: an unchanged one would reveal a client without examples.
             new[key] += f" {number}"
         if not role.is_trained and not same_bits(before[key], after[key]):
             raise FedplanError(
@@ -295,28 +236,62 @@ def _param_digests(
     return old, new
 
 
+def _compress(
+    agreement: Agreement,
+    client: Client,
+    turn: Turn,
+    roles: Roles,
+    before: Tensors,
+    after: Tensors,
+    digests: dict[str, str],
+) -> tuple[dict[str, Tensor], int]:
+    """Return (compressed values of the params with role SHARE in a turn, weight of the client).
+
+    `before`, `after`: values by key before and after training. Changes `digests`: a param with a
+    sent value other than the trained one gets the digest of the sent value. Under the agreement's
+    distributed DP an update that is not finite is replaced by an unchanged one.
+    """
+    trained = {p.key: after[p.key] for p in agreement.trainable if roles[p] is Role.SHARE}
+    changes = (value - before[key] for key, value in trained.items())
+    if agreement.distributed_dp and not all(map(all_finite, changes)):
+        trained = {key: before[key] for key in trained}  # so that divergence is not revealed
+    shared, weight = make_contribution(agreement, len(client.examples), before, trained)
+    generator = seeds.generator(agreement.experiment, "wire", turn.round, client.name)
+    base = {key: before[key] for key in shared}
+    compressed = agreement.method.compression.encode(shared, base, generator)
+    sent = agreement.method.compression.decode(compressed, base)
+    # Digests of the trained values would reveal what compression or the weight removed.
+    changed = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
+    digests.update({k: client.digests.short_digest(v) for k, v in changed.items()})
+    return compressed, weight
+
+
 def _ledger_line(
     agreement: Agreement,
     client: Client,
     request: Request,
     turn: Turn,
     roles: Roles,
-    digests: _DigestPair,
+    digests: tuple[dict[str, str], dict[str, str]],
     result: FitResult,
     weight: int,
     upload: int,
 ) -> dict[str, Any]:
-    """Return the ledger's line of a turn.
+    """Return the ledger line (JSON of a TurnRecord) of a client's trained turn.
 
-    Digests of personal params are keyed: a change shows, but a value cannot be guessed. Under
-    differential privacy or secure aggregation no number depends on the examples. Under secure
-    aggregation the digests of trained shared params are keyed too, with the round's number: a
-    server could otherwise test a guess of a value by sending it as the next global value.
+    `roles`: resolved roles. `request`: gives the download. `digests`: result of `_param_digests`;
+    digests of personal params are written as keyed hashes, so that a change shows, but a value
+    cannot be guessed. `result`: steps and loss. `upload`: bytes of the reply. Under the agreement's
+    differential privacy or secure aggregation no number depends on the examples: steps as
+    configured, no loss. Under secure aggregation also the weight is 1, the upload is the planned
+    one, and the digests of shared params after training are keyed hashes that include the round's
+    number. Raises FedplanError as `_scores_of_choice`.
     """
     masked = agreement.secagg.active
     personal = {p.key for p in roles if roles[p].is_personal}
     shared = {p.key for p in roles if masked and roles[p] is Role.SHARE}
     old, new = digests
+    # Unkeyed, a server could test a guess of a value by sending it as the next global value.
     new = {k: f"{digest} {turn.round}" if k in shared else digest for k, digest in new.items()}
     before, after = (
         {
@@ -340,8 +315,8 @@ def _ledger_line(
         roles=role_letters(roles),
         before=join_digests(agreement.params, before),
         after=join_digests(agreement.params, after),
-        down=sum(agreement.download_bytes[key] for key in request.versions),
-        up=upload,
+        download_bytes=sum(agreement.download_bytes[key] for key in request.versions),
+        upload_bytes=upload,
         weight=1 if masked else weight,
         steps=agreement.train_config.steps if private else result.steps,
         loss=result.loss if shows_loss else None,
@@ -351,9 +326,12 @@ def _ledger_line(
 
 
 def _scores_of_choice(agreement: Agreement, turn: Turn, roles: Roles) -> dict[Block, float]:
-    """Return scores that choose the same blocks as the turn's, and reveal only that choice.
+    """Return block scores that choose the same blocks as the turn's scores, and reveal no more.
 
-    Joint scores are returned as they are. Raises FedplanError if no such scores exist.
+    Each block's new score is the number of `best(k)` steps, among the plan's active steps in the
+    turn, that choose the block. Joint scores are returned as they are; {} without scores. Raises
+    FedplanError if the new scores give the params other roles than `roles`, which is possible if
+    the plan has several `best` steps.
     """
     scores = turn.scores or {}
     if not scores or agreement.method.joint_choice:

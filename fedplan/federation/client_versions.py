@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-NAMES, GROUPS, VERSIONS, ROUNDS = "met/names", "met/groups", "met/versions", "met/rounds"
+NAMES, GROUPS, VERSIONS, ROUNDS = "sync/names", "sync/groups", "sync/versions", "sync/rounds"
 """Names of the tensors in a checkpoint."""
 
 ABSENT = -1
@@ -20,12 +20,11 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class ClientSync:
-    """What the server knows of a client; clients in the same state share one object.
+    """The server's record of one client; clients in the same state share one object.
 
-    `round`: last round in which the client responded; 0 if never.
-    `versions`: version of each global value that the client has.
-    `personal_bits`: params that are personal to the client, one bit each
-    (`Agreement.personal_bits`).
+    `round`: last round in which the client responded; 0 if never. `versions`: version of each
+    global value that the client has, by key; a missing key was never sent.
+    `personal_bits`: params that are personal at the client (`Agreement.personal_bits`).
     """
 
     round: int = 0
@@ -40,13 +39,14 @@ NEVER_SEEN = ClientSync()
 def pack_client_sync(
     client_sync: Mapping[str, ClientSync], keys: Sequence[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the records of all clients as tensors, and their personal bits as JSON.
+    """Return the records of all clients for a checkpoint: (tensors by name, JSON metadata).
 
-    `keys`: all keys of global values. The tensors have a number for each client and a row for each
-    distinct record. The order in which clients responded changes no byte.
+    `client_sync`: records by client name. `keys`: all keys of global values, the columns of the
+    version table. Clients are sorted by name, so the order of responses changes no byte. A record
+    object that several clients share is stored once.
     """
     if not client_sync:
-        return {}, {"settled": []}
+        return {}, {"personal_bits": []}
     names = sorted(client_sync)
     groups = list({id(client_sync[name]): client_sync[name] for name in names}.values())
     position = {id(group): i for i, group in enumerate(groups)}
@@ -58,13 +58,17 @@ def pack_client_sync(
         VERSIONS: torch.tensor(versions, dtype=torch.int32),
         ROUNDS: torch.tensor([group.round for group in groups], dtype=torch.int32),
     }
-    return tensors, {"settled": [hex(group.personal_bits) for group in groups]}
+    return tensors, {"personal_bits": [hex(group.personal_bits) for group in groups]}
 
 
 def unpack_client_sync(
     tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keys: Sequence[str]
 ) -> dict[str, ClientSync]:
-    """Return the records of all clients by name: the inverse of `pack_client_sync`."""
+    """Return the records of all clients by name: the inverse of `pack_client_sync`.
+
+    `tensors`, `meta`: the two results of `pack_client_sync`; further tensors are ignored.
+    `keys`: must be equal to the keys when packed.
+    """
     if NAMES not in tensors:
         return {}
     names = cast("list[str]", json.loads(tensors[NAMES].numpy().tobytes()))
@@ -74,7 +78,7 @@ def unpack_client_sync(
         ClientSync(
             number, {k: v for k, v in zip(keys, row, strict=True) if v != ABSENT}, int(b, 16)
         )
-        for number, row, b in zip(rounds, versions, meta["settled"], strict=True)
+        for number, row, b in zip(rounds, versions, meta["personal_bits"], strict=True)
     ]
     positions = cast("list[int]", tensors[GROUPS].tolist())
     return {name: groups[i] for name, i in zip(names, positions, strict=True)}

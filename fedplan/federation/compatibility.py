@@ -15,20 +15,26 @@ PACKAGES = ("fedplan", "torch", "transformers", "flwr")
 
 @cache
 def local_versions() -> Mapping[str, str]:
-    """Return protocol version (key "wire") and package versions of this process.
+    """Return protocol version (key "protocol") and package versions of this process.
 
     A package that is not installed has the version "".
     """
-    return {"wire": PROTOCOL_VERSION, **{name: _version(name) for name in PACKAGES}}
+    versions = {"protocol": PROTOCOL_VERSION}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = ""
+    return versions
 
 
 def protocol_mismatch(versions: Mapping[str, str]) -> str:
-    """Return a text if the other end's protocol version differs from ours; else "".
+    """Return a message if the other end's protocol version differs from this process's; else "".
 
-    `versions` are the other end's; empty in a simulation, which is compatible.
+    `versions`: `local_versions` of the other end; empty in a simulation, which is compatible.
     """
-    if versions and versions.get("wire") != PROTOCOL_VERSION:
-        theirs = versions.get("wire", "?")[:20]
+    if versions and versions.get("protocol") != PROTOCOL_VERSION:
+        theirs = versions.get("protocol", "?")[:20]
         return f"messages of version {theirs}, and here they are {PROTOCOL_VERSION}"
     return ""
 
@@ -36,15 +42,9 @@ def protocol_mismatch(versions: Mapping[str, str]) -> str:
 def package_differences(versions: Mapping[str, str]) -> str:
     """Return a text that lists packages with another version at the other end; "" if none.
 
-    Such a site may take part, but its training may differ in single bits.
+    `versions`: `local_versions` of the other end. A difference is no error: the site may take part,
+    but may train to slightly different bits.
     """
     local = local_versions()
     names = [name for name in PACKAGES if versions.get(name, local[name]) != local[name]]
     return ", ".join(f"{name} {versions[name][:20]}, and here {local[name]}" for name in names)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -19,15 +19,15 @@ RULES = (MEAN, MEDIAN, TRIMMED, KRUM, MULTI_KRUM)
 
 @dataclass(frozen=True)
 class Defence:
-    """Defence of the server against false weights and values of clients; 0 turns a limit off.
+    """Settings of the server's defence against false weights and values; 0 turns a limit off.
 
-    `rule`: how updates are aggregated; all rules but the mean ignore weights.
-    `malicious_clients`: number of malicious clients that the rule must tolerate.
-    `max_weight`: largest weight of a client, in examples.
-    `max_weight_fraction`: largest fraction of the total weight of all clients that sent a param.
-    `max_norm_ratio`: updates longer than this many times the round's reference norm are scaled
-    down.
-    Raises FedplanError if a setting is out of range or contradicts the rule.
+    `rule`: one of RULES, how updates are aggregated; all rules but "mean" ignore weights.
+    `malicious_clients`: number of malicious clients that the rule must tolerate. `max_weight`: cap
+    on a client's weight, in examples. `max_weight_fraction`: cap on a client's fraction of the
+    total weight of all clients that sent a param. `max_norm_ratio`: updates longer than this
+    multiple of the client's reference norm (`robust.reference_norms`) are scaled down. The default
+    (mean, no caps) is not `active`. Raises FedplanError if a setting is out of range, or if a
+    weight cap is combined with a rule that ignores weights.
     """
 
     rule: str = MEAN
@@ -93,7 +93,12 @@ class Defence:
 
 
 def require_defence(defence: Defence, method: Method, guarantee: Guarantee | None) -> None:
-    """Raise FedplanError, with a remedy, if a defence contradicts the method or the guarantee."""
+    """Raise FedplanError, with a remedy, if a defence cannot be combined with method or guarantee.
+
+    Refused: any defence under client-level DP, weight caps under any DP, rules other than mean with
+    LoRA products, rules or norm limits with auxiliary tensors, and median or trimmed mean with
+    sparse compression.
+    """
     other_rule, compression = defence.rule != MEAN, method.compression.text
     changes_values = other_rule or bool(defence.max_norm_ratio)
     refusals: list[tuple[bool, str]] = [

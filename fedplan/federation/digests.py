@@ -21,7 +21,11 @@ CODE_PACKAGES = ("fedplan", "torch", "transformers")
 
 
 def examples_digest(examples: Examples) -> str:
-    """Return the first 32 hex digits of SHA-256 over all tensors of the examples' batches."""
+    """Return the first 32 hex digits of SHA-256 over the names and digests of all tensors.
+
+    Reads all examples in order, in batches of 256; each tensor of a batch counts by its name and
+    digest.
+    """
     sha256 = hashlib.sha256()
     order = torch.arange(len(examples))
     for indices in cast("tuple[Tensor, ...]", order.split(256)) if len(examples) else ():
@@ -31,9 +35,10 @@ def examples_digest(examples: Examples) -> str:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return the digest of a model without its params.
+    """Return a SHA-256 of everything about a model but the params.
 
-    Covers its modules, config, buffers and device, the number of threads, and package versions.
+    Covers repr of the modules, config, buffers, the device if not CPU, the number of torch threads,
+    and the versions of CODE_PACKAGES.
     """
     buffers = {name: digest(buffer.to(CPU)) for name, buffer in model.named_buffers()}
     config: Any = getattr(model, "config", None)

@@ -44,7 +44,12 @@ from fedplan.tensors.sums import ExactSum
 
 @dataclass(frozen=True)
 class DistributedDPAggregation:
-    """Client-level DP that also holds against the server: clients clip and add noise."""
+    """Aggregation with client-level DP that also holds against the server: clients add the noise.
+
+    `agreement`: settings of the run. `participation`: how clients are drawn. `guard`: the server's
+    privacy budget, with one entry per round. The server sees only the secure sum of clipped and
+    noised changes.
+    """
 
     agreement: Agreement
     participation: Participation
@@ -56,10 +61,10 @@ class DistributedDPAggregation:
         return {"charges": len(self.guard.budget.charges)}
 
     def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Return the clients of round `number`.
+        """Return the clients of round `number`, drawn from all client names in `roster`.
 
-        Raises an error if the privacy budget does not allow the round, or the threshold settings
-        do not allow a sum of so many clients.
+        Raises PrivacyError if the privacy budget does not allow the round, and FedplanError if the
+        threshold of secure aggregation does not allow a sum of that many clients.
         """
         self.guard.require_affordable_round(number, round_charge_name(number))
         secure = SecureAggregation(self.agreement, self.participation)
@@ -74,7 +79,13 @@ class DistributedDPAggregation:
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
     ) -> DistributedDPAggregator:
-        """Return the aggregator of the next round; `shared()` is all that clients may share."""
+        """Return an empty aggregator for round `global_state.round + 1`; charges no privacy budget.
+
+        `shared`: returns the values of all params that any client may share; called once, for
+        shapes. `roster`: number of all clients; the threshold and the noise shares are for a cohort
+        of this size. The aggregator's `close` charges the budget. Raises FedplanError as
+        `round_mechanism`.
+        """
         return DistributedDPAggregator(
             self.agreement,
             global_state.values,
@@ -88,7 +99,11 @@ class DistributedDPAggregation:
 
 @dataclass
 class DistributedDPAggregator(SecureAggregator):
-    """Secure sum of one round with noise shares; a simulation draws them by the server's secret."""
+    """Aggregator of one round: secure sum of clipped changes with noise shares of the clients.
+
+    `guard`: the server's privacy budget, charged by `close`. `mechanism`: clipping norm and noise
+    of the round. `add` is for simulations: noise shares are drawn from the server's secret.
+    """
 
     guard: ServerGuard = field(kw_only=True)
     mechanism: GaussianMechanism = field(kw_only=True)
@@ -106,7 +121,11 @@ class DistributedDPAggregator(SecureAggregator):
         self.contributions[client] = ClientInput(words, 1)
 
     def _aggregate(self, unmasked: UnmaskedSums) -> AggregationResult:
-        """Charge the privacy budget and return base plus noisy mean change of each value."""
+        """Charge the privacy budget; return base + noisy mean change of each value.
+
+        `unmasked`: the secure sums of integers by slot; a value without an unmasked sum is left
+        out. Raises PrivacyError if the budget does not allow the release.
+        """
         wide, shapes = self.agreement.secagg.wide_integers, self.mechanism.public_shapes
         sums = {
             key: words if wide else widen_words(words)
@@ -126,10 +145,13 @@ class DistributedDPAggregator(SecureAggregator):
 def round_mechanism(
     guard: Guard, agreement: Agreement, shared: Mapping[str, Tensor], clients: int
 ) -> GaussianMechanism:
-    """Return the Gaussian mechanism of a round among so many clients; server and clients agree.
+    """Return the Gaussian mechanism of a round; server and clients compute the same one.
 
-    `shared`: tensors of the shapes that clients may share. Raises FedplanError if a sum could
-    exceed one word; that depends on public settings only.
+    `guard`: has the guarantee with clipping norm and noise multiplier. `shared`: tensors with the
+    shapes that clients may share. `clients`: number of clients; each adds a share of the noise, so
+    large that the shares of the honest clients (by the agreement's secagg settings) suffice. Raises
+    FedplanError if the sum of all clients' clipped and noised changes could overflow a 64-bit word
+    (without `wide_integers`), or if the threshold does not allow a sum of so many clients.
     """
     honest = agreement.secagg.honest_noise_shares(clients)
     mechanism = guard.make_mechanism(shared, clients, noise_shares=honest)
@@ -150,9 +172,11 @@ def client_change(values: Tensors, base: Tensors) -> Change:
 
 
 def noised_words(share: ExactSum, *, wide: bool) -> dict[str, Words]:
-    """Return the integers that a client masks, by slot, from its clipped and noised change.
+    """Return the integers that a client masks, by slot of the secure sum.
 
-    Raises UpdateRejected if a number does not fit one word and `wide` is False.
+    `share`: exact sum with the client's clipped change and noise share. Slots are the prefixed
+    param keys, and WHOLE_SUM without numbers. `wide`: two 64-bit words per number; otherwise one,
+    and UpdateRejected is raised if a number does not fit.
     """
     slots = {
         VALUE_PREFIX + key: words if wide else narrow_words(key, words)

@@ -25,7 +25,12 @@ DIGITS = 6
 
 @dataclass
 class Drift:
-    """Weighted sums of the squared changes of each param; `squares` is in units of 1/STEPS."""
+    """Sum over clients of weight x squared change of each param, exact in any order.
+
+    `squares`: sums by param key, as integers in units of 1/STEPS; a square that is not finite
+    counts as 0. Call `add` (or `add_squares`) per client, `merge` other sums of the round, then
+    `by_kind`.
+    """
 
     squares: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -51,11 +56,14 @@ class Drift:
         means: Mapping[str, Tensor],
         weights: Mapping[str, int],
     ) -> dict[str, tuple[float, float]]:
-        """Return for each kind of param (variance, squared mean step).
+        """Return by kind of param (variance, squared step of the mean), 6 significant digits each.
 
-        The variance is the mean squared distance of updates from their mean. Both numbers add up to
-        the mean square of the updates. `weights`: total weight of each param. Params without
-        squares, as under secure aggregation, are left out.
+        Both are summed over the params of the kind. Variance: weighted mean squared distance of the
+        clients' values from their mean. Step: from `base` to the mean. `base`: values before the
+        round, from which `squares` were computed. `means`, `weights`: mean value and total weight
+        of the clients that were added. All three are by `Param.key`; each key of `means` must be in
+        `base`. Params that are not in `means` or not in `squares` are left out; under secure
+        aggregation only params with drift tracking have squares.
         """
         totals: dict[str, tuple[float, float]] = {}
         steps = squared_distances(means, base) if self.squares else {}
@@ -73,10 +81,12 @@ class Drift:
 def drift_around(
     params: Params, base: Mapping[str, Tensor], center: Mapping[str, Tensor], squares: Squares
 ) -> dict[str, tuple[float, float]]:
-    """Return for each kind of param (mean squared distance from a center, its squared step).
+    """Return by kind of param (mean squared distance from `center`, squared step from `base`).
 
-    As `Drift.by_kind`, for robust rules whose result is no mean. `center`: the rule's result.
-    `squares`: squared distances from it by client and key.
+    Both are summed over the params of the kind, and all clients count alike. As `Drift.by_kind`,
+    for robust rules with a result that is no mean. `center`: result of the rule by key. `base`:
+    values before the round. `squares`: squared distances of the clients' values from `center`, by
+    client and key.
     """
     totals: dict[str, tuple[float, float]] = {}
     steps = squared_distances(center, base)
@@ -89,7 +99,10 @@ def drift_around(
 
 
 class SquaredNorms(Mapping[str, float]):
-    """Squared norms of values by kind of param, computed on access."""
+    """Read-only mapping from kind of param to the squared norm of the values, computed on access.
+
+    `params`: gives the kind of each key. `values`: tensors by key, not copied.
+    """
 
     def __init__(self, params: Params, values: Mapping[str, Tensor]) -> None:
         self._values = values

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.error_codes import APPROVAL, error_fields
@@ -22,16 +22,16 @@ from fedplan.storage.chain import ChainFile, ChainHead, head_file, read_chain
 from fedplan.storage.errors import wrap_disk_errors
 from fedplan.tensors.message import Message
 
-RECORD, AGREEMENT = "outgoing.jsonl", "agreed.json"
+EGRESS_LOG, AGREEMENT = "egress.jsonl", "agreement.json"
 """Files in a site's folder: the log, and the settings that the site agreed to in a run."""
 SCORES, UPDATE, EVALUATION = "scores", "update", "evaluation"
-"""Kinds of entries; further kinds are hello, and refused, failed and lacking with a code."""
-KEYS, SHARES, CONSENT, UNMASKING = "keys", "shares", "consent", "unmasking"
+"""Kinds of entries; further kinds are hello, and refused, failed and missing with a code."""
+KEYS, SHARES, SIGNATURE, UNMASKING = "keys", "shares", "signature", "unmasking"
 """Kinds of secure aggregation messages; the last has the shares that unmask a sum."""
 LOW_ENTROPY_KINDS = (SCORES, EVALUATION)
 """Kinds with few numbers: their digests are keyed, since plain ones could be guessed."""
 
-REPEATED_CODES = (APPROVAL, "refused-here", "policy")
+REPEATED_CODES = (APPROVAL, "study-refused", "policy")
 """Codes of studies that are not admitted: their servers repeat the request for days."""
 REPEAT_SECONDS, MAX_REPEATED = 600.0, 1000
 """Seconds in which a repeated refusal is only counted; refusals that are remembered."""
@@ -39,8 +39,8 @@ REPEAT_SECONDS, MAX_REPEATED = 600.0, 1000
 
 @dataclass(frozen=True)
 class Authorization:
-    """What authorizes an answer: digests of the study and of the server's certificate, and the
-    name of the approver."""
+    """Authorization of a reply: digests of the study and of the server's certificate, and the name
+    of the approver."""
 
     study: str = ""
     server: str = ""
@@ -49,12 +49,15 @@ class Authorization:
 
 @dataclass(frozen=True)
 class EgressEntry:
-    """One answer that is about to leave the site.
+    """One entry of the egress log: a reply that is about to leave the site.
 
-    `content`: digest of the answer. `up`: bytes of model values; `parts` has them by kind of param.
-    `other_bytes`: all other bytes. `down`: bytes of the request.
-    `code`: of a refusal or failure; `times`: how often it was sent since its last entry.
-    `among`: clients of the sum that a secure aggregation message belongs to.
+    `kind`: one of SCORES, UPDATE, EVALUATION, KEYS, SHARES, SIGNATURE, UNMASKING or "hello"; for a
+    reply with an error code "refused", "failed" or "missing". `site`, `experiment`, `run`, `round`,
+    `phase`, `request`: the client, and the server's request. `content`: digest of the reply.
+    `code`: error code. `upload_bytes`: bytes of model values in the reply; `parts`: the same by
+    kind of param. `other_bytes`: all other bytes of the reply. `download_bytes`: bytes of model
+    values in the request. `count`: how often an error code was sent since the last entry.
+    `clients`: clients of the sum to which a secure aggregation message belongs.
     """
 
     kind: str
@@ -66,29 +69,26 @@ class EgressEntry:
     request: str = ""
     content: str = ""
     code: str = ""
-    up: int = 0
+    upload_bytes: int = 0
     other_bytes: int = 0
-    down: int = 0
+    download_bytes: int = 0
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
-    times: int = 1
-    among: tuple[str, ...] = ()
+    count: int = 1
+    clients: tuple[str, ...] = ()
 
 
-class _Refusal(NamedTuple):
-    """Fields by which repeated refusals are counted as one."""
-
-    kind: str
-    code: str
-    run: str
-    authorization: Authorization
+_Refusal = tuple[str, str, str, Authorization]
+"""Kind, code, run and authorization: equal refusals are counted as one."""
 
 
 class EgressLog:
-    """The egress log of a site's folder; creates the folder.
+    """Append-only, hash-chained log file of all replies of a site, in `state_folder`.
 
-    An entry is on disk before its bytes leave, and is never removed. Several processes may append.
-    While a study waits for approval its server repeats the request every few seconds: repeated
-    refusals are counted, and their next entry has the count.
+    The folder is created if missing. Call `append` before the bytes of a reply leave; the entry is
+    then on disk, and is never removed. Several processes may append. A refusal with a code of
+    REPEATED_CODES is written once in REPEAT_SECONDS. Repetitions are only counted in memory; the
+    count is written with the next such refusal, before the next other entry, or by `flush`. Read
+    the log with `read_egress`.
     """
 
     def __init__(self, state_folder: Path) -> None:
@@ -96,7 +96,7 @@ class EgressLog:
             f"{state_folder} cannot be created", "name a folder that you may write to"
         ):
             state_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._chain = ChainFile(state_folder / RECORD)
+        self._chain = ChainFile(state_folder / EGRESS_LOG)
         self._repeats = dict[_Refusal, tuple[float, int]]()
 
     @property
@@ -105,70 +105,69 @@ class EgressLog:
         return self._chain.head
 
     def append(self, entry: EgressEntry, authorization: Authorization | None = None) -> None:
-        """Append an entry before its bytes leave; a recently repeated refusal is only counted.
+        """Append an entry with an authorization to the file; a repeated refusal is only counted.
 
-        Any other entry first writes the refusals that were counted. Raises StoreError if the log
-        cannot be written.
+        `authorization`: who allowed the reply; None gives empty fields. An entry with a code
+        outside REPEATED_CODES, or without a code, first writes the counted refusals. Raises
+        StoreError if the log cannot be written.
         """
         authorization = authorization or Authorization()
-        if entry.code in REPEATED_CODES:
-            times = self._count_refusal(entry, authorization)
-            if not times:
-                return
-            entry = replace(entry, times=times)
-        else:
+        if entry.code not in REPEATED_CODES:
             self.flush()
+        else:
+            now, refusal = time.monotonic(), (entry.kind, entry.code, entry.run, authorization)
+            last, count = self._repeats.get(refusal, (-inf, 0))
+            if now - last < REPEAT_SECONDS:
+                self._repeats[refusal] = last, count + 1
+                return
+            if len(self._repeats) >= MAX_REPEATED:
+                self._repeats.clear()
+            self._repeats[refusal] = now, 0
+            entry = replace(entry, count=count + 1)
         self._write(entry, authorization)
 
     def _write(self, entry: EgressEntry, authorization: Authorization) -> None:
         fields = asdict(entry)
-        if not entry.among:
-            del fields["among"]
+        if not entry.clients:
+            del fields["clients"]
         self._chain.append({**fields, **asdict(authorization)})
 
     def flush(self) -> None:
         """Write an entry for the refusals that were only counted so far."""
         for refusal, (_, count) in list(self._repeats.items()):
+            kind, code, run, authorization = refusal
             if count:
-                kind, code, run, authorization = refusal
-                self._write(EgressEntry(kind, run=run, code=code, times=count), authorization)
+                self._write(EgressEntry(kind, run=run, code=code, count=count), authorization)
             del self._repeats[refusal]
-
-    def _count_refusal(self, entry: EgressEntry, authorization: Authorization) -> int:
-        """Count a refusal; return how many are not logged yet, or 0 if it is too soon to log."""
-        now = time.monotonic()
-        refusal = _Refusal(entry.kind, entry.code, entry.run, authorization)
-        last, count = self._repeats.get(refusal, (-inf, 0))
-        soon = now - last < REPEAT_SECONDS
-        if not soon and len(self._repeats) >= MAX_REPEATED:
-            self._repeats.clear()
-        self._repeats[refusal] = (last, count + 1) if soon else (now, 0)
-        return 0 if soon else count + 1
 
 
 def error_entry(
     code: str, answer: Message, *, site: str, experiment: str = "", run: str = ""
 ) -> EgressEntry:
-    """Return the entry of an answer that consists of an error code only."""
+    """Return the log entry of `answer`, a reply that consists of an error code only."""
     (kind,) = error_fields(code)
     return EgressEntry(kind, site, experiment, run, code=code, other_bytes=answer.nbytes)
 
 
 def content_digest(answer: Message, key: bytes = b"") -> str:
-    """Return the SHA-256 of an answer; with a key of the site, an HMAC that cannot be guessed."""
+    """Return the SHA-256 of `answer`, a reply, as hex; with a key, an HMAC that cannot be guessed.
+
+    The header and each blob are hashed with their lengths.
+    """
     hasher = hmac.new(key, digestmod=hashlib.sha256) if key else hashlib.sha256()
-    for part in (answer.header, *answer.blobs):  # joined they would be a copy of the answer
+    for part in (answer.header, *answer.blobs):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.hexdigest()
 
 
 def read_egress(state_folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a site's log after checking its hash chain.
+    """Return the entries of a site's egress log as dicts, oldest first, after checking the chain.
 
-    An incomplete last line is left out. Raises FedplanError if there is no log or it is damaged.
+    `state_folder`: the site's folder. An incomplete last line is left out. Raises FedplanError if
+    there is no log, or if the log is damaged or cannot be read.
     """
-    file = state_folder / RECORD
+    file = state_folder / EGRESS_LOG
     if not file.exists() and not head_file(file).exists():
         raise FedplanError(f"{state_folder} has no egress log")
     with wrap_disk_errors(f"{file} cannot be read", "restore a copy of it"):
@@ -176,9 +175,10 @@ def read_egress(state_folder: Path) -> list[dict[str, Any]]:
 
 
 def read_agreement(folder: Path) -> dict[str, Any]:
-    """Return the settings that a site agreed to in a run, as written by its Endpoint.
+    """Return the agreement file of a site's run folder as a dict, as written by Endpoint.
 
-    Raises FedplanError if the folder has none.
+    Keys are for example site, experiment, plan, fingerprint and limits. Raises FedplanError if the
+    file is missing or no JSON.
     """
     try:
         return json.loads((folder / AGREEMENT).read_text())
@@ -195,7 +195,7 @@ def agreement_folders(state_folder: Path) -> list[Path]:
 
 
 def bytes_by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the bytes of log entries by kind of param."""
+    """Return the sum of the `parts` (bytes by kind of param) of egress log entries."""
     totals = dict[str, int]()
     for line in lines:
         for part, count in line["parts"].items():

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,12 +21,12 @@ from fedplan.federation.client_round import train_round
 from fedplan.federation.compatibility import local_versions
 from fedplan.federation.egress_log import (
     AGREEMENT,
-    CONSENT,
     EVALUATION,
     KEYS,
     LOW_ENTROPY_KINDS,
     SCORES,
     SHARES,
+    SIGNATURE,
     UNMASKING,
     UPDATE,
     Authorization,
@@ -43,7 +43,6 @@ from fedplan.federation.layer_scoring import score_layers
 from fedplan.federation.messages import (
     Request,
     RequestRefused,
-    Update,
     block_scores_to_json,
     read_request,
     read_run_id,
@@ -65,20 +64,24 @@ if TYPE_CHECKING:
 
 HELLO, POLL, TRAIN, EVALUATE = "hello", "poll", "train", "evaluate"
 """Kinds of requests; the steps of secure aggregation are further kinds."""
+RECEIVED = "received"
+"""Folder in a site's run folder with the global values last received."""
 STEP_KINDS: dict[str, str] = dict(
-    zip(SECAGG_STEPS, (SHARES, UPDATE, CONSENT, UNMASKING), strict=True)
+    zip(SECAGG_STEPS, (SHARES, UPDATE, SIGNATURE, UNMASKING), strict=True)
 )
 """Kind in the egress log of the answer to each step of secure aggregation."""
 
 
 class Endpoint:
-    """A site in one run: answers requests of the server, independent of the transport.
+    """A site (client with local files) in one run; turns the server's messages into replies.
 
-    `folder`: the run's folder at the site (`site_run_folder`), with the client's state and the
-    global values last received. `egress`: log of everything that leaves, of all runs.
-    `faults`: error log. `authorization`: logged with each answer; callers may replace it.
-    `secagg_client`: the site's side of secure aggregation; None if it takes no part.
-    Creates the folders and writes the agreement file.
+    Independent of the transport: call `answer` for each message, one at a time. `site`: the client.
+    `folder`: the site's folder of the study; the attribute `folder` is the run's subfolder
+    (`site_run_folder`), where the global values last received are stored. Both are created, and
+    each gets a file AGREEMENT with the settings. `egress`: log of everything that leaves, default
+    in `folder`. `faults`: error log, default in `folder`. `authorization`: study, server and
+    approver, logged with each reply; callers may replace the attribute. `secagg_client`: the site's
+    side of secure aggregation; None refuses requests that need one.
     """
 
     def __init__(
@@ -95,36 +98,56 @@ class Endpoint:
         self.agreement, self.site = agreement, site
         self.folder = site_run_folder(folder, agreement.run)
         self.secagg_client = secagg_client
-        self.egress, self.authorization = (
-            egress or EgressLog(folder),
-            authorization or Authorization(),
-        )
+        self.egress = egress or EgressLog(folder)
+        self.authorization = authorization or Authorization()
         self.faults = faults or FaultLog(folder, site.journal.encryption)
         self.received_store, self._checkpoint = self._open_store(), 0
+        method, account = agreement.method, site.account
+        fields = {
+            "site": site.name,
+            "experiment": agreement.experiment,
+            "plan": method.plan.text,
+            "model": agreement.start,
+            "fingerprint": agreement.fingerprint,
+            "compression": method.compression.text,
+            "traits": site.traits,
+            "limits": asdict(account.limits) if account else {},
+            "account": str(account.folder.absolute()) if account else "",
+            "run": agreement.run,
+            "prefix": agreement.request_prefix,
+            **({"peers": secagg_client.peer_key_digests} if secagg_client is not None else {}),
+        }
         for path in (folder, self.folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_if_changed(path / AGREEMENT, json.dumps(self._agreement_fields(), indent=1))
+            write_if_changed(path / AGREEMENT, json.dumps(fields, indent=1))
         self._kinds = {p.key: str(p.kind) for p in agreement.params}
 
     def answer(self, kind: str, message: Message) -> Message:
-        """Answer a request; an error gives an answer with its code, and is logged here in full."""
-        handlers = {HELLO: self._hello, POLL: self._poll, TRAIN: self._train}
-        handlers |= {EVALUATE: self._evaluate}
-        handlers |= {step: partial(self._secagg_step, step) for step in SECAGG_STEPS}
+        """Handle a message of the server and return the reply, after logging the reply.
+
+        `kind`: HELLO, POLL, TRAIN, EVALUATE or a step of SECAGG_STEPS. An Exception is not raised:
+        the fault log gets the traceback, and the reply has only the error code.
+        """
+        handlers = {step: partial(self._secagg_step, step) for step in SECAGG_STEPS}
+        handlers |= {HELLO: self._hello, POLL: self._poll}
+        handlers |= {TRAIN: self._train, EVALUATE: self._evaluate}
         try:
             if kind not in handlers:
                 raise RequestRefused(
                     f"{self.site.name} does not know the request {kind[:40]!r}"
-                ).with_code("request")
+                ).with_code("unknown-request")
             self._load_received()
             return handlers[kind](message)
         except Exception as error:
             return self._error_answer(self.faults.append(error))
 
     def _error_answer(self, code: str) -> Message:
-        """Log and return an answer with an error code; a failed log write does not block it."""
-        answer = pack_message({}, {**error_fields(code)})
-        agreed = self.agreement
+        """Return a reply that has only an error code, after appending the reply to the egress log.
+
+        The kind of the reply (refused, failed, missing) follows from the code. A FedplanError of
+        the log is ignored, so that the server gets the code.
+        """
+        answer, agreed = pack_message({}, {**error_fields(code)}), self.agreement
         entry = error_entry(
             code, answer, site=self.site.name, experiment=agreed.experiment, run=agreed.run
         )
@@ -133,17 +156,20 @@ class Endpoint:
         return answer
 
     def _hello(self, message: Message) -> Message:
-        """Answer a hello with the site's name, traits, versions and digests of the agreement.
+        """Reply to a hello message with what identifies the site and its agreement.
 
-        Raises RequestRefused if the hello is of another run.
+        That is the site's name, traits and package versions, the agreement's fingerprint, initial
+        model and run, the head of the egress log, and under secure aggregation the site's public
+        key. If the agreement has a run id, raises RequestRefused if the message has another one,
+        and SerializationError if the message has none.
         """
         fields: dict[str, JSON] = {
             "client": self.site.name,
-            "agreed": self.agreement.fingerprint,
+            "agreement": self.agreement.fingerprint,
             "start": self.agreement.start,
             "run": self.agreement.run,
             "traits": dict(self.site.traits),
-            "record": self.egress.head.sha256,
+            "egress_head": self.egress.head.sha256,
             "versions": dict(local_versions()),
         }
         if self.agreement.run and (run := read_run_id(message)) != self.agreement.run:
@@ -151,11 +177,14 @@ class Endpoint:
                 f"{self.site.name} is in run {self.agreement.run}, not in {run}"
             ).with_code("another-study")
         if self.agreement.secagg.active:
-            fields["node"] = self._require_secagg_client().public_key.hex()
+            fields["node_key"] = self._require_secagg_client().public_key.hex()
         return self._log_answer(Message(pack_message({}, fields).header), HELLO, None, {})
 
     def _poll(self, message: Message) -> Message:
-        """Answer a poll with layer scores, or with a key advert under secure aggregation."""
+        """Score the layers for a request message; reply with the scores.
+
+        Under secure aggregation the reply is a key advert, and the scores follow masked.
+        """
         request, before = read_request(message), self.site.received_versions
         scores = score_layers(self.agreement, self.site, request)
         self._store_received(before)
@@ -166,7 +195,10 @@ class Endpoint:
         return self._log_answer(answer, SCORES, request, {})
 
     def _train(self, message: Message) -> Message:
-        """Train a round and answer with the update, or with its record and a key advert."""
+        """Train the round of a request message; reply with the update.
+
+        Under secure aggregation the reply is the ledger line and a key advert, without values.
+        """
         request, before = read_request(message), self.site.received_versions
         update = train_round(self.agreement, self.site, request, copy=False)
         self._store_received(before)
@@ -174,20 +206,27 @@ class Endpoint:
             advert = self._require_secagg_client().advertise_round(request, update)
             record = replace(update, values={}, aux={}, weight=1)
             return self._log_answer(update_message(record, advert), KEYS, request, {})
-        parts = self._bytes_by_kind(update)
+        parts = dict[str, int]()
+        for key, value in {**update.values, **update.aux}.items():
+            kind = self._kinds[param_key(key)]
+            parts[kind] = parts.get(kind, 0) + nbytes({key: value})
         return self._log_answer(update_message(update), UPDATE, request, parts)
 
     def _require_secagg_client(self) -> SecAggClient:
-        """Return the site's secure aggregation client; raise RequestRefused if it has none."""
+        """Return `secagg_client`; raise RequestRefused if None."""
         if self.secagg_client is None:
             raise RequestRefused(
-                f"{self.site.name} takes no part in secure aggregation: its site.toml names no "
-                "peers"
-            ).with_code("peers")
+                f"{self.site.name} takes no part in secure aggregation: its site.toml has no "
+                "peer_keys"
+            ).with_code("peer-keys")
         return self.secagg_client
 
     def _secagg_step(self, step: str, message: Message) -> Message:
-        """Answer a step of secure aggregation; only masked inputs count as bytes of values."""
+        """Reply to a message of one step of secure aggregation (one of SECAGG_STEPS).
+
+        In the egress log only masked inputs count as bytes of values. Raises RequestRefused for
+        another run, and if the site takes no part in secure aggregation.
+        """
         secagg_client = self._require_secagg_client()
         if read_run_id(message) != self.agreement.run:
             raise RequestRefused(f"{self.site.name} is in another run").with_code("another-study")
@@ -209,14 +248,6 @@ class Endpoint:
         answer = pack_message({}, {"scores": metrics_to_json(scores)})
         return self._log_answer(answer, EVALUATION, request, {})
 
-    def _bytes_by_kind(self, update: Update) -> dict[str, int]:
-        """Return the bytes of an update by kind of param."""
-        totals = dict[str, int]()
-        for key, value in {**update.values, **update.aux}.items():
-            kind = self._kinds[param_key(key)]
-            totals[kind] = totals.get(kind, 0) + nbytes({key: value})
-        return totals
-
     def _log_answer(
         self,
         answer: Message,
@@ -225,10 +256,11 @@ class Endpoint:
         parts: Mapping[str, int],
         sum_sites: tuple[int, tuple[str, ...]] | None = None,
     ) -> Message:
-        """Append an answer to the egress log, then return it.
+        """Append `answer`, a reply, to the egress log, then return the same reply.
 
-        `parts`: bytes of values by kind of param. `sum_sites`: of secure aggregation, the round and
-        the sites of the sum.
+        `kind`: kind of log entry. `request`: the server's request, None if the message was no
+        Request. `parts`: bytes of values by kind of param. `sum_sites`: under secure aggregation,
+        the round and the sites of the sum. Raises StoreError if the log cannot be written.
         """
         upload = sum(parts.values())
         key = self.site.digest_key if kind in LOW_ENTROPY_KINDS else b""
@@ -238,26 +270,26 @@ class Endpoint:
             self.agreement.experiment,
             self.agreement.run,
             content=content_digest(answer, key),
-            up=upload,
+            upload_bytes=upload,
             other_bytes=answer.nbytes - upload,
             parts=dict(parts),
         )
         if request is not None:
-            turn, down = request.turn, request.nbytes
-            entry = replace(
-                entry, request=request.name, round=turn.round, phase=turn.phase, down=down
-            )
+            turn, name = request.turn, request.name
+            entry = replace(entry, request=name, round=turn.round, phase=turn.phase)
+            entry = replace(entry, download_bytes=request.nbytes)
         if sum_sites is not None:
-            number, among = sum_sites
+            number, clients = sum_sites
             name = self.agreement.request_name(number, self.site.name)
-            entry = replace(entry, request=name, round=number, among=among)
+            entry = replace(entry, request=name, round=number, clients=clients)
         self.egress.append(entry, self.authorization)
         return answer
 
     def _load_received(self) -> None:
-        """Load the global values last received, if the disk has newer ones.
+        """Load the global values last received into the client, if the disk has newer ones.
 
-        Damaged files are deleted, so that the server sends all values again.
+        Damaged files are deleted, and the client then has no values, so that the server sends all
+        values again. Raises StoreError, and deletes nothing, if the encryption key is wrong.
         """
         if max(self.received_store.numbers(), default=0) == self._checkpoint:
             return
@@ -265,53 +297,33 @@ class Endpoint:
             checkpoint = self.received_store.read_newest()
         except StoreError:
             self.site.journal.client_state()  # raises if the key is wrong: then nothing is deleted
-            shutil.rmtree(self.folder / "seen")
+            shutil.rmtree(self.folder / RECEIVED)
             self.received_store, checkpoint = self._open_store(), None
         self._checkpoint = checkpoint.number if checkpoint else 0
         self.site.received = checkpoint.tensors if checkpoint else {}
-        self.site.received_versions = dict(checkpoint.meta["held"]) if checkpoint else {}
+        self.site.received_versions = dict(checkpoint.meta["versions"]) if checkpoint else {}
 
     def _open_store(self) -> Store:
-        return Store(self.folder / "seen", keep=1, encryption=self.site.journal.encryption)
+        return Store(self.folder / RECEIVED, keep=1, encryption=self.site.journal.encryption)
 
     def _store_received(self, before: Mapping[str, int]) -> None:
         """Write the received global values to disk, if their versions differ from `before`."""
         versions = self.site.received_versions
         if versions != before:
             self._checkpoint = max(self.received_store.numbers(), default=0) + 1
-            self.received_store.write(
-                self.site.received, {"held": versions}, number=self._checkpoint
-            )
-
-    def _agreement_fields(self) -> dict[str, Any]:
-        """Return the settings that the site agreed to, for its agreement file."""
-        method, account = self.agreement.method, self.site.account
-        secagg_client = self.secagg_client
-        return {
-            "site": self.site.name,
-            "experiment": self.agreement.experiment,
-            "plan": method.plan.text,
-            "model": self.agreement.start,
-            "fingerprint": self.agreement.fingerprint,
-            "compression": method.compression.text,
-            "traits": self.site.traits,
-            "limits": asdict(account.limits) if account else {},
-            "account": str(account.folder.absolute()) if account else "",
-            "run": self.agreement.run,
-            "prefix": self.agreement.request_prefix,
-            **({"peers": secagg_client.peer_key_digests} if secagg_client is not None else {}),
-        }
+            meta = {"versions": versions}
+            self.received_store.write(self.site.received, meta, number=self._checkpoint)
 
 
 def site_run_folder(folder: Path, run: str) -> Path:
-    """Return a run's folder under a site's folder of the study; the latter without a run id."""
+    """Return the subfolder of a run in a site's folder of a study; `folder` itself if run is ""."""
     return folder / run if run else folder
 
 
 def only_run_folder(folder: Path) -> Path:
-    """Return the folder of a site's only run of a study, or the folder itself without runs.
+    """Return the only run folder in a site's folder of a study; `folder` itself if there is none.
 
-    Raises FedplanError if there are several runs.
+    Raises FedplanError if there are several runs, and OSError if `folder` does not exist.
     """
     runs = [path for path in sorted(folder.iterdir()) if is_run_id(path.name)]
     if len(runs) > 1:
@@ -323,24 +335,25 @@ def only_run_folder(folder: Path) -> Path:
 def open_journal(
     folder: Path, encryption: Encryption | None = None, *, reading: bool = False
 ) -> Journal:
-    """Open the journal in a site's run folder; read-only with `reading`."""
+    """Open the journal (stored values and replies) of a site's run folder; `reading`: read-only."""
     return Journal(folder / "state", keep_replies=True, encryption=encryption, read_only=reading)
 
 
 def read_personal_model(
     agreement: Agreement, folder: Path, key: Path | None = None
 ) -> dict[str, Tensor]:
-    """Return a site's personal model: trainable values by key, as far as the disk has them.
+    """Return a site's personal model from disk: values of the agreement's trainable params, by key.
 
-    Params that were personal in the last turn have the stored value, others the global value last
-    received. `key`: file with the site's key. Raises StoreError if no turn is stored.
+    Params that were personal in the last round have the client's own value, others the global value
+    last received; params with neither are left out. `folder`: the site's run folder. `key`: file
+    with the site's encryption key, if encrypted. Raises StoreError if no round is stored.
     """
     encryption = Encryption.from_file(key) if key is not None else None
     client_state, notes = open_journal(folder, encryption, reading=True).client_state()
     if not notes:
         raise StoreError(f"{folder / 'state'} holds no turn of this run: restore a copy of it")
-    received = Store(folder / "seen", keep=1, encryption=encryption, read_only=True).read_newest()
-    letters = notes["lines"][-1]["roles"]
+    received = Store(folder / RECEIVED, keep=1, encryption=encryption, read_only=True).read_newest()
+    letters = notes["ledger_lines"][-1]["roles"]
     personal = {
         p.key
         for p, letter in zip(agreement.params, letters, strict=False)

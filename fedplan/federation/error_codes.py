@@ -12,35 +12,35 @@ APPROVAL = "not-approved"
 """Code of a study that waits for approval at the site."""
 REFUSALS = {
     APPROVAL: "the study waits for approval at the site (fedplan site approve)",
-    "refused-here": "the site's operator has refused the study",
+    "study-refused": "the site's operator has refused the study",
     "policy": "the site's policy does not allow the study",
-    "rounds": "the run has more rounds than the site approved",
+    "too-many-rounds": "the run has more rounds than the site approved",
     "unknown-run": "the site does not know this run: it received no hello of it",
-    "restored": "its client state is older than its last answer (fedplan site rejoin)",
+    "outdated-state": "its client state is older than its last reply (fedplan site rejoin)",
     "past-round": "it has trained a later round: restore a newer copy of the run, or start another",
-    "limit-rounds": "its limit of answers is reached (limits.rounds of its policy)",
+    "limit-rounds": "its limit of replies is reached (limits.rounds of its policy)",
     "limit-bytes": "its limit of bytes is reached (limits.bytes of its policy)",
     "limit-epsilon": "its limit of epsilon is reached (limits.epsilon of its policy)",
-    "unhidden": "it limits epsilon, and this study or an earlier one has no differential privacy",
+    "unprotected": "it limits epsilon, and this or an earlier study has no differential privacy",
     "another-study": "it agreed to another study: server and site must run the same one",
-    "values": "it received values that the plan does not send, or of another shape or dtype",
-    "poll": "its plan has no joint choice of layers in this round, or privacy does not cover it",
-    "unasked": "its study has no evaluation in this round",
-    "few-rows": "it has fewer test examples than its policy requires for metrics",
-    "undisclosed": "its policy allows none of these metrics",
-    "uncharged": "the study promises privacy, which does not cover metrics: none are sent",
-    "gone-on": "it has trained a later round than the one to be evaluated",
-    "masked": "a step of secure aggregation failed its checks: see the site's log",
-    "peers": "secure aggregation is on, and it lacks keys of some sites (peers of its site.toml)",
-    "unsummed": "metrics of a single site are not sent under secure aggregation",
-    "unknown-name": "its study names code that it does not have or allow (allow of its site.toml)",
-    "request": "it does not know this request: server and site must run the same fedplan",
+    "unexpected-values": "it received values that are not in the plan, or of wrong shape or dtype",
+    "no-scoring": "this round has no joint choice of layers, or privacy does not cover it",
+    "no-evaluation": "its study has no evaluation in this round",
+    "few-examples": "it has fewer test examples than its policy requires for metrics",
+    "metrics-not-allowed": "its policy allows none of these metrics",
+    "metrics-not-private": "the study's differential privacy does not cover metrics: none are sent",
+    "later-round": "it has trained a later round than the one to be evaluated",
+    "secagg": "a step of secure aggregation failed its checks: see the site's log",
+    "peer-keys": "it lacks other sites' keys for secure aggregation (peer_keys of its site.toml)",
+    "metrics-not-summed": "metrics of a single site are not sent under secure aggregation",
+    "unknown-name": "its study names code that it does not have or allow (see allow_packages)",
+    "unknown-request": "it does not know this request: server and site must run the same fedplan",
     "refused": "it refuses the request",
 }
 """Codes of requests that a site refuses."""
 FAILURES = {
     "message": "it cannot read the message",
-    "promise": "the study's privacy budget is spent: the run ends here",
+    "epsilon": "the study's epsilon is spent: the run ends here",
     "privacy": "it cannot guarantee the study's privacy",
     "data": "its examples are not what the study expects",
     "model": "its model cannot be loaded, or is not the study's",
@@ -49,22 +49,22 @@ FAILURES = {
     "settings": "its study, or the settings of its node, are invalid",
     "disk": "its disk, or a file on it, cannot be used",
     "memory": "it has too little memory",
-    "trainer": "its worker did not start, or ended again and again",
-    "fault": "an unexpected error",
+    "worker": "its worker did not start, or ended again and again",
+    "internal": "an unexpected error",
 }
 """Codes of errors at a site."""
-LACKING = {"lacking": "it has lost values that it received before: it needs all of them"}
-KINDS = {"refused": REFUSALS, "failed": FAILURES, "lacking": LACKING}
+MISSING = {"missing-values": "it has lost values that it received before: it needs all of them"}
+KINDS = {"refused": REFUSALS, "failed": FAILURES, "missing": MISSING}
 """All codes with their sentences, by the kind of the answer."""
 
 
 def error_code_of(error: BaseException) -> str:
-    """Return the code of any exception; `fault` if there is no other."""
+    """Return the code of an exception: a FedplanError's `code`, else memory, disk or internal."""
     if isinstance(error, FedplanError):
-        return error.code if any(error.code in codes for codes in KINDS.values()) else "fault"
+        return error.code if any(error.code in codes for codes in KINDS.values()) else "internal"
     if isinstance(error, MemoryError):
         return "memory"
-    return "disk" if isinstance(error, OSError) else "fault"
+    return "disk" if isinstance(error, OSError) else "internal"
 
 
 def error_fields(code: str) -> dict[str, str]:
@@ -80,7 +80,10 @@ def encode_code(code: str) -> str:
 
 
 def describe_code(kind: str, code: str) -> str:
-    """Return the server's sentence for a code of a kind; an unknown code is not repeated."""
+    """Return the server's sentence for a code of a kind (refused, failed, missing).
+
+    An unknown code, as of a newer or malicious client, gives a general sentence without the code.
+    """
     if code not in KINDS.get(kind, {}):
         return f"{kind}: for a reason that this server does not know"
     more = "; the site's log says more" if kind == "failed" else ""
@@ -88,6 +91,6 @@ def describe_code(kind: str, code: str) -> str:
 
 
 def decode_reason(reason: str) -> str:
-    """Return the sentence for a reason of `encode_code`; any other reason is returned as it is."""
+    """Return the sentence for a reason made by `encode_code`; return any other reason unchanged."""
     kind, _, code = reason.partition(": ")
     return describe_code(kind, code) if code in KINDS.get(kind, {}) else reason

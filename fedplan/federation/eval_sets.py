@@ -25,10 +25,11 @@ def is_due(number: int, every: int, rounds: int) -> bool:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A client's test examples, and how and when a model is evaluated on them.
+    """A client's test examples, with the function and the rounds of evaluation.
 
-    `score`: computes the metrics. `personal`: evaluate the client's personal model too, not only
-    the global model. `every`: rounds between evaluations. `rounds`: last round of the run. Requests
+    `examples`: None if the client has no test examples. `score`: function (model, examples) to
+    metrics by name. `personal`: evaluate the client's personal model too, not only the global one.
+    `every`: rounds between evaluations. `rounds`: last round of the run, always evaluated. Requests
     for other rounds are refused.
     """
 
@@ -41,11 +42,11 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class MetricPolicy:
-    """A client's own policy for the metrics that may leave it.
+    """A client's own policy for the metrics that may be sent to the server.
 
     `metrics`: names of allowed metrics; None allows all. The number of examples is always sent.
-    `min_examples`: no metrics leave if there are fewer test examples.
-    `personal`: allow evaluation of the personal model. Many metrics of a model reveal its values.
+    `min_examples`: no metrics are sent if there are fewer test examples. `personal`: allow
+    evaluation of the personal model; metrics of many evaluations can reveal personal values.
     """
 
     metrics: frozenset[str] | None = None
@@ -53,9 +54,9 @@ class MetricPolicy:
     personal: bool = True
 
     def require_examples(self, name: str, eval_set: EvalSet) -> Examples:
-        """Return the test examples; raise RequestRefused if there are fewer than `min_examples`.
+        """Return `eval_set.examples`; raise RequestRefused if there are fewer than `min_examples`.
 
-        `name`: the client, for the message.
+        None, and no examples at all, are always refused. `name`: the client, for the message.
         """
         count = len(eval_set.examples) if eval_set.examples is not None else 0
         least = max(1, self.min_examples)
@@ -63,11 +64,14 @@ class MetricPolicy:
             raise RequestRefused(
                 f"{name} has {count} test examples, and its policy requires {least} or more: raise "
                 "data.holdout_fraction, or lower the number in its policy"
-            ).with_code("few-rows")
+            ).with_code("few-examples")
         return eval_set.examples
 
     def filter_metrics(self, name: str, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the allowed metrics and the example count; raise RequestRefused if none is."""
+        """Return the allowed metrics among `scores`, and the example count if present.
+
+        `name`: the client, for the message. Raises RequestRefused if no metric is allowed.
+        """
         allowed = scores.keys() - {EXAMPLE_COUNT}
         if self.metrics is not None:
             allowed &= self.metrics
@@ -75,5 +79,5 @@ class MetricPolicy:
             names = ", ".join(sorted(scores.keys() - {EXAMPLE_COUNT}))
             raise RequestRefused(
                 f"the policy of {name} allows none of {names}: name those that may leave"
-            ).with_code("undisclosed")
+            ).with_code("metrics-not-allowed")
         return {n: value for n, value in scores.items() if n in allowed or n == EXAMPLE_COUNT}

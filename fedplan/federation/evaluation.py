@@ -10,13 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import fsum, isfinite, isnan, nan
 from typing import Any, Literal, cast
-
-from torch import Tensor
 
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_spread
@@ -56,12 +53,13 @@ MAX_METRICS = 64
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What a run evaluates, and when.
+    """Settings of evaluation in a run.
 
     `every`: rounds between evaluations; the last round is always evaluated.
-    `sites`: each client evaluates the global and its personal model on its own test examples.
-    `keep_best`: keep the global state of the best round, by the `global` or `personal` metric.
-    `primary`: the task's primary metric. `higher_is_better`: of the primary metric.
+    `on_clients`: each client evaluates the global and the personal model on local test examples.
+    `keep_best`: keep the global state of the round with the best primary metric of this model,
+    "global" or "personal"; "" keeps none. `primary`: name of the task's primary metric.
+    `higher_is_better`: whether a higher primary metric is better.
     """
 
     every: int = 1
@@ -75,7 +73,11 @@ class EvalConfig:
         return is_due(number, self.every, rounds)
 
     def best_round(self, metrics: Metrics) -> int:
-        """Return the first round with the best finite metric of `keep_best`; 0 if there is none."""
+        """Return the first round with the best finite primary metric of the model `keep_best`.
+
+        0 if no round has a finite one, or if `keep_best` is "". `metrics`: rows of all rounds. The
+        metric on the common test set counts for the global model, else the mean over clients.
+        """
         names = {
             GLOBAL: (f"global.{self.primary}", f"sites.global.{self.primary}"),
             PERSONAL: (f"sites.personal.{self.primary}", f"personal.{self.primary}"),
@@ -96,10 +98,12 @@ def make_eval_request(
     *,
     full: bool = False,
 ) -> Request:
-    """Return the request to evaluate the last closed round, with the values that a client lacks.
+    """Return the request to a client to evaluate the last closed round; change nothing.
 
-    It has the round's own turn. Values that are personal to the client are sent too if they
-    changed, since the global model itself is evaluated. `full`: send all values.
+    The request has the turn of `global_state.round`, the client's `traits`, and the global values
+    that the client lacks. Changed values of params that are personal at the client are sent too,
+    since the global model itself is evaluated. `full`: send all values that the client needs, as to
+    a client that lost its state.
     """
     client_sync = replace(global_state.client_sync.get(client, NEVER_SEEN), personal_bits=0)
     before = replace(global_state, round=global_state.round - 1, client_sync={client: client_sync})
@@ -107,88 +111,99 @@ def make_eval_request(
 
 
 def evaluate_client(agreement: Agreement, client: Client, request: Request) -> Scores:
-    """Evaluate the global and the personal model at a client and return the allowed metrics.
+    """Evaluate the global and the personal model at a client; return the allowed metrics by model.
 
-    The same request gives the same metrics, and later turns do not depend on it; the client stores
-    received values and charges its account. Raises RequestRefused if the study or the client's
-    policy does not allow the evaluation, or if the client has trained a later round.
+    Metrics that are not finite become nan. Leaves the evaluated values in `client.model`, stores
+    the request's values in `client.received`, and charges the client's account. The same request
+    gives the same metrics, and later training does not depend on evaluations. Raises RequestRefused
+    if the agreement, the client's policy or the account's limits forbid the evaluation, if the
+    client has trained a later round, or if a client with an account evaluated a request of this
+    name before with other values. Raises as `receive_request` for an invalid request.
     """
     with deterministic(client.deterministic):
-        eval_set = _require_eval_set(agreement, client, request)
-        examples = client.metric_policy.require_examples(client.name, eval_set)
-        client_state = _require_current_state(client, request)
+        eval_set, examples, client_state = _require_evaluation(agreement, client, request)
         # No notes: personal values are needed from the server, too, for the global model.
         receive_request(agreement, client, request, {})
-        models = _model_values(agreement, client, request, eval_set, client_state)
-        content = _answer_content(agreement, client, request, examples, models)
-        _require_same_content(client, request, content)
-        answer = Answer("evaluation", request.name, content, 8 * MAX_METRICS * len(models))
-        charge_answer(agreement, client, request, answer)
-        return _score_models(
-            agreement, client, partial(eval_set.score, client.model, examples), models
+        turn, params = request.turn, agreement.trainable
+        roles = permitted_roles(
+            agreement.method.plan, agreement.params, client_turn(client, request)
         )
+        personal = {p.key for p in params if roles[p].is_personal}
+        models = {GLOBAL: received_values(client, [p.key for p in params])}
+        if eval_set.personal and client.metric_policy.personal:
+            stored = {key: value for key, value in client_state.items() if key in personal}
+            models[PERSONAL] = models[GLOBAL] | stored
+        content = ""
+        if client.account is not None:
+            content = combine_digests(
+                [agreement.experiment, agreement.text],
+                [turn.round, turn.phase, client.name, client.traits],
+                [examples_digest(examples), len(examples), model_digest(client.model)],
+                {
+                    model: {key: client.digests.full_digest(value) for key, value in values.items()}
+                    for model, values in models.items()
+                },
+            )
+            _require_same_content(client, request, content)
+        answer = Answer("evaluation", request.name, content, 8 * MAX_METRICS * len(models))
+        charge_answer(agreement, client, answer)
+        scores = Scores()
+        for model, values in models.items():
+            if model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items()):
+                scores[PERSONAL] = dict(scores[GLOBAL])
+                continue
+            set_values(client.model, values, params)
+            metrics = eval_set.score(client.model, examples)
+            allowed = client.metric_policy.filter_metrics(client.name, metrics)
+            scores[model] = {k: float(v) if isfinite(v) else nan for k, v in allowed.items()}
+        return scores
 
 
-def _require_eval_set(agreement: Agreement, client: Client, request: Request) -> EvalSet:
-    """Return the client's evaluation set; raise RequestRefused if it may not be evaluated now."""
+def _require_evaluation(
+    agreement: Agreement, client: Client, request: Request
+) -> tuple[EvalSet, Examples, Tensors]:
+    """Return (evaluation set, test examples, values in the client's journal); change nothing.
+
+    Raises RequestRefused if the agreement has differential privacy or secure aggregation, if the
+    evaluation set has no evaluation after the request's round, if there are fewer test examples
+    than the client's policy requires, or if the client has trained a later round or received newer
+    values.
+    """
     if agreement.guarantee is not None:
         raise RequestRefused(
             f"{client.name} sends no metrics: this study promises privacy of "
             f"{agreement.guarantee.unit}s, and the budget does not cover metrics"
-        ).with_code("uncharged")
+        ).with_code("metrics-not-private")
     if agreement.secagg.active:
         raise RequestRefused(
             f"{client.name} sends no metrics: this study uses secure aggregation, and metrics of "
             "a single site are no sum"
-        ).with_code("unsummed")
+        ).with_code("metrics-not-summed")
     eval_set, number = client.eval_set, request.turn.round
     if eval_set is None or not is_due(number, eval_set.every, eval_set.rounds):
         raise RequestRefused(
             f"{client.name} sends no metrics of round {number}: its study has no evaluation then; "
             "see evaluate.on_clients and evaluate.every"
-        ).with_code("unasked")
-    return eval_set
-
-
-def _require_current_state(client: Client, request: Request) -> Tensors:
-    """Return the client's stored values; raise RequestRefused if it trained a later round."""
-    number, (client_state, notes) = request.turn.round, client.journal.client_state()
-    last = max((line["round"] for line in notes.get("lines", ())), default=0)
+        ).with_code("no-evaluation")
+    examples = client.metric_policy.require_examples(client.name, eval_set)
+    client_state, notes = client.journal.client_state()
+    last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
     versions = client.received_versions
     newer = any(versions.get(key, -1) > version for key, version in request.versions.items())
     if last > number or newer:
         raise RequestRefused(
             f"{client.name} cannot evaluate round {number}: it has trained a later one"
-        ).with_code("gone-on")
-    return client_state
-
-
-def _model_values(
-    agreement: Agreement,
-    client: Client,
-    request: Request,
-    eval_set: EvalSet,
-    client_state: Tensors,
-) -> dict[str, dict[str, Tensor]]:
-    """Return the trainable values of the models to evaluate: global, and personal if allowed."""
-    roles = permitted_roles(agreement.method.plan, agreement.params, client_turn(client, request))
-    params = agreement.trainable
-    global_values = received_values(client, [p.key for p in params])
-    personal = {p.key for p in params if roles[p].is_personal}
-    stored = {key: value for key, value in client_state.items() if key in personal}
-    if not (eval_set.personal and client.metric_policy.personal):
-        return {GLOBAL: global_values}
-    return {GLOBAL: global_values, PERSONAL: global_values | stored}
+        ).with_code("later-round")
+    return eval_set, examples, client_state
 
 
 def _require_same_content(client: Client, request: Request, content: str) -> None:
-    """Raise RequestRefused if the same request was answered before with other inputs.
+    """Raise RequestRefused if a request of the same name was evaluated with other inputs before.
 
-    Otherwise a server could learn personal values by many evaluations of chosen global values.
-    Records the content of a new request on disk; an empty content is not recorded.
+    `content`: digest of all inputs. The SHA-256 of the content of a new request is written to
+    ANSWERED_FILE beside the client's journal. Raises StoreError if that file cannot be read.
     """
-    if not content:
-        return
+    # Else a server could learn personal values by many evaluations of chosen global values.
     file = client.journal.make_folder().parent / ANSWERED_FILE
     try:
         entries: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
@@ -199,49 +214,8 @@ def _require_same_content(client: Client, request: Request, content: str) -> Non
     if answered.setdefault(request.name, digest) != digest:
         raise RequestRefused(
             f"{client.name} has answered {request.name[:80]!r} before, for other values"
-        ).with_code("unasked")
+        ).with_code("no-evaluation")
     write_atomic(file, json.dumps(answered), mode=0o600)
-
-
-def _score_models(
-    agreement: Agreement,
-    client: Client,
-    score: Callable[[], Mapping[str, float]],
-    models: Mapping[str, Mapping[str, Tensor]],
-) -> Scores:
-    """Put each model's values into the client's model and return the allowed metrics.
-
-    Metrics that are not finite become nan. A personal model equal to the global one is not
-    evaluated again.
-    """
-    scores = Scores()
-    for model, values in models.items():
-        if model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items()):
-            scores[PERSONAL] = dict(scores[GLOBAL])
-            continue
-        set_values(client.model, values, agreement.trainable)
-        metrics = client.metric_policy.filter_metrics(client.name, score())
-        scores[model] = {k: float(v) if isfinite(v) else nan for k, v in metrics.items()}
-    return scores
-
-
-def _answer_content(
-    agreement: Agreement,
-    client: Client,
-    request: Request,
-    examples: Examples,
-    models: Mapping[str, Mapping[str, Tensor]],
-) -> str:
-    """Return the digest of all inputs of an evaluation; empty if the client has no account."""
-    if client.account is None:
-        return ""
-    data = [examples_digest(examples), len(examples), model_digest(client.model)]
-    digests = {
-        model: {key: client.digests.full_digest(value) for key, value in values.items()}
-        for model, values in models.items()
-    }
-    turn = [request.turn.round, request.turn.phase, client.name, client.traits]
-    return combine_digests([agreement.experiment, agreement.text], turn, data, digests)
 
 
 def metrics_to_json(scores: Scores) -> dict[str, JSON]:
@@ -258,32 +232,40 @@ UNIT_METRICS = ("accuracy", "f1", "precision", "recall", "auc")
 """Prefixes of metrics between 0 and 1."""
 
 
-def metrics_from_json(answer: Any) -> Scores:
-    """Return a client's metrics from JSON, with nan for null.
+def metrics_from_json(metrics: Any) -> Scores:
+    """Return a client's metrics by model and name from untrusted JSON, with nan for null.
 
-    Raises SerializationError unless there are metrics of the global model, names and numbers are
-    valid, and the number of examples is a positive integer.
+    Raises SerializationError if the models are not "global" and perhaps "personal", a model has no
+    metrics or more than MAX_METRICS, a name or number is invalid, a metric with a name that starts
+    as in UNIT_METRICS is not from 0 to 1, or the number of examples is no positive integer below
+    2**32.
     """
     scores = Scores()
-    for model, metrics in _require_table(answer).items():
+    for model, table in _require_table(metrics).items():
         if model not in (GLOBAL, PERSONAL):
             raise SerializationError(f"there are metrics of an unknown model {model[:40]!r}")
-        scores[model] = {n: _read_number(n, value) for n, value in _require_table(metrics).items()}
-        _require_valid_metrics(scores[model])
+        scores[model] = {}
+        for name, value in _require_table(table).items():
+            if value is None and name != EXAMPLE_COUNT:
+                number = nan
+            elif (
+                isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)
+            ):
+                raise SerializationError(
+                    f"the metric {name!r} is {str(value)[:40]!r}, not a number"
+                )
+            else:
+                number = float(value)
+            out_of_unit = name.startswith(UNIT_METRICS) and not (isnan(number) or 0 <= number <= 1)
+            if out_of_unit or not re.fullmatch(r"[\w.@-]+", name, re.ASCII):
+                raise SerializationError(f"these are no valid metrics: {name!r} is {number}")
+            scores[model][name] = number
         count = scores[model].get(EXAMPLE_COUNT, 0.0)
         if not (count == int(count) and 0 < count < 2**32):
             raise SerializationError(f"the metrics of {model} are of {count} examples")
     if GLOBAL not in scores:
         raise SerializationError("there are no metrics of the global model")
     return scores
-
-
-def _require_valid_metrics(metrics: Mapping[str, float]) -> None:
-    """Raise SerializationError for an invalid metric name, or a unit metric outside 0 to 1."""
-    for name, value in metrics.items():
-        is_unit = name.startswith(UNIT_METRICS) and not isnan(value)
-        if not re.fullmatch(r"[\w.@-]+", name, re.ASCII) or (is_unit and not 0 <= value <= 1):
-            raise SerializationError(f"these are no valid metrics: {name!r} is {value}")
 
 
 def _require_table(value: Any) -> dict[str, Any]:
@@ -295,45 +277,33 @@ def _require_table(value: Any) -> dict[str, Any]:
     return table
 
 
-def _read_number(name: str, value: Any) -> float:
-    """Return a metric as a float, nan for None; raise SerializationError if it is no number."""
-    if value is None and name != EXAMPLE_COUNT:
-        return nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise SerializationError(f"the metric {name!r} is {str(value)[:40]!r}, not a number")
-    return float(value)
-
-
 def combine_scores(
     answers: Mapping[str, Scores], silent: Mapping[str, str], config: EvalConfig
 ) -> dict[str, Any]:
-    """Return the evaluation metrics of a round over all clients.
+    """Return the evaluation metrics of a round over all clients, as JSON-compatible values.
 
-    `answers`: metrics by client. `silent`: reasons of clients without metrics. The result has the
-    mean of each metric by model, weighted by examples; `spread`, the distribution of the primary
-    metric over clients; `by`, all clients' metrics; and `silent`.
+    `answers`: metrics by client. `silent`: reason by client without metrics. `config`: names the
+    primary metric. Keys of the result, with clients sorted by name: `global` and `personal` (by
+    metric, the mean over the clients that have it, weighted by examples, and the total of examples;
+    the key is absent if no client has metrics of this model), `spread` (by model, distribution of
+    the primary metric over clients; {} without any), `by` (all `answers`), and `silent`. A metric
+    that is NaN for one client has the mean NaN.
     """
     means, spreads = dict[str, Any](), dict[str, Any]()
     for model in (GLOBAL, PERSONAL):
         scores = {name: answers[name][model] for name in sorted(answers) if model in answers[name]}
         primary = {n: s[config.primary] for n, s in scores.items() if config.primary in s}
+        clients, by_metric = list(scores.values()), dict[str, float]()
+        for name in dict.fromkeys(name for metrics in clients for name in metrics):
+            if name != EXAMPLE_COUNT:
+                values = [(m[name], m[EXAMPLE_COUNT]) for m in clients if name in m]
+                total = fsum(count for _, count in values)
+                by_metric[name] = fsum(value * count for value, count in values) / total
         if scores:
-            means[model] = _weighted_means(scores)
+            means[model] = {**by_metric, EXAMPLE_COUNT: fsum(m[EXAMPLE_COUNT] for m in clients)}
         if primary:
             spreads[model] = metric_spread(
                 config.primary, primary, higher_is_better=config.higher_is_better
             )
     by = {name: answers[name] for name in sorted(answers)}
     return {**means, "spread": spreads, "by": by, "silent": dict(sorted(silent.items()))}
-
-
-def _weighted_means(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over clients, weighted by examples, and their total count."""
-    clients = list(scores.values())
-    names = dict.fromkeys(name for metrics in clients for name in metrics if name != EXAMPLE_COUNT)
-    means = dict[str, float]()
-    for name in names:
-        values = [(m[name], m[EXAMPLE_COUNT]) for m in clients if name in m]
-        total = fsum(count for _, count in values)
-        means[name] = fsum(value * count for value, count in values) / total
-    return {**means, EXAMPLE_COUNT: fsum(metrics[EXAMPLE_COUNT] for metrics in clients)}

@@ -26,66 +26,63 @@ _PURPOSE = "fault of a site"
 
 
 class FaultLog:
-    """The error log of a folder; lines are encrypted if `encryption` is given."""
+    """Append-only error log of a site in `folder`/faults.log.
+
+    `encryption`: encrypts each line; None writes plain JSON. The folder is created by the first
+    `append`. Above 4 MiB the file is renamed to faults.old, over an earlier one.
+    """
 
     def __init__(self, folder: Path, encryption: Encryption | None = None) -> None:
         self.folder, self._encryption = folder, encryption
 
     def append(self, error: BaseException) -> str:
-        """Append an error with its traceback and return its code.
+        """Append the time, error code and traceback of an error, and return the error code.
 
-        An OSError while writing is ignored, so that the error itself is reported.
+        An OSError while writing is ignored, so that the caller can still report the error.
         """
-        code = error_code_of(error)
+        code, now = error_code_of(error), datetime.now(UTC).isoformat(timespec="seconds")
         text = "".join(traceback.format_exception(error))
-        line = json.dumps({"time": _now(), "code": code, "text": text}).encode()
+        line = json.dumps({"time": now, "code": code, "text": text}).encode()
         if self._encryption is not None:
             line = b64encode(self._encryption.encrypt(line, _PURPOSE))
+        line += b"\n"
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._append(line + b"\n")
+            file = self.folder / LOG
+            if file.exists() and file.stat().st_size > MAX_LOG_BYTES:
+                file.replace(file.with_suffix(".old"))
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                size = os.fstat(descriptor).st_size
+                # After an incomplete line, which a full disk leaves, a new line starts.
+                complete = not size or os.pread(descriptor, 1, size - 1) == b"\n"
+                os.write(descriptor, line if complete else b"\n" + line)
+            finally:
+                os.close(descriptor)
         return code
-
-    def _append(self, line: bytes) -> None:
-        """Append a line to the file; rename the file first if it is too large."""
-        file = self.folder / LOG
-        if file.exists() and file.stat().st_size > MAX_LOG_BYTES:
-            file.replace(file.with_suffix(".old"))
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            # After an incomplete line, which a full disk leaves, a new line starts.
-            complete = not size or os.pread(descriptor, 1, size - 1) == b"\n"
-            os.write(descriptor, line if complete else b"\n" + line)
-        finally:
-            os.close(descriptor)
 
 
 def read_faults(folder: Path, encryption: Encryption | None = None) -> list[str]:
-    """Return the errors of a site as text, oldest first.
+    """Return the errors in a site folder's log as text (time, code, traceback), oldest first.
 
-    A line that is damaged, or encrypted while no key is given, becomes a remark. Raises
-    FedplanError if there is no log.
+    The renamed older log is not read. A line that is damaged, or encrypted while `encryption` is
+    None, becomes a remark. Raises FedplanError if there is no log.
     """
     try:
         lines = (folder / LOG).read_bytes().splitlines()
     except OSError as error:
         raise FedplanError(f"{folder} has no error log: {error}") from error
-    return [_format_line(line, encryption) for line in lines]
-
-
-def _format_line(line: bytes, encryption: Encryption | None) -> str:
-    """Return time, code and traceback of a log line, or a remark if it cannot be read."""
-    try:
-        if not line.startswith(b"{"):
-            if encryption is None:
-                return "an encrypted line: give the site's key (--key)"
-            line = encryption.decrypt(b64decode(line), _PURPOSE)
-        fields = json.loads(line)
-        return f"{fields['time']} {encode_code(fields['code'])}\n{fields['text']}"
-    except (FedplanError, ValueError, KeyError, TypeError) as error:
-        return f"a line that cannot be read: {error}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    texts = list[str]()
+    for line in lines:
+        try:
+            if line.startswith(b"{"):
+                fields = json.loads(line)
+            elif encryption is not None:
+                fields = json.loads(encryption.decrypt(b64decode(line), _PURPOSE))
+            else:
+                texts.append("an encrypted line: give the site's key (--key)")
+                continue
+            texts.append(f"{fields['time']} {encode_code(fields['code'])}\n{fields['text']}")
+        except (FedplanError, ValueError, KeyError, TypeError) as error:
+            texts.append(f"a line that cannot be read: {error}")
+    return texts

@@ -34,13 +34,14 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class GlobalState:
-    """The server's state after a round.
+    """The server's state after a round; never changed in place.
 
-    `values`: global params and auxiliary tensors. `versions`: the round that last changed each of
-    them; 0 for the initial value. `round`, `phase`: last closed round and present phase.
-    `client_sync`: record of each client that ever responded.
-    `memory`: state of the server optimizer by key. `drift`: drift of the last round.
-    `choice`: scores of the last vote. `clipping_norm`: norm for the next round, if it adapts.
+    `values`: global params and auxiliary tensors by key. `versions`: by key, the round that last
+    changed the value; 0 for the initial value. `round`, `phase`: last closed round and present
+    phase. `client_sync`: last round and value versions of each client that ever responded.
+    `memory`: state tensors of the server optimizer by key. `drift`: by kind of param, drift of the
+    last round. `choice`: block scores of the last vote. `clipping_norm`: norm for the next round if
+    clipping adapts, else 0. `to_tensors` and `from_tensors` convert to and from a checkpoint.
     """
 
     values: dict[str, Tensor]
@@ -55,9 +56,9 @@ class GlobalState:
 
     @staticmethod
     def initial(agreement: Agreement, values: Tensors) -> GlobalState:
-        """Return the state before the first round, from the model's initial values.
+        """Return the state before the first round, from the model's initial values by key.
 
-        Auxiliary tensors are zero.
+        Has the params that the agreement exchanges, uncopied, and zeros as auxiliary tensors.
         """
         values = {p.key: values[p.key] for p in agreement.exchanged}
         names = aux_names(values, agreement.method.aux)
@@ -68,31 +69,27 @@ class GlobalState:
         """Return the versions of the global values that a client has."""
         return self.client_sync.get(client, NEVER_SEEN).versions
 
-    def personal_bits_of(self, client: str) -> int:
-        """Return the params that are personal to a client, as `Agreement.personal_bits`."""
-        return self.client_sync.get(client, NEVER_SEEN).personal_bits
-
     def last_round_of(self, client: str) -> int:
         """Return the last round in which a client responded; 0 if never."""
         return self.client_sync.get(client, NEVER_SEEN).round
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the state as tensors by name and JSON metadata, for a checkpoint."""
+        """Return (tensors by name, JSON metadata) for a checkpoint; the values are not copied."""
         tensors = {f"value/{k}": v for k, v in self.values.items()}
         for key, memory in self.memory.items():
             tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
         client_sync, groups = pack_client_sync(self.client_sync, list(self.versions))
         meta: dict[str, Any] = {"format": FORMAT, "round": self.round, "phase": self.phase}
         drift = {kind: list(numbers) for kind, numbers in self.drift.items()}
-        private = {"choice": block_scores_to_json(self.choice), "clip": self.clipping_norm}
+        private = {"choice": block_scores_to_json(self.choice), "clipping_norm": self.clipping_norm}
         meta |= {"versions": self.versions, "drift": drift} | private | groups
         return tensors | client_sync, meta
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> GlobalState:
-        """Return the state of a checkpoint: the inverse of `to_tensors`.
+        """Return the state of a checkpoint's tensors and metadata: the inverse of `to_tensors`.
 
-        Raises FedplanError for another format version.
+        Does not copy the tensors. Raises FedplanError if `meta` has another format version.
         """
         if meta.get("format") != FORMAT:
             raise FedplanError(
@@ -117,14 +114,17 @@ class GlobalState:
             memory,
             {kind: (variance, step) for kind, (variance, step) in meta["drift"].items()},
             block_scores_from_json(meta["choice"]),
-            float(meta["clip"]),
+            float(meta["clipping_norm"]),
         )
 
 
 def global_values(
     agreement: Agreement, global_state: GlobalState, start: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the global model's trainable values; `start` has the values of other params."""
+    """Return the global model's trainable values by key, not copied.
+
+    Params that the agreement does not exchange have the initial value, from `start`.
+    """
     keys = [p.key for p in agreement.trainable]
     values = global_state.values
     return {key: (values if key in values else start)[key] for key in keys}
@@ -137,9 +137,11 @@ def personal_values(
     turn: Turn,
     client_state: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return a client's trainable values: its stored personal ones, else the global ones.
+    """Return the trainable values of a client's personal model, by key.
 
-    `turn`: a turn of the client, for its roles. `client_state`: the client's stored values.
+    A param with a personal role in `turn` (a turn of the client) has the value stored in
+    `client_state`, if any. Every other param has the value of `global_values` for the agreement,
+    the global state and the initial values `start`.
     """
     roles = permitted_roles(agreement.method.plan, agreement.params, turn)
     personal = {p.key for p in agreement.trainable if roles[p].is_personal}

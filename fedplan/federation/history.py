@@ -21,7 +21,7 @@ ScoreLine = Mapping[str, Any]
 
 
 class Metrics(list[Row]):
-    """A row for each round: loss, bytes, numbers of clients, and evaluation metrics if any."""
+    """List of a row (numbers by name) for each round; `to_pandas` returns a DataFrame."""
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the rows as a DataFrame with a column for each metric."""
@@ -32,10 +32,10 @@ class Metrics(list[Row]):
 
 @dataclass
 class History:
-    """Metrics of all committed rounds, as the server keeps them in memory.
+    """Metrics of all committed rounds in the server's memory; `add` appends a round.
 
-    `ledger_rows`: rows from the ledger alone. `metrics`: the same with evaluation metrics.
-    `drifts`: drift of the last rounds.
+    `ledger_rows`: a row for each round, from the ledger alone. `metrics`: the same rows with
+    evaluation metrics. `drifts`: drift of the last DRIFT_WINDOW rounds, for warnings.
     """
 
     ledger_rows: list[Row]
@@ -50,12 +50,15 @@ class History:
 
 
 def collect_metrics(records: Iterable[Record], scored: Iterable[ScoreLine]) -> Metrics:
-    """Return the rows of all rounds, from the ledger's records and the evaluation metrics."""
+    """Return the rows of all rounds, from the ledger's records and evaluation metrics by round."""
     return join_scores(ledger_rows(records), scored)
 
 
 def ledger_rows(records: Iterable[Record]) -> list[Row]:
-    """Return the rows of all rounds, from the ledger's records alone."""
+    """Return the rows of all rounds, from records in the ledger's order: turns, then their round.
+
+    Turns after the last round are left out.
+    """
     turns, rows = list[TurnRecord](), list[Row]()
     for record in records:
         if isinstance(record, RoundRecord):
@@ -78,16 +81,19 @@ def round_row(record: RoundRecord, turns: Sequence[TurnRecord], scores: ScoreLin
 
 
 def ledger_row(record: RoundRecord, turns: Sequence[TurnRecord]) -> Row:
-    """Return one round's row without evaluation metrics.
+    """Return one round's row without evaluation metrics, from the ledger's records.
 
-    `loss` is the mean over clients, weighted by their examples. Clients under differential privacy
-    report no loss; without any loss the row has none.
+    `record` is of the round, `turns` of all clients in the round. The row has round, upload_bytes
+    and download_bytes, aggregated and rejected (numbers of clients). Only if present: loss (mean
+    over clients, weighted by `weight`), warnings (number), and the errors of LoRA products,
+    product_error and product_error_left (`lora_product_sum.Errors`).
     """
     losses = [(turn.loss, turn.weight) for turn in turns if turn.loss is not None]
     weight = sum(weight for _, weight in losses)
     mean = {"loss": sum(loss * each for loss, each in losses) / weight} if weight else {}
-    counts = {"counted": len(record.counted), "rejected": len(record.rejected)}
-    row = {"round": record.round, **mean, "up": record.up, "down": record.down, **counts}
+    counts = {"aggregated": len(record.aggregated), "rejected": len(record.rejected)}
+    traffic = {"upload_bytes": record.upload_bytes, "download_bytes": record.download_bytes}
+    row = {"round": record.round, **mean, **traffic, **counts}
     if record.warnings:
         row["warnings"] = len(record.warnings)
     if record.products is not None:

@@ -22,18 +22,19 @@ _ID = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run.
+    """Identity of a run, as in RUN_FILE of the run's folder.
 
-    `id`: 16 random hex digits; no value of a model depends on it. `study`: digest of the study.
-    `start`: digest of the initial model. `rows`: digest of each client's examples, in a simulation.
-    `marks`: digests of all params' initial values, joined.
+    `id`: 16 random hex digits; no value of a model depends on the id. `study`: digest of the study.
+    `start`: digest of the initial model. `examples`: digest of each client's examples, in a
+    simulation. `digests`: 16-digit digests of all params' initial values, as one text
+    (`join_digests`).
     """
 
     id: str = ""
     study: str = ""
     start: str = ""
-    rows: dict[str, str] = field(default_factory=dict[str, str])
-    marks: str = ""
+    examples: dict[str, str] = field(default_factory=dict[str, str])
+    digests: str = ""
 
 
 def is_run_id(value: object) -> bool:
@@ -42,52 +43,51 @@ def is_run_id(value: object) -> bool:
 
 
 def load_or_create_identity(folder: Path, expected: RunIdentity) -> RunIdentity:
-    """Return the identity of a folder's run, writing it first if the folder has none.
+    """Return the identity of the run in a folder; write the expected one if there is no RUN_FILE.
 
-    A new run takes the expected id, or draws one if that is empty. The caller must have claimed the
-    folder. Raises FedplanError if the folder has a run of another study, initial model or examples.
+    A new run takes the expected id, or draws one if that is empty. The caller must have locked the
+    folder. Raises FedplanError if the file is damaged, or if the folder has a run of another study,
+    initial model or examples.
     """
     file = folder / RUN_FILE
     if not file.exists():
         identity = replace(expected, id=expected.id or token_hex(8))
         write_atomic(file, json.dumps(asdict(identity), sort_keys=True) + "\n")
     identity = read_identity(folder)
-    _require_same_inputs(folder, identity, expected)
+    if identity.study != expected.study:
+        raise FedplanError(
+            f"{folder} holds a run of another study, or the code that this one names has changed "
+            "since: name another folder, or undo the change"
+        )
+    if (identity.start, identity.digests) != (expected.start, expected.digests):
+        raise FedplanError(
+            f"{folder} holds a run from the model {identity.start or '?'}, and this one is "
+            f"{expected.start or '?'}: use the weights that it began with"
+        )
+    if changed := changed_examples(identity.examples, expected.examples):
+        raise FedplanError(
+            f"{folder} holds a run on other examples of {', '.join(changed[:5])}: restore the data "
+            "that it began with, or start another run"
+        )
     return identity
 
 
 def read_identity(folder: Path) -> RunIdentity:
-    """Read the identity from a run's folder; raise FedplanError if it is missing or damaged."""
+    """Return the identity of the run in a folder; changes nothing.
+
+    Raises FedplanError if RUN_FILE is missing, damaged, or has fields of a wrong type.
+    """
     file = folder / RUN_FILE
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         identity = RunIdentity(**cast("dict[str, Any]", fields))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise FedplanError(f"{file} does not say which run this is: {error}") from error
-    texts = (identity.study, identity.start, identity.marks)
-    rows = identity.rows.items() if type(identity.rows) is dict else [(None, None)]
-    if not is_run_id(identity.id) or any(type(t) is not str for t in (*texts, *sum(rows, ()))):
+    texts = (identity.study, identity.start, identity.digests)
+    pairs = identity.examples.items() if type(identity.examples) is dict else [(None, None)]
+    if not is_run_id(identity.id) or any(type(t) is not str for t in (*texts, *sum(pairs, ()))):
         raise FedplanError(f"{file} does not say which run this is: restore a copy of it")
     return identity
-
-
-def _require_same_inputs(folder: Path, identity: RunIdentity, expected: RunIdentity) -> None:
-    """Raise FedplanError if two identities differ in study, initial model or examples."""
-    if identity.study != expected.study:
-        raise FedplanError(
-            f"{folder} holds a run of another study, or the code that this one names has changed "
-            "since: name another folder, or undo the change"
-        )
-    if (identity.start, identity.marks) != (expected.start, expected.marks):
-        raise FedplanError(
-            f"{folder} holds a run from the model {identity.start or '?'}, and this one is "
-            f"{expected.start or '?'}: use the weights that it began with"
-        )
-    if changed := changed_examples(identity.rows, expected.rows):
-        raise FedplanError(
-            f"{folder} holds a run on other examples of {', '.join(changed[:5])}: restore the data "
-            "that it began with, or start another run"
-        )
 
 
 def changed_examples(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -20,10 +20,11 @@ from fedplan.tensors.named import Tensors, checksum, full_digest
 
 @dataclass(frozen=True)
 class InitialModel:
-    """Digests of the model that a run starts from.
+    """Digests of the model that a run starts from, to prove that frozen params do not change.
 
-    `digests`: full digest by param key. `checksums`: checksum by key of the frozen params, for a
-    model on an accelerator, where copying all of them to the CPU each round would be slow.
+    Create with `digest_initial_model`; `changed_params` compares a model. `digests`: full digest by
+    param key. `checksums`: checksum by key of the frozen params, for a model on an accelerator,
+    where copying all frozen params to the CPU each round would be slow; else empty.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -35,16 +36,19 @@ class InitialModel:
         return {key: digest[:16] for key, digest in self.digests.items()}
 
     def with_checksums(self, model: nn.Module, frozen: Params) -> InitialModel:
-        """Return a copy with checksums of the frozen params; itself if the model is on the CPU.
+        """Return a copy with checksums of the frozen params; `self` if the model is on the CPU.
 
-        Call before the first round, once the model is on its device.
+        Call before the first round, after the model was moved to its device.
         """
         if model_device(model) == CPU:
             return self
         return replace(self, checksums=_checksums(model, frozen))
 
     def changed_params(self, model: nn.Module, frozen: Params) -> Iterator[Param]:
-        """Yield the frozen params whose value in the model differs from the initial one."""
+        """Yield each frozen param with another value in the model than the initial value.
+
+        Compares checksums if there are any, else digests.
+        """
         if not self.checksums:
             digests = _digests(model, frozen)
             return (p for p, digest in digests if digest != self.digests[p.key])
@@ -53,9 +57,9 @@ class InitialModel:
 
 
 def digest_initial_model(model: nn.Module, params: Params, start: Tensors) -> InitialModel:
-    """Return the digests of all params before the first round.
+    """Return the digests of all params before the first round; call before training.
 
-    `start` has the values of params that may change; all others are read from the model.
+    `start`: values of the params that may change; all other params are read from the model.
     """
     frozen = dict(_digests(model, [p for p in params if p.key not in start]))
     return InitialModel(

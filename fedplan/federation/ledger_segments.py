@@ -37,26 +37,27 @@ VERSION = 1
 
 _NAME = re.compile(r"ledger\.([0-9]{6,12})\.jsonl", re.ASCII)
 
-_FIELDS = {"kind", "version", "number", "before", "rows", "drifts"}
+_FIELDS = {"kind", "version", "number", "before", "metrics", "drifts"}
 
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """First line of every segment but the first.
+    """First line of every segment file but the first.
 
-    `number`: which segment this is, from 2. `before`: length and SHA-256 of the segment before.
-    `rows`: metrics of all rounds so far. `drifts`: drift of the last rounds, for warnings.
+    `number`: number of the segment, from 2. `before`: (length in bytes, SHA-256) of the segment
+    before. `metrics`: rows of all earlier rounds, without evaluation metrics. `drifts`: drift of
+    the last DRIFT_WINDOW rounds, for warnings.
     """
 
     number: int
     before: tuple[int, str]
-    rows: list[Row]
+    metrics: list[Row]
     drifts: Sequence[DriftByKind]
 
     def json(self) -> dict[str, Any]:
         """Return the header as a ledger line."""
         drifts = [{kind: list(pair) for kind, pair in drift.items()} for drift in self.drifts]
-        values = {"number": self.number, "before": list(self.before), "rows": self.rows}
+        values = {"number": self.number, "before": list(self.before), "metrics": self.metrics}
         return {"kind": SEGMENT_KIND, "version": VERSION, "drifts": drifts, **values}
 
 
@@ -75,7 +76,7 @@ def read_segment_header(line: object) -> SegmentHeader | None:
     try:
         drifts = [{k: (float(a), float(b)) for k, (a, b) in d.items()} for d in values["drifts"]]
         length, sha256 = values["before"]
-        rows = [{str(k): v for k, v in row.items()} for row in values["rows"]]
+        rows = [{str(k): v for k, v in row.items()} for row in values["metrics"]]
         return SegmentHeader(int(values["number"]), (int(length), str(sha256)), rows, drifts)
     except (TypeError, ValueError, AttributeError) as error:
         raise RecordError(f"this is not a segment header: {error}") from error
@@ -99,11 +100,12 @@ def newest_segment(folder: Path) -> Path:
 
 
 def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> JsonLinesFile:
-    """Open the ledger's last segment for round `number + 1`, as committed with round `number`.
+    """Open the last committed segment of the ledger in `folder`, to append round `number + 1`.
 
-    `files` has length and digest of each file at that commit. Truncates the segment and deletes
-    later ones, which an interrupted round left. Raises FedplanError if the ledger has later rounds
-    than one interrupted round explains, or if the segment before is missing.
+    `number`: last committed round. `files`: [length, digest] by name of each file at that commit.
+    Creates the first segment if missing. Truncates the segment and deletes later segments, which an
+    interrupted round left. Raises FedplanError if the ledger has a later round than `number + 1`,
+    if the segment was changed, or if the segment before is missing or has another length.
     """
     current = _open_number(files)
     file, newest = folder / segment_name(current), newest_segment(folder)
@@ -116,7 +118,12 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> JsonLine
             "server has lost its newest global model; restore a copy of it, or start another run"
         )
     ledger = JsonLinesFile(file, length=length, sha256=sha256)
-    _require_segment_before(ledger)
+    if current > 1 and ledger.length:
+        before, (before_length, _) = folder / segment_name(current - 1), _header_of(file).before
+        if not before.is_file() or before.stat().st_size != before_length:
+            raise FedplanError(
+                f"{before} is missing or has another length: restore it from a backup"
+            )
     for name in os.listdir(folder) if has_later else ():
         if segment_number(name) > current:
             (folder / name).unlink()
@@ -126,10 +133,11 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> JsonLine
 def next_segment(
     ledger: JsonLinesFile, history: History
 ) -> tuple[JsonLinesFile, list[dict[str, Any]]]:
-    """Return the segment for the next round's lines, and the lines to write before them.
+    """Return (segment for the next round's lines, lines to append before these lines).
 
-    It is the open one, without lines, until that reaches SEGMENT_BYTES; then a new one with its
-    header.
+    While `ledger`, the open segment, is below SEGMENT_BYTES: `ledger` and no lines. Else a new
+    segment file, which this creates, and one line, the segment's header, which has metrics and
+    drift of the `history` of all rounds so far.
     """
     if ledger.length < SEGMENT_BYTES:
         return ledger, []
@@ -144,19 +152,24 @@ def next_segment(
 
 
 def read_history(ledger: JsonLinesFile, metrics: Path) -> History:
-    """Return the history of all rounds, from the open segment and the file of metrics."""
+    """Return the history of all rounds, from the open segment `ledger` and the file of metrics.
+
+    Rounds of earlier segments are read from the header of the open segment. Raises RecordError if a
+    line of the segment is invalid.
+    """
     header, records = read_segment(ledger.file)
     rows, drifts = ledger_rows(records), recent_drifts(records)
     if header is not None:
-        rows = [*header.rows, *rows]
+        rows = [*header.metrics, *rows]
         drifts = Drifts([*header.drifts, *drifts], maxlen=drifts.maxlen)
     return History(rows, join_scores(rows, read_json_lines(metrics)), drifts)
 
 
 def read_segment(file: Path) -> tuple[SegmentHeader | None, list[Record]]:
-    """Return the header (None in the first segment) and the records of a segment.
+    """Return (header, or None in the first segment; records) of a segment file.
 
-    Ignores an incomplete last line. Raises RecordError if a complete line is invalid.
+    Ignores an incomplete last line. Raises RecordError if a complete line is invalid, OSError if
+    the file is missing.
     """
     content = file.read_bytes()
     lines = [parse_line(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
@@ -165,9 +178,10 @@ def read_segment(file: Path) -> tuple[SegmentHeader | None, list[Record]]:
 
 
 def ledger_lines(folder: Path, files: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the committed lines of all segments, without their headers.
+    """Yield the committed lines of all segments in `folder`, in order, without the headers.
 
-    `files` has length and digest of each file at the last commit.
+    `files`: [length, digest] by name of each file at the last commit. Checks no digest; raises
+    OSError if a segment is missing.
     """
     last = _open_number(files)
     for number in range(1, last + 1):
@@ -178,9 +192,11 @@ def ledger_lines(folder: Path, files: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def closed_segment_faults(folder: Path, files: Mapping[str, Any]) -> dict[str, str]:
-    """Check the segments before the open one, each against the header of the one after it.
+    """Check each segment before the open segment against the header of the segment after.
 
-    Returns the fault by file name of the last faulty segment; empty if there is none.
+    `files`: [length, digest] by name of each file at the last commit. Goes from the last segment in
+    `folder` to the first, and stops at the first fault. Returns {file name: sentence} for this
+    fault; an empty dict if there is none.
     """
     for number in range(_open_number(files), 1, -1):
         name, before = segment_name(number), segment_name(number - 1)
@@ -199,25 +215,18 @@ def closed_segment_faults(folder: Path, files: Mapping[str, Any]) -> dict[str, s
 
 
 def segment_header_faults(folder: Path, files: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each header whose rounds differ from the segments before it."""
+    """Yield a sentence for each segment header with metrics or drift other than the ledger before.
+
+    Computes both from the records of all earlier segments. `files`: [length, digest] by name of
+    each file in `folder` at the last commit. Raises RecordError for an invalid line.
+    """
     rows, drifts, last = list[Row](), recent_drifts(()), _open_number(files)
     for number in range(1, last + 1) if last > 1 else ():
         header, records = read_segment(folder / segment_name(number))
-        if header and (header.rows, list(header.drifts)) != (rows, list(drifts)):
+        if header and (header.metrics, list(header.drifts)) != (rows, list(drifts)):
             yield f"the header of {segment_name(number)} has other rounds than the ledger before it"
         rows += ledger_rows(records)
         drifts.extend(recent_drifts(records))
-
-
-def _require_segment_before(ledger: JsonLinesFile) -> None:
-    """Raise FedplanError if the segment before is missing or has another length."""
-    number = segment_number(ledger.file.name)
-    if number == 1 or not ledger.length:
-        return
-    before, (length, _) = segment_name(number - 1), _header_of(ledger.file).before
-    file = ledger.file.with_name(before)
-    if not file.is_file() or file.stat().st_size != length:
-        raise FedplanError(f"{file} is missing or has another length: restore it from a backup")
 
 
 def _header_of(file: Path) -> SegmentHeader:

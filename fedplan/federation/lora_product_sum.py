@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -32,10 +32,12 @@ product (Frobenius norm)."""
 
 @dataclass
 class ProductSum:
-    """Weighted exact sum of the clients' LoRA products in one round.
+    """Weighted exact sum of the clients' LoRA products B @ A in one round.
 
-    `layers`: LoRA layers whose factors may both be shared. `base`: global values before the round.
-    `total`: sum of products by the key of factor A.
+    `layers`: LoRA layers of which clients may share all factors. `rule`: how the method puts the
+    mean product into the global factors. `base`: global values before the round. `total`: sum of
+    products by the key of factor A. The caller adds `client_products` of each update to `total`,
+    and then calls `close`.
     """
 
     layers: tuple[LoraLayer, ...]
@@ -44,26 +46,32 @@ class ProductSum:
     total: ExactSum = field(default_factory=ExactSum)
 
     def require_both_sides(self, values: Tensors) -> None:
-        """Raise UpdateRejected if the rule needs products and a layer has only some factors."""
+        """Raise UpdateRejected if the rule needs products and `values` has a part of a layer."""
         for layer in () if self.rule.is_separate else self.layers:
             present = [p.key in values for p in layer.factors]
             if any(present) and not all(present):
                 raise UpdateRejected(f"it sends one side of {layer.name} without the other")
 
     def client_products(self, values: Tensors) -> dict[str, Tensor]:
-        """Return one client's products of the layers that it sent whole, by the key of factor A."""
+        """Return by the key of factor A one client's product of each layer sent completely."""
         complete = (e for e in self.layers if all(p.key in values for p in e.factors))
         return {layer.a.key: _factors(layer, values).product for layer in complete}
 
     def close(self, means: Tensors, weights: Mapping[str, int]) -> tuple[Tensors, Errors | None]:
-        """Return the values that the rule puts in place of means, and the errors over all layers.
+        """Return (values that replace the means of some params, relative errors over all layers).
 
-        `means`: mean of each param. `weights`: total weight of its senders. A layer keeps its means
-        where their product equals the mean product up to rounding. The errors are None if no
-        layer was sent.
+        `means`: mean of each param. `weights`: total weight of the senders of each param. A layer
+        keeps the means if their product equals the mean product up to rounding, or if the factors
+        have different senders. Errors: of the product of mean factors, and of what the rule makes
+        of the mean product; None if no layer was sent completely, or if all products are 0.
         """
         replaced, squares = dict[str, Tensor](), torch.zeros(3, dtype=torch.float64)
-        for layer, product in self._mean_products(weights):
+        products, product_weights = self.total.mean(), self.total.weights()
+        for layer in self.layers:
+            weight = product_weights.get(layer.a.key)
+            if not weight or any(weights[p.key] != weight for p in layer.factors):
+                continue
+            product = products[layer.a.key]
             before = _factors(layer, means, self.base if self.rule.updates_weight else None)
             after, mean_error = before, _squared_norm(before.product - product)
             if mean_error > (2 * torch.finfo(before.a.dtype).eps) ** 2 * _squared_norm(product):
@@ -83,19 +91,11 @@ class ProductSum:
             return replaced, None
         return replaced, (_round_digits(mean_error / norm), _round_digits(rule_error / norm))
 
-    def _mean_products(self, weights: Mapping[str, int]) -> Iterator[tuple[LoraLayer, Tensor]]:
-        """Yield each layer whose factors all have the same senders, with its mean product."""
-        products, product_weights = self.total.mean(), self.total.weights()
-        for layer in self.layers:
-            weight = product_weights.get(layer.a.key)
-            if weight and all(weights[p.key] == weight for p in layer.factors):
-                yield layer, products[layer.a.key]
-
 
 def shared_lora_layers(method: Method, params: Params, shared: Params) -> tuple[LoraLayer, ...]:
-    """Return the LoRA layers all of whose factors are among the `shared` params.
+    """Return the LoRA layers among `params` with all factors among the `shared` params.
 
-    Empty if the method's rule needs no products and they would exceed MAX_MEASURED_NUMEL.
+    Empty if the method's rule needs no products and the products would exceed MAX_MEASURED_NUMEL.
     """
     keys = {p.key for p in shared}
     layers = tuple(e for e in lora_layers(params) if all(p.key in keys for p in e.factors))
@@ -104,10 +104,17 @@ def shared_lora_layers(method: Method, params: Params, shared: Params) -> tuple[
 
 
 def check_product_rule(method: Method, params: Params, shared: Params, frozen: Params) -> None:
-    """Raise FedplanError, with a remedy, if the method's product rule cannot work with the plan."""
+    """Raise FedplanError, with a remedy, if the method's product rule does not fit the plan.
+
+    `shared`: params that some turn may share. `frozen`: params that are frozen in all turns. A rule
+    that needs products requires a LoRA layer in `params` with a shared factor, and all factors of
+    each such layer shared. A rule that updates weights also requires each layer's weight known,
+    float32 or float64, and frozen. Does nothing if the rule averages factors separately.
+    """
     if method.lora_aggregation.is_separate:
         return
     text, keys = method.lora_aggregation.text, {p.key for p in shared}
+    frozen_keys = {p.key for p in frozen}
     layers = [e for e in lora_layers(params) if any(p.key in keys for p in e.factors)]
     if not layers:
         raise FedplanError(
@@ -120,31 +127,24 @@ def check_product_rule(method: Method, params: Params, shared: Params, frozen: P
                 f"{text} needs both sides of {layer.name}, and the plan does not share "
                 f"{unshared[0]}: share(adapter), or average the sides apart"
             )
-        if method.lora_aggregation.updates_weight:
-            _require_host(text, layer, {p.key for p in frozen})
-
-
-def _require_host(text: str, layer: LoraLayer, frozen: set[str]) -> None:
-    """Raise FedplanError unless the layer's weight is known, float32 or float64, and frozen.
-
-    `text` names the rule in the message; `frozen` are keys of params.
-    """
-    if not layer.hosts:
-        raise FedplanError(
-            f"{text} cannot tell the layout of the weight of {layer.name} (square, in a model with "
-            "outputs last), or finds none: take by_svd()"
-        )
-    for host in layer.hosts:
-        if host.dtype not in ("float32", "float64"):
+        if not method.lora_aggregation.updates_weight:
+            continue
+        if not layer.hosts:
             raise FedplanError(
-                f"{text} adds small numbers to {host.key}, which is {host.dtype} and would round "
-                "them away: take by_svd(), or load the model in float32"
+                f"{text} cannot tell the layout of the weight of {layer.name} (square, in a model "
+                "with outputs last), or finds none: take by_svd()"
             )
-        if host.key not in frozen:
-            raise FedplanError(
-                f"{text} changes {host.key} at the server, and the plan gives it to the clients: "
-                "freeze it"
-            )
+        for host in layer.hosts:
+            if host.dtype not in ("float32", "float64"):
+                raise FedplanError(
+                    f"{text} adds small numbers to {host.key}, which is {host.dtype} and would "
+                    "round them away: take by_svd(), or load the model in float32"
+                )
+            if host.key not in frozen_keys:
+                raise FedplanError(
+                    f"{text} changes {host.key} at the server, and the plan gives it to the "
+                    "clients: freeze it"
+                )
 
 
 def _factors(layer: LoraLayer, values: Tensors, base: Tensors | None = None) -> LoraFactors:

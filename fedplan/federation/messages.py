@@ -30,7 +30,7 @@ class RequestRefused(FedplanError):
 class ClientStateMissing(FedplanError):
     """A client's answer if it lost values that the server sent before; send a full request."""
 
-    code = "lacking"
+    code = "missing-values"
 
 
 class UpdateRejected(FedplanError):
@@ -41,12 +41,14 @@ class UpdateRejected(FedplanError):
 class Request:
     """The server's request to train one turn, with the global values that the client lacks.
 
-    `name`: unique name of the request. `agreement_digest`: digest of the agreement.
-    `versions`: version of each sent value. `versions_digest`: digest of the versions of all values
-    that the client must have afterwards. `last_update_round`: last round with an update of this
-    client. `full`: all values are sent, because the client lost its own. `run`: id of the run.
-    Under secure aggregation, `base_digests` has the digest of each global value, and `attempt`
-    counts restarts of the protocol in this round, from 1.
+    `name`: unique name of the request. `agreement_digest`: digest of the agreement (the settings
+    that server and clients fixed before round 1). `turn`: round, client, phase, traits and joint
+    scores. `values`: global values by key. `versions`: version of each sent value.
+    `versions_digest`: digest of the versions of all values that the client must have afterwards.
+    `last_update_round`: last round with an update of this client; 0 if none. `full`: all values are
+    sent, because the client lost its state. `run`: id of the run. Under secure aggregation,
+    `base_digests` has the digest of each global value, and `attempt` counts restarts of the
+    protocol in this round, from 1.
     """
 
     name: str
@@ -69,10 +71,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """A client's answer to a request.
+    """A client's reply to a request: its trained values and the record of its turn.
 
-    `values`: encoded values. `weight`: number of examples, or 1. `ledger_line`: the turn's record
-    as JSON. `aux`: auxiliary tensors by name.
+    `request_name`, `agreement_digest`: as in the request. `values`: encoded (compressed) values by
+    name; empty under secure aggregation. `weight`: number of examples, or 1. `ledger_line`: the
+    TurnRecord as JSON. `aux`: auxiliary tensors by name.
     """
 
     client: str
@@ -109,24 +112,24 @@ def block_scores_from_json(rows: Any) -> dict[Block, float]:
 
 
 def request_header(request: Request) -> dict[str, JSON]:
-    """Return all of a request but its values, as JSON."""
+    """Return all fields of a request except the values, as JSON."""
     turn = request.turn
     header: dict[str, JSON] = {
         "request": request.name,
-        "agreed": request.agreement_digest,
+        "agreement": request.agreement_digest,
         "round": turn.round,
         "client": turn.client,
         "phase": turn.phase,
         "traits": dict(turn.traits),
         "scores": block_scores_to_json(turn.scores) if turn.scores is not None else None,
         "versions": dict(request.versions),
-        "basis": request.versions_digest,
-        "heard": request.last_update_round,
+        "versions_digest": request.versions_digest,
+        "last_update_round": request.last_update_round,
         "full": request.full,
         "run": request.run,
     }
     if request.base_digests:
-        header |= {"base": dict(request.base_digests), "attempt": request.attempt}
+        header |= {"base_digests": dict(request.base_digests), "attempt": request.attempt}
     return header
 
 
@@ -136,7 +139,11 @@ def request_message(request: Request) -> Message:
 
 
 def read_request(message: Message) -> Request:
-    """Return the request of a message; raise SerializationError if it is invalid."""
+    """Return the request of a message that `request_message` made.
+
+    The values are views of the message's bytes. Raises SerializationError if the message is
+    invalid, or if a field is missing or of a wrong type.
+    """
     values, header = unpack_message(message)
     scores = header.get("scores")
     turn = Turn(
@@ -148,16 +155,16 @@ def read_request(message: Message) -> Request:
     )
     return Request(
         name=_field(header, "request", str),
-        agreement_digest=_field(header, "agreed", str),
+        agreement_digest=_field(header, "agreement", str),
         turn=turn,
         values=values,
         versions=_dict_field(header, "versions", int),
-        versions_digest=_field(header, "basis", str),
-        last_update_round=_field(header, "heard", int),
+        versions_digest=_field(header, "versions_digest", str),
+        last_update_round=_field(header, "last_update_round", int),
         full=_field(header, "full", bool),
         run=_field(header, "run", str),
-        base_digests=_dict_field(header, "base", str) if "base" in header else {},
-        attempt=_field(header, "attempt", int) if "base" in header else 1,
+        base_digests=_dict_field(header, "base_digests", str) if "base_digests" in header else {},
+        attempt=_field(header, "attempt", int) if "base_digests" in header else 1,
     )
 
 
@@ -170,13 +177,16 @@ def read_run_id(message: Message) -> str:
 
 
 def update_message(update: Update, advert: Mapping[str, JSON] | None = None) -> Message:
-    """Return an update as a message; under secure aggregation with the client's key advert."""
+    """Return an update as a message, with the client's key advert under secure aggregation.
+
+    Raises SerializationError for tensors or JSON that a message cannot contain.
+    """
     header: dict[str, JSON] = {
         "client": update.client,
         "request": update.request_name,
-        "agreed": update.agreement_digest,
+        "agreement": update.agreement_digest,
         "weight": update.weight,
-        "line": update.ledger_line,
+        "ledger_line": update.ledger_line,
         **({"advert": dict(advert)} if advert is not None else {}),
     }
     return pack_message({**update.values, **update.aux}, header)
@@ -185,26 +195,27 @@ def update_message(update: Update, advert: Mapping[str, JSON] | None = None) -> 
 def read_update(
     message: Message, *, aux_kinds: tuple[str, ...] = (), limit: int | None = None
 ) -> Update:
-    """Return the update of a message of at most `limit` bytes.
+    """Return the update of a message that `update_message` made, without the key advert.
 
-    Tensors of the `aux_kinds` become its auxiliary tensors. Raises SerializationError if the
-    message is larger or invalid.
+    `aux_kinds`: kinds of auxiliary tensors of the method; all other tensors are values. The tensors
+    are views of the message's bytes. Raises SerializationError if the message exceeds `limit`
+    bytes, is invalid, or lacks a field.
     """
     tensors, header = unpack_message(message, limit=limit)
     values, aux = split_aux(tensors, aux_kinds)
     return Update(
         client=_field(header, "client", str),
         request_name=_field(header, "request", str),
-        agreement_digest=_field(header, "agreed", str),
+        agreement_digest=_field(header, "agreement", str),
         values=values,
         weight=_field(header, "weight", int),
-        ledger_line=_field(header, "line", dict),
+        ledger_line=_field(header, "ledger_line", dict),
         aux=aux,
     )
 
 
 def _dict_field(header: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
-    """Return a dict field with values of exactly this type; else raise SerializationError."""
+    """Return the dict in field `name`; raise SerializationError unless all values are of `kind`."""
     value = _field(header, name, dict)
     if any(type(each) is not kind for each in value.values()):
         raise SerializationError(f"the message's {name} are not all of {kind.__name__}")
@@ -212,7 +223,7 @@ def _dict_field(header: Mapping[str, Any], name: str, kind: type) -> dict[str, A
 
 
 def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return a field of exactly this type; else raise SerializationError."""
+    """Return the header's field `name`; raise SerializationError unless the type is just `kind`."""
     value = header.get(name)
     if type(value) is not kind:
         raise SerializationError(

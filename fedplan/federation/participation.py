@@ -12,12 +12,16 @@ from fedplan import seeds
 
 @dataclass(frozen=True)
 class Participation:
-    """Sampling of clients: a `fraction` of the roster in each round."""
+    """Sampling of a `fraction` of all clients in each round, without replacement."""
 
     fraction: float = 1.0
 
     def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
-        """Return the sampled clients of round `number`, at least one, in the roster's order."""
+        """Return the sampled clients of round `number`, at least one, in the order of `roster`.
+
+        The number is `fraction` times the clients, rounded. Equal experiment names, rounds and
+        rosters give the same clients.
+        """
         draw = torch.randperm(len(roster), generator=seeds.generator(experiment, "cohort", number))
         count = max(1, round(self.fraction * len(roster)))
         places = draw[:count].sort().values

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ VERSION = 1
 TURN, ROUND = "turn", "round"
 """Values of "kind" in a ledger line."""
 OPTIONAL_FIELDS: dict[str, object] = {
-    **{"attention": None, "products": None, "defence": None, "masked": None},
+    **{"attention": None, "products": None, "defence": None, "secagg": None},
     "warnings": [],
 }
 """Fields that a round's line may omit, with the value that this means."""
@@ -46,16 +46,18 @@ class RecordError(FedplanError):
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One turn of one client, as the client reports it.
+    """One turn (the work of one client in one round), as the client reports it.
 
-    `roles`: one letter for each param. `before`, `after`: 16 hex digits for each param, before and
-    after training; those of personal params are keyed, so that only the client can compute them.
-    `down`, `up`: bytes received and sent. `weight`: number of examples, or 1. `steps`: optimizer
-    steps. `scores`: block scores behind the choice of layers. `full`: the request was a full one.
-    `missed`: earlier turns whose update the server did not receive.
+    `round`, `client`, `phase`, `traits`: as in the server's request. `roles`: one letter of
+    ROLE_LETTERS for each param. `before`, `after`: 16 hex digits for each param, before and after
+    training; digests of personal params are keyed, so that only the client can compute them.
+    `download_bytes`, `upload_bytes`: bytes received and sent. `weight`: number of examples, or 1.
+    `steps`: optimizer steps. `loss`: mean training loss; None if private or not finite. `scores`:
+    block scores behind the choice of layers. `full`: the request had all values. `missed`: earlier
+    turns with an update that the server did not receive.
 
-    The server can verify these fields, except `steps`, `loss`, scores of the client's own choice,
-    digests of personal params, and `missed`.
+    The server verifies these fields, except `steps`, `loss`, scores of the client's own choice,
+    `missed`, and digests of personal params (and of sent ones as in `validate_digests`).
     """
 
     round: int
@@ -65,8 +67,8 @@ class TurnRecord:
     roles: str
     before: str
     after: str
-    down: int
-    up: int
+    download_bytes: int
+    upload_bytes: int
     weight: int
     steps: int
     loss: float | None
@@ -85,62 +87,64 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class DefenceRecord:
-    """Effects of a defence in a round, by client.
+    """Effects of a defence against malicious clients in a round, by client.
 
-    `capped`: reported weight, and the least weight that was used. `clipped`: norm of the change,
-    and the norm after clipping. `left`: number of params for which the rule excluded the client.
-    `far`: distance from the rule's values, as a multiple of the reference distance.
-    `thin`: number of params with too few senders for the rule to tolerate a malicious one.
+    Only affected clients are listed. `capped`: reported weight, and the least weight that was used.
+    `clipped`: norm of the change before and after clipping. `excluded`: number of params for which
+    the rule excluded the client. `distance`: distance of an outlier from the rule's values, as a
+    multiple of the reference distance. `undefended`: number of params with too few senders for the
+    rule to tolerate a malicious client.
     """
 
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     clipped: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    left: dict[str, int] = field(default_factory=dict[str, int])
-    far: dict[str, float] = field(default_factory=dict[str, float])
-    thin: int = 0
+    excluded: dict[str, int] = field(default_factory=dict[str, int])
+    distance: dict[str, float] = field(default_factory=dict[str, float])
+    undefended: int = 0
 
 
 WHOLE_SUM = "all"
-"""Key in `SecAggRecord.closed` if no sum of the round was unmasked."""
+"""Key in `SecAggRecord.not_unmasked` if no sum of the round was unmasked."""
 
 
 @dataclass(frozen=True)
 class SecAggRecord:
-    """Secure aggregation of a round.
+    """Result of the secure aggregation of a round.
 
-    `threshold`: clients needed to unmask. `sites`: clients in the sum. `closed`: reason by param
-    key, or for WHOLE_SUM, why a sum was not unmasked.
+    `threshold`: clients needed to unmask. `clients`: clients in the sum. `not_unmasked`: by param
+    key, or for WHOLE_SUM, the reason why a sum was not unmasked; empty if all sums were unmasked.
     """
 
     threshold: int
-    sites: tuple[str, ...]
-    closed: dict[str, str] = field(default_factory=dict[str, str])
+    clients: tuple[str, ...]
+    not_unmasked: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round, as the server reports it.
+    """One round, in the ledger of the server.
 
-    `counted`: clients whose updates were aggregated. `rejected`: reason by client. `moved`: new
-    digest of each changed param. `drift`: by kind of param, the clients' disagreement and its
-    reference. `up`, `down`: bytes. `attention`: change of each block's attention, if measured.
-    `products`: relative errors of LoRA products (`lora_product_sum.Errors`), if both factors are
-    shared. `defence`, `masked`: present with a defence or secure aggregation. `warnings`: sentences
-    that follow from the other fields.
+    `phase`: the training phase of the round. `aggregated`: clients with an aggregated update.
+    `rejected`: by client, why the update was not aggregated. `changed`: new digest of each changed
+    param. `drift`: by kind of param, the variance between clients and the squared step of the mean.
+    `upload_bytes`, `download_bytes`: of all clients. `attention`: change of each block's attention,
+    if measured. `products`: relative errors of LoRA products (`lora_product_sum.Errors`), if both
+    factors are shared. `defence`, `secagg`: present with a defence or secure aggregation.
+    `warnings`: sentences that follow from other fields.
     """
 
     round: int
     phase: str
-    counted: tuple[str, ...]
+    aggregated: tuple[str, ...]
     rejected: dict[str, str]
-    moved: dict[str, str]
+    changed: dict[str, str]
     drift: dict[str, tuple[float, float]]
-    up: int
-    down: int
+    upload_bytes: int
+    download_bytes: int
     attention: Scores | None = None
     products: tuple[float, float] | None = None
     defence: DefenceRecord | None = None
-    masked: SecAggRecord | None = None
+    secagg: SecAggRecord | None = None
     warnings: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
@@ -158,21 +162,17 @@ Record = TurnRecord | RoundRecord
 
 
 def read_record(line: object) -> Record:
-    """Return the record of a parsed ledger line; raise RecordError if it is invalid."""
+    """Return the record of a parsed ledger line; raise RecordError if the line is invalid."""
     values = _object(line, "a line")
     return read_round(values) if values.get("kind") == ROUND else read_turn(values)
 
 
-def read_turn(line: object) -> TurnRecord:
-    """Return the turn of a parsed ledger line.
+def read_turn(line: object, *, max_missed: int = MAX_MISSED_TURNS) -> TurnRecord:
+    """Return the turn of a parsed ledger line with at most `max_missed` missed turns.
 
-    Raises RecordError if a field is missing, unknown or of the wrong type.
+    Raises RecordError if a field is missing, unknown, of the wrong type or out of range, or if a
+    missed turn has missed turns itself.
     """
-    return _read_turn(line, max_missed=MAX_MISSED_TURNS)
-
-
-def _read_turn(line: object, *, max_missed: int) -> TurnRecord:
-    """Return the turn of a line with at most so many missed turns, which have none themselves."""
     values = _record_fields(line, TURN, {f.name for f in fields(TurnRecord)})
     missed = _list(values, "missed")
     if len(missed) > max_missed:
@@ -188,21 +188,22 @@ def _read_turn(line: object, *, max_missed: int) -> TurnRecord:
         roles=roles,
         before=_digests(values, "before", len(roles)),
         after=_digests(values, "after", len(roles)),
-        down=_count(values, "down"),
-        up=_count(values, "up"),
+        download_bytes=_count(values, "download_bytes"),
+        upload_bytes=_count(values, "upload_bytes"),
         weight=_count(values, "weight", minimum=1),
         steps=_count(values, "steps"),
         loss=None if values["loss"] is None else _number(values["loss"], "loss"),
         scores=None if values["scores"] is None else _scores(values, "scores"),
         full=_typed(values["full"], bool, "full"),
-        missed=tuple(_read_turn(turn, max_missed=0) for turn in missed),
+        missed=tuple(read_turn(turn, max_missed=0) for turn in missed),
     )
 
 
 def read_round(line: object) -> RoundRecord:
     """Return the round of a parsed ledger line.
 
-    Raises RecordError if a field is missing, unknown, of the wrong type, or optional and empty.
+    Raises RecordError if a field is missing, unknown or of the wrong type, or if an optional field
+    is present with the empty value of OPTIONAL_FIELDS.
     """
     raw = _object(line, "a line")
     empty = [name for name, default in OPTIONAL_FIELDS.items() if raw.get(name, ...) == default]
@@ -211,56 +212,52 @@ def read_round(line: object) -> RoundRecord:
     values = _record_fields(
         {**OPTIONAL_FIELDS, **raw}, ROUND, {f.name for f in fields(RoundRecord)}
     )
-    drift = {
-        kind: (_number(one, "drift"), _number(other, "drift"))
-        for kind, (one, other) in _pairs(values, "drift").items()
-    }
-    moved = _texts(values, "moved")
-    if any(len(digest) != 16 or not _DIGESTS.fullmatch(digest) for digest in moved.values()):
-        raise RecordError("moved holds what is no digest")
+    drift, changed = _pairs(values, "drift", _number), _texts(values, "changed")
+    if any(len(digest) != 16 or not _DIGESTS.fullmatch(digest) for digest in changed.values()):
+        raise RecordError("changed holds a value that is not a digest")
     return RoundRecord(
         round=_count(values, "round", minimum=1),
         phase=_text(values, "phase"),
-        counted=tuple(_typed(client, str, "counted") for client in _list(values, "counted")),
+        aggregated=tuple(
+            _typed(client, str, "aggregated") for client in _list(values, "aggregated")
+        ),
         rejected=_texts(values, "rejected"),
-        moved=moved,
+        changed=changed,
         drift=drift,
-        up=_count(values, "up"),
-        down=_count(values, "down"),
+        upload_bytes=_count(values, "upload_bytes"),
+        download_bytes=_count(values, "download_bytes"),
         attention=None if values["attention"] is None else _scores(values, "attention"),
         products=None if values["products"] is None else _errors(values, "products"),
         defence=None if values["defence"] is None else _read_defence(values["defence"]),
-        masked=None if values["masked"] is None else _read_secagg(values["masked"]),
+        secagg=None if values["secagg"] is None else _read_secagg(values["secagg"]),
         warnings=tuple(_typed(text, str, "warnings") for text in _list(values, "warnings")),
     )
 
 
 def _read_defence(value: object) -> DefenceRecord:
-    """Return the DefenceRecord of a JSON object; raise RecordError if it is invalid."""
+    """Return the DefenceRecord of a JSON object; raise RecordError for other or invalid fields."""
     values = _object(value, "defence")
     if values.keys() != (names := {f.name for f in fields(DefenceRecord)}):
         raise RecordError(f"defence has other fields than {', '.join(sorted(names))}")
-    weights, norms = _pairs(values, "capped"), _pairs(values, "clipped")
-    left, far = _object(values["left"], "left"), _object(values["far"], "far")
+    excluded = _object(values["excluded"], "excluded")
+    distance = _object(values["distance"], "distance")
     return DefenceRecord(
-        {
-            c: (_integer(one, "capped"), _integer(two, "capped"))
-            for c, (one, two) in weights.items()
-        },
-        {c: (_number(one, "clipped"), _number(two, "clipped")) for c, (one, two) in norms.items()},
-        {client: _integer(count, "left") for client, count in left.items()},
-        {client: _number(ratio, "far") for client, ratio in far.items()},
-        _count(values, "thin"),
+        _pairs(values, "capped", _integer),
+        _pairs(values, "clipped", _number),
+        {client: _integer(count, "excluded") for client, count in excluded.items()},
+        {client: _number(ratio, "distance") for client, ratio in distance.items()},
+        _count(values, "undefended"),
     )
 
 
 def _read_secagg(value: object) -> SecAggRecord:
-    """Return the SecAggRecord of a JSON object; raise RecordError if it is invalid."""
-    values = _object(value, "masked")
+    """Return the SecAggRecord of a JSON object; raise RecordError for other or invalid fields."""
+    values = _object(value, "secagg")
     if values.keys() != (names := {f.name for f in fields(SecAggRecord)}):
-        raise RecordError(f"masked has other fields than {', '.join(sorted(names))}")
-    sites = tuple(_typed(site, str, "sites") for site in _list(values, "sites"))
-    return SecAggRecord(_count(values, "threshold", minimum=2), sites, _texts(values, "closed"))
+        raise RecordError(f"secagg has other fields than {', '.join(sorted(names))}")
+    clients = tuple(_typed(client, str, "clients") for client in _list(values, "clients"))
+    threshold = _count(values, "threshold", minimum=2)
+    return SecAggRecord(threshold, clients, _texts(values, "not_unmasked"))
 
 
 def parse_line(line: bytes) -> object:
@@ -272,7 +269,7 @@ def parse_line(line: bytes) -> object:
 
 
 def _record_fields(line: object, kind: str, names: set[str]) -> Mapping[str, Any]:
-    """Return a line's object; raise RecordError unless kind, version and field names are right."""
+    """Return the line as a dict; raise RecordError if kind, version or fields (`names`) differ."""
     values = _object(line, "a line")
     if values.get("kind") != kind:
         raise RecordError(f"kind is {_short(values.get('kind'))}, not {kind!r}")
@@ -287,7 +284,7 @@ def _record_fields(line: object, kind: str, names: set[str]) -> Mapping[str, Any
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
-    """Return the value if it is a dict with text keys; else raise RecordError."""
+    """Return a dict with text keys unchanged; raise RecordError, with `name`, for other values."""
     if type(value) is not dict:
         raise RecordError(f"{name} is {_short(value)}, not an object")
     items = cast("dict[Any, Any]", value)
@@ -333,13 +330,18 @@ def _texts(values: Mapping[str, Any], name: str) -> dict[str, str]:
     return {key: _typed(value, str, name) for key, value in items.items()}
 
 
-def _pairs(values: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
-    """Return a field that is an object of two-element lists; else raise RecordError."""
+def _pairs(
+    values: Mapping[str, Any], name: str, read: Callable[[object, str], T]
+) -> dict[str, tuple[T, T]]:
+    """Return the field `name`, an object of two-element lists, with `read` of each element.
+
+    Raises RecordError if the field has another form, or if `read` does.
+    """
     items = _object(values[name], name)
     pairs = {k: cast("list[Any]", _typed(v, list, name)) for k, v in items.items()}
     if any(len(pair) != 2 for pair in pairs.values()):
-        raise RecordError(f"{name} holds what is no pair")
-    return pairs
+        raise RecordError(f"{name} holds a value that is not a pair")
+    return {k: (read(one, name), read(other, name)) for k, (one, other) in pairs.items()}
 
 
 def _errors(values: Mapping[str, Any], name: str) -> tuple[float, float]:
@@ -357,7 +359,7 @@ def _digests(values: Mapping[str, Any], name: str, count: int) -> str:
 
 
 def _scores(values: Mapping[str, Any], name: str) -> Scores:
-    """Return a field of [stack, number, score] lists as tuples; else raise RecordError."""
+    """Return the list of [stack, number, score] in field `name` as tuples, or raise RecordError."""
     rows = [cast("list[Any]", _typed(row, list, name)) for row in _list(values, name)]
     if any(len(row) != 3 for row in rows):
         raise RecordError(f"{name} holds what is no stack, number and score")

@@ -31,9 +31,10 @@ def last_ledger_round(ledger: Path, offset: int = 0) -> int:
 def check_noise_secrets(folder: Path, files: Mapping[str, Any]) -> None:
     """Raise FedplanError if a noise secret in `folder` is missing or changed.
 
-    `files` has the size and digest of each file of the checkpoint. Another secret would draw other
-    noise for values that were already released.
+    Noise secrets are the files in `files` that are called SECRET_FILE. `files`: [length, digest] by
+    path of each file at the last commit. Changes no file.
     """
+    # Another secret would draw other noise for values that were already released.
     for name in (name for name in files if Path(name).name == SECRET_FILE):
         file = folder / name
         if not file.is_file() or file_size_and_digest(file) != files[name]:

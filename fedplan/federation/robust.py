@@ -35,55 +35,53 @@ Values = Mapping[str, Tensors]
 
 @dataclass(frozen=True)
 class RobustResult:
-    """Result of a robust rule.
+    """Result of a robust aggregation rule.
 
-    `means`: aggregate of each param. `left`: by client, the number of params for which it was
-    excluded. `far`: distance ratio of each outlier. `thin`: number of params with fewer senders
-    than the rule needs. `squares`: squared distances of clients from the aggregate, by client and
-    param.
+    `means`: aggregate of each param. `excluded`: by client, the number of params for which the rule
+    excluded the client. `distance`: by outlier client, the distance from the aggregate, divided by
+    the reference distance. `undefended`: number of params with fewer senders than the rule needs.
+    `squares`: squared distances of clients from the aggregate, by client and param.
     """
 
     means: dict[str, Tensor]
-    left: dict[str, int]
-    far: dict[str, float]
-    thin: int
+    excluded: dict[str, int]
+    distance: dict[str, float]
+    undefended: int
     squares: Squares
 
 
 def apply_robust_rule(defence: Defence, values: Values) -> RobustResult:
-    """Aggregate each param over its senders by the defence's rule; all clients weigh the same."""
-    means, left, thin = dict[str, Tensor](), dict[str, int](), 0
+    """Aggregate each param over its senders by the defence's rule, without weights.
+
+    `values`: by client, the values by param. A param with fewer senders than
+    `defence.min_clients` is aggregated too, and counted in the result's `undefended`. The rules of
+    Krum leave out clients, counted in `excluded`. Outliers are only reported, in `distance`: the
+    clients whose distance from the aggregate is over OUTLIER_RATIO times their reference
+    (`reference_norms`).
+    """
+    means, excluded, undefended = dict[str, Tensor](), dict[str, int](), 0
+    liars = defence.malicious_clients
     for group, keys in params_by_senders(values).items():
-        selected = _select_clients(defence, {client: values[client] for client in group}, keys)
+        selected = list(group)
+        count = {KRUM: 1, MULTI_KRUM: len(group) - liars}.get(defence.rule)
+        if count is not None:
+            selected = select_by_krum({c: values[c] for c in group}, keys, liars, count)
         trim = defence.trim_count(len(selected))
         for key in keys:
             means[key] = trimmed_mean([values[client][key] for client in selected], trim)
-        left |= {c: left.get(c, 0) + len(keys) for c in group if c not in selected}
-        thin += len(keys) if len(group) < defence.min_clients else 0
+        excluded |= {c: excluded.get(c, 0) + len(keys) for c in group if c not in selected}
+        undefended += len(keys) if len(group) < defence.min_clients else 0
     squares = squared_distances_by_client(values, means)
-    return RobustResult(means, dict(sorted(left.items())), _outliers(squares), thin, squares)
-
-
-def _select_clients(defence: Defence, values: Values, keys: Sequence[str]) -> list[str]:
-    """Return the clients to aggregate: those that Krum selects by these params, else all."""
-    liars = defence.malicious_clients
-    count = {KRUM: 1, MULTI_KRUM: len(values) - liars}.get(defence.rule)
-    return sorted(values) if count is None else select_by_krum(values, keys, liars, count)
-
-
-def _outliers(squares: Squares) -> dict[str, float]:
-    """Return by client the ratio of distance to reference distance, if over OUTLIER_RATIO."""
     references, norms = reference_norms(squares), update_norms(squares)
     ratios = {c: norms[c] / references[c] for c in squares if references[c]}
-    return {
-        client: round_digits(ratio) for client, ratio in ratios.items() if ratio > OUTLIER_RATIO
-    }
+    distance = {c: round_digits(ratio) for c, ratio in ratios.items() if ratio > OUTLIER_RATIO}
+    return RobustResult(means, dict(sorted(excluded.items())), distance, undefended, squares)
 
 
 def params_by_senders(sent: Mapping[str, Iterable[str]]) -> dict[tuple[str, ...], list[str]]:
-    """Group params by the clients that sent them.
+    """Group params with the same senders.
 
-    `sent` has the params of each client. Returns sorted params by the sorted tuple of senders.
+    `sent`: param keys by client. Returns the sorted keys by the sorted tuple of their senders.
     """
     senders = dict[str, list[str]]()
     for client in sorted(sent):
@@ -96,10 +94,10 @@ def params_by_senders(sent: Mapping[str, Iterable[str]]) -> dict[tuple[str, ...]
 
 
 def cap_weights(weights: Mapping[str, int], share: float) -> dict[str, int]:
-    """Cap integer weights so that none exceeds `share` of their sum; 0 caps nothing.
+    """Return the integer weights, capped so that none exceeds `share` of their sum.
 
-    The cap is the largest integer c with c <= share * sum of min(weight, c). With fewer clients
-    than 1 / share there is none, and all get weight 1.
+    A `share` of 0 caps nothing. The cap is the largest integer c with c <= share * sum of
+    min(weight, c). With fewer clients than 1 / share no c exists, and all get weight 1.
     """
     if not share:
         return dict(weights)
@@ -118,9 +116,11 @@ def group_weights(
     *,
     absent: bool,
 ) -> dict[tuple[str, ...], dict[str, int]]:
-    """Return the capped weights of each group of senders, from the reported weights.
+    """Return by group (the clients that sent the same params) the capped weight of each client.
 
-    With `absent`, clients that did not send a param count too: the share cap is over all clients.
+    `reported`: weight by client. Weights above `defence.max_weight` are lowered to that; then
+    `cap_weights` limits them to `defence.max_weight_fraction` of a sum. The sum is over the group.
+    With `absent`, the sum is over all clients, and each group has the weights of all clients.
     """
     limited = _limit_weights(defence, reported)
     share = defence.max_weight_fraction
@@ -139,9 +139,9 @@ def _limit_weights(defence: Defence, reported: Mapping[str, int]) -> dict[str, i
 def find_capped_weights(
     defence: Defence, reported: Mapping[str, int], used: Iterable[Mapping[str, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Return the reported weight and the smallest used weight of each client that was capped.
+    """Return (reported weight, smallest used weight) of each client that the defence capped.
 
-    `used` has the weights of each group of senders.
+    `used`: the weights by client of each group of senders, as `group_weights` returns.
     """
     smallest = _limit_weights(defence, reported)
     for weights in used:
@@ -152,16 +152,23 @@ def find_capped_weights(
 def clip_updates(
     values: Values, base: Tensors, times: float
 ) -> tuple[Values, dict[str, tuple[float, float]]]:
-    """Clip each client's change to `times` its reference norm; 0 clips nothing.
+    """Clip each client's change from `base` to `times` the client's reference norm.
 
-    Returns the clipped values, and for each clipped client its norm before and after.
+    Returns (values with clipped ones replaced, by clipped client the norm before and after). With
+    0 `times` nothing is clipped. See `reference_norms`; changes no tensor.
     """
     if not times:
         return values, {}
     squares = squared_distances_by_client(values, base)
     limits = {client: times * norm for client, norm in reference_norms(squares).items()}
     norms = {c: (norm, limits[c]) for c, norm in update_norms(squares).items() if norm > limits[c]}
-    clipped = {c: scale_change(values[c], base, limit / norm) for c, (norm, limit) in norms.items()}
+    clipped = {
+        client: {
+            key: base[key].double().lerp(value.double(), limit / norm).to(value.dtype)
+            for key, value in values[client].items()
+        }
+        for client, (norm, limit) in norms.items()
+    }
     rounded = {c: (round_digits(norm), round_digits(limit)) for c, (norm, limit) in norms.items()}
     return {**values, **clipped}, rounded
 
@@ -183,10 +190,10 @@ def squared_distance(one: Tensor, other: Tensor) -> float:
 
 
 def reference_norms(squares: Squares) -> dict[str, float]:
-    """Return the reference norm of each client.
+    """Return the usual norm of each client's change, given the params that the client sent.
 
-    It is the square root of the sum, over the params that the client sent, of the lower median over
-    clients of the squared change. So clients that send different params are comparable.
+    That is the square root of the sum, over these params, of the lower median over clients of the
+    squared change. So clients that send different params are comparable.
     """
     by_param = dict[str, list[float]]()
     for client_squares in squares.values():
@@ -207,16 +214,12 @@ def round_digits(number: float) -> float:
     return float(f"{number:.{NORM_DIGITS}g}")
 
 
-def scale_change(values: Tensors, base: Tensors, factor: float) -> dict[str, Tensor]:
-    """Return base + factor * (value - base) for each value, in its dtype."""
-    return {
-        key: base[key].double().lerp(value.double(), factor).to(value.dtype)
-        for key, value in values.items()
-    }
-
-
 def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
-    """Return the elementwise mean without the `trim` largest and `trim` smallest numbers."""
+    """Return the elementwise mean of equal-shaped tensors, in their dtype.
+
+    Leaves out the `trim` largest and `trim` smallest of each element's numbers; there must be more
+    than 2 * `trim` tensors.
+    """
     first, middle = tensors[0], slice(trim, len(tensors) - trim)
     result, flat = torch.empty(first.numel(), dtype=first.dtype), [t.flatten() for t in tensors]
     for start in range(0, first.numel(), _SORT_COLUMNS):
@@ -229,11 +232,12 @@ def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
 
 
 def select_by_krum(values: Values, keys: Sequence[str], liars: int, count: int) -> list[str]:
-    """Return the `count` clients with the lowest Krum scores, sorted by name; at least one.
+    """Return the `count` clients with the lowest Krum scores, sorted by name; one if `count` < 1.
 
+    `values`: by client, the values by param. `liars`: number of malicious clients to tolerate.
     Blanchard et al., Machine Learning with Adversaries, 2017: the score of a client is the sum of
-    its squared distances to its n - liars - 2 nearest clients, over the params `keys`, which all
-    clients sent.
+    squared distances to the n - liars - 2 nearest of n clients (at least one), over the params
+    `keys`, which all clients sent.
     """
     names = sorted(values)
     nearest = max(1, len(names) - liars - 2)

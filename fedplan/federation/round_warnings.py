@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from fedplan.federation.record import Record, RoundRecord, TurnRecord
@@ -31,44 +31,32 @@ def recent_drifts(records: Iterable[Record]) -> Drifts:
 def make_warnings(
     record: RoundRecord, turns: Iterable[TurnRecord], earlier: Sequence[DriftByKind]
 ) -> tuple[str, ...]:
-    """Return the warnings of a round as sentences.
+    """Return the warnings of a round as sentences; empty if all is usual.
 
-    `turns` are the round's, `earlier` the drift of the rounds before. The texts are part of the
-    ledger, and an audit recomputes them.
+    Warns of a client with most of the weight, of kinds of params with a jump of drift, of outliers
+    of the defence, and of params with too few senders for the defence. `record`, `turns`: the
+    ledger's records of the round. `earlier`: drift of the last DRIFT_WINDOW rounds before. The
+    sentences are part of the ledger, and an audit recomputes them.
     """
-    counted = set(record.counted)
+    warnings, counted = list[str](), set(record.aggregated)
     weights = {turn.client: turn.weight for turn in turns if turn.client in counted}
-    return (
-        *_dominance_warnings(weights),
-        *_drift_warnings(record.drift, earlier),
-        *_defence_warnings(record),
-    )
-
-
-def _dominance_warnings(weights: Mapping[str, int]) -> Iterator[str]:
-    """Yield a warning if one client has most of the weight, by DOMINANT_SHARE and _RATIO."""
-    if len(weights) < 2:
-        return
-    ranked = sorted(weights.items(), key=lambda item: (-item[1], item[0]))
-    (client, largest), (_, second) = ranked[:2]
-    share = largest / sum(weights.values())
-    if share > DOMINANT_SHARE and largest > DOMINANT_RATIO * second:
-        yield f"{client} says {share:.3f} of the round's weight"
-
-
-def _drift_warnings(drift: DriftByKind, earlier: Sequence[DriftByKind]) -> Iterator[str]:
-    """Yield a warning for each kind of param whose drift jumped, by DRIFT_JUMP."""
-    for kind, (current, _) in sorted(drift.items()):
+    if len(weights) >= 2:
+        ranked = sorted(weights.items(), key=lambda item: (-item[1], item[0]))
+        (client, largest), (_, second) = ranked[:2]
+        share = largest / sum(weights.values())
+        if share > DOMINANT_SHARE and largest > DOMINANT_RATIO * second:
+            warnings.append(f"{client} reports {share:.3f} of the round's weight")
+    for kind, (drift, _) in sorted(record.drift.items()):
         past = [by_kind[kind][0] for by_kind in earlier if kind in by_kind]
         reference = median(past) if len(past) >= MIN_DRIFT_ROUNDS else 0.0
-        if reference and current > DRIFT_JUMP * reference:
-            yield f"the drift of {kind} is {current / reference:.1f} times that of the last rounds"
-
-
-def _defence_warnings(record: RoundRecord) -> Iterator[str]:
-    """Yield a warning for each outlier of the defence, and one for params with few senders."""
-    defence = record.defence
-    for client, ratio in sorted(defence.far.items()) if defence else ():
-        yield f"{client} lies {ratio:.4g} times as far from the rule's values as is usual"
-    if defence and defence.thin:
-        yield f"{defence.thin} params came from too few clients for the rule to bear a liar"
+        if reference and drift > DRIFT_JUMP * reference:
+            times = f"{drift / reference:.1f} times"
+            warnings.append(f"the drift of {kind} is {times} that of the last rounds")
+    if (defence := record.defence) is not None:
+        for client, ratio in sorted(defence.distance.items()):
+            distance = f"{ratio:.4g} times as far"
+            warnings.append(f"{client} lies {distance} from the rule's values as is usual")
+        if defence.undefended:
+            few = f"{defence.undefended} params came from too few clients"
+            warnings.append(f"{few} for the rule to tolerate a malicious client")
+    return tuple(warnings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from fedplan.federation.lora_product_sum import Errors
 from fedplan.federation.messages import Request, Update, UpdateRejected
 from fedplan.federation.record import DefenceRecord, SecAggRecord, TurnRecord, read_turn
 from fedplan.federation.validation import validate_digests, validate_record
-from fedplan.language.plan import Role, Roles
+from fedplan.language.plan import Role
 from fedplan.language.turn import Turn
 from fedplan.methods.phases import PhaseContext
 from fedplan.models.params import Block
@@ -34,12 +35,11 @@ def announce_phase(agreement: Agreement, global_state: GlobalState) -> GlobalSta
     return replace(global_state, phase=agreement.method.phase_rule(context))
 
 
-@dataclass(frozen=True)
-class RequestPayload:
-    """Values of a request, shared by all clients that need the same ones.
+class RequestPayload(NamedTuple):
+    """Values of a request, shared by all clients that need the same values.
 
-    `versions`: versions of the values. `versions_digest`: digest of the versions of all values that
-    the client must have.
+    `versions`: version of each value in `values`. `versions_digest`: digest of the versions of all
+    values that the client must have.
     """
 
     values: dict[str, Tensor]
@@ -48,48 +48,45 @@ class RequestPayload:
 
 
 class RequestBuilder:
-    """Creates the requests of the next round; clients in the same state share a payload."""
+    """Makes the requests of the next round after `global_state`, under one agreement.
+
+    Call `request` for each client. Requests to clients with the same state share a payload; the
+    tensors are not copied from the global state.
+    """
 
     def __init__(self, agreement: Agreement, global_state: GlobalState) -> None:
         self._agreement, self._global_state = agreement, global_state
         self._payloads: dict[tuple[object, ...], RequestPayload] = {}
 
     def request(self, client: str, traits: Mapping[str, str], *, full: bool = False) -> Request:
-        """Return the request to a client with values that it lacks; `full` sends all it needs."""
+        """Return the request to a client with these traits, with the global values that it lacks.
+
+        A client lacks a value that has changed since the client received the value. `full`: send
+        all values that the client needs, as to a client that lost its state.
+        """
         agreement, global_state = self._agreement, self._global_state
-        number = global_state.round + 1
+        number, versions = global_state.round + 1, global_state.versions
         turn = Turn(round=number, client=client, phase=global_state.phase, traits=dict(traits))
         client_sync = global_state.client_sync.get(client, NEVER_SEEN)
-        payload = self._payload(turn, NEVER_SEEN if full else client_sync)
+        before = NEVER_SEEN if full else client_sync
+        # The global state keeps each ClientSync alive, so ids are unique.
+        cache_key = (id(before), agreement.method.plan.active_steps(turn))
+        if cache_key not in self._payloads:
+            required = agreement.required(turn, before.personal_bits)
+            lacking = [k for k, v in required.items() if before.versions.get(k, v) < versions[k]]
+            self._payloads[cache_key] = RequestPayload(
+                values={key: global_state.values[key] for key in lacking},
+                versions={key: versions[key] for key in lacking},
+                versions_digest=versions_digest({key: versions[key] for key in required}),
+            )
         return Request(
             name=agreement.request_name(number, client),
             agreement_digest=agreement.fingerprint,
             turn=turn,
-            values=payload.values,
-            versions=payload.versions,
-            versions_digest=payload.versions_digest,
+            **self._payloads[cache_key]._asdict(),
             last_update_round=client_sync.round,
             full=full,
             run=agreement.run,
-        )
-
-    def _payload(self, turn: Turn, client_sync: ClientSync) -> RequestPayload:
-        """Return the payload of a turn, cached by the client's state and the active steps."""
-        # The global state keeps each ClientSync alive, so ids are unique.
-        cache_key = (id(client_sync), self._agreement.method.plan.active_steps(turn))
-        if cache_key not in self._payloads:
-            self._payloads[cache_key] = self._make_payload(turn, client_sync)
-        return self._payloads[cache_key]
-
-    def _make_payload(self, turn: Turn, client_sync: ClientSync) -> RequestPayload:
-        """Return the payload with all required values that are newer than the client's."""
-        values, versions = self._global_state.values, self._global_state.versions
-        required = self._agreement.required(turn, client_sync.personal_bits)
-        missing = [k for k, v in required.items() if client_sync.versions.get(k, v) < versions[k]]
-        return RequestPayload(
-            values={key: values[key] for key in missing},
-            versions={key: versions[key] for key in missing},
-            versions_digest=versions_digest({key: versions[key] for key in required}),
         )
 
 
@@ -101,23 +98,24 @@ def make_request(
     *,
     full: bool = False,
 ) -> Request:
-    """Return the request of the next round to a client, with the values that it lacks.
+    """Return the request to one client in the round after `global_state`.
 
-    `full`: send all values that the client needs.
+    See `RequestBuilder.request` for the traits and `full`.
     """
     return RequestBuilder(agreement, global_state).request(client, traits, full=full)
 
 
 @dataclass
 class RoundState:
-    """An open round at the server.
+    """An open round at the server, filled by `accept_update` and read by `close_round`.
 
-    `cohort`: requests by client. `aggregator`: sums the updates.
-    `start_digests`: digests of the initial values of all params. `digests`: cache of digests.
-    `wasted_bytes`: bytes sent to clients that could not use them.
-    `responded`: clients with a valid answer. `aggregated`: clients in the sum.
-    `rejected`: reasons by client. `records`: records of valid turns by client.
-    `products`, `defence`, `masked`: as in AggregationResult, once the round is closed.
+    `cohort`: the request to each client of the round. `aggregator`: sums the updates.
+    `start_digests`: 16-digit digests of the initial values of all params, by key.
+    `digests`: cache of tensor digests. `wasted_bytes`: bytes sent to clients that had lost their
+    state. `responded`: clients with a valid update, in order of arrival. `aggregated`: clients
+    with an update in the sum. `rejected`: by client, why the update is not in the sum.
+    `records`: by client, the validated record of the turn.
+    `products`, `defence`, `secagg`: as in AggregationResult; None until the round is closed.
     """
 
     cohort: dict[str, Request]
@@ -131,21 +129,12 @@ class RoundState:
     records: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
     products: Errors | None = None
     defence: DefenceRecord | None = None
-    masked: SecAggRecord | None = None
+    secagg: SecAggRecord | None = None
 
     def set_scores(self, scores: Mapping[Block, float]) -> None:
         """Put joint scores into the requests of all clients."""
         for client, request in self.cohort.items():
             self.cohort[client] = replace(request, turn=replace(request.turn, scores=scores))
-
-
-@dataclass(frozen=True)
-class ValidUpdate:
-    """An update that passed all checks: decoded values, auxiliary tensors, and the record."""
-
-    values: dict[str, Tensor]
-    aux: dict[str, Tensor]
-    record: TurnRecord
 
 
 def accept_update(
@@ -156,22 +145,36 @@ def accept_update(
     *,
     is_late: bool = False,
 ) -> None:
-    """Validate an update and add it to the round's sum, or note the reason in `rejected`.
+    """Validate one client's update and add the update to the sum; changes `round_state` only.
 
-    Nothing is added unless the whole update is valid. A late update is validated and recorded as a
-    response, but not added.
+    An invalid update raises nothing: the reason is noted in `round_state.rejected`, and nothing is
+    added. A valid update that `is_late` is recorded as a response, but not added. Validates against
+    the request, the agreement and the global state before the round.
     """
     client = str(update.client)
     try:
-        valid = _validate_update(agreement, global_state, round_state, update)
+        request = _request_of(round_state, update)
+        if type(update.weight) is not int or not 0 < update.weight < 2**40:
+            raise UpdateRejected(f"weight {update.weight!r} is not a positive whole number")
+        max_bytes = 2 * nbytes(global_state.values) + 2**20
+        if update.nbytes > max_bytes:
+            raise UpdateRejected(f"{update.nbytes} bytes are more than the allowed {max_bytes}")
+        keys = {param_key(name) for name in update.values}
+        if unknown := keys - {p.key for p in agreement.exchanged}:
+            raise UpdateRejected(f"{min(unknown)!r} is not among the exchanged params")
+        base = {key: global_state.values[key] for key in keys}
+        values = agreement.method.compression.decode(update.values, base)
+        _require_allowed_tensors(agreement, global_state, request.turn, values, update.aux)
+        round_state.aggregator.require(values, update.aux, update.weight)
+        record = _read_record(agreement, global_state, round_state, update, values)
         if not is_late:
-            round_state.aggregator.add(client, valid.values, valid.aux, update.weight)
+            round_state.aggregator.add(client, values, update.aux, update.weight)
     except FedplanError as error:
         reason = str(error).splitlines()[0][:300]
         round_state.rejected.setdefault(client, f"late, and {reason}" if is_late else reason)
         return
     round_state.responded.append(client)
-    round_state.records[client] = valid.record
+    round_state.records[client] = record
     if is_late:
         round_state.rejected[client] = "late"
     else:
@@ -182,18 +185,18 @@ def accept_update(
 def accept_masked_report(
     agreement: Agreement, global_state: GlobalState, round_state: RoundState, update: Update
 ) -> bool:
-    """Validate and store the record of a client whose values come by secure aggregation.
+    """Validate and store the record in an update without values, under secure aggregation.
 
-    Returns False, and notes the reason in `rejected`, if the record is invalid.
+    Returns True if the round has a valid record of the client, also from an earlier attempt. If the
+    record is invalid, returns False and notes the reason in `round_state.rejected`. Validates
+    against the request, the agreement and the global state before the round.
     """
     client = str(update.client)
     if client in round_state.records:
         return True  # another attempt of secure aggregation, with the same turn
     try:
-        request = _request_of(round_state, update)
-        record, roles = _read_record(agreement, round_state, update)
-        _require_downloaded_bytes(agreement, global_state, request, record)
-        _validate_digests(agreement, global_state, round_state, record, roles, {})
+        _request_of(round_state, update)
+        record = _read_record(agreement, global_state, round_state, update, None)
     except FedplanError as error:
         round_state.rejected.setdefault(client, str(error).splitlines()[0][:300])
         return False
@@ -203,79 +206,48 @@ def accept_masked_report(
 
 
 def _request_of(round_state: RoundState, update: Update) -> Request:
-    """Return the request that an update answers; raise UpdateRejected if there is none."""
+    """Return the round's request to the client of an update.
+
+    Raises UpdateRejected if there was no request to the client, if the round has a record of the
+    client already, or if the update names another request or agreement.
+    """
     request = round_state.cohort.get(update.client)
     if request is None:
-        raise UpdateRejected(f"{update.client!r} was not asked in this round")
+        raise UpdateRejected(f"{update.client!r} got no request in this round")
     if update.client in round_state.records:
-        raise UpdateRejected(f"{update.client!r} was counted before")
+        raise UpdateRejected(f"{update.client!r} has an update in this round already")
     if (update.request_name, update.agreement_digest) != (request.name, request.agreement_digest):
         raise UpdateRejected(f"it answers {update.request_name!r}, not {request.name!r}")
     return request
 
 
-def _validate_update(
-    agreement: Agreement, global_state: GlobalState, round_state: RoundState, update: Update
-) -> ValidUpdate:
-    """Return the decoded update and its record; raise UpdateRejected if anything is invalid."""
-    request = _request_of(round_state, update)
-    if type(update.weight) is not int or not 0 < update.weight < 2**40:
-        raise UpdateRejected(f"weight {update.weight!r} is not a positive whole number")
-    max_bytes = 2 * nbytes(global_state.values) + 2**20
-    if update.nbytes > max_bytes:
-        raise UpdateRejected(f"{update.nbytes} bytes are more than the allowed {max_bytes}")
-    values = _decode_values(agreement, global_state, update)
-    _require_allowed_tensors(agreement, global_state, request.turn, values, update.aux)
-    round_state.aggregator.require(values, update.aux, update.weight)
-    record, roles = _read_record(agreement, round_state, update)
-    if set(values) != {p.key for p, role in roles.items() if role is Role.SHARE}:
-        raise UpdateRejected("its record says that other params are shared than it sent")
-    _require_downloaded_bytes(agreement, global_state, request, record)
-    _validate_digests(agreement, global_state, round_state, record, roles, values)
-    return ValidUpdate(values, update.aux, record)
-
-
-def _decode_values(
-    agreement: Agreement, global_state: GlobalState, update: Update
-) -> dict[str, Tensor]:
-    """Return an update's decompressed values; raise UpdateRejected for params never exchanged."""
-    keys = {param_key(name) for name in update.values}
-    if unknown := keys - {p.key for p in agreement.exchanged}:
-        raise UpdateRejected(f"{min(unknown)!r} is not among the exchanged params")
-    base = {key: global_state.values[key] for key in keys}
-    return agreement.method.compression.decode(update.values, base)
-
-
 def _read_record(
-    agreement: Agreement, round_state: RoundState, update: Update
-) -> tuple[TurnRecord, Roles]:
-    """Return an update's record and its roles; raise an error if it contradicts the request."""
-    record = read_turn(update.ledger_line)
-    return record, validate_record(agreement, round_state.cohort[update.client], update, record)
+    agreement: Agreement,
+    global_state: GlobalState,
+    round_state: RoundState,
+    update: Update,
+    values: Tensors | None,
+) -> TurnRecord:
+    """Return the validated record of an update's turn, from `update.ledger_line`.
 
-
-def _require_downloaded_bytes(
-    agreement: Agreement, global_state: GlobalState, request: Request, record: TurnRecord
-) -> None:
-    """Raise UpdateRejected if a record has another number of downloaded bytes than was sent."""
-    # The answer may be to the request before a full one was sent, or to the full one.
+    `values`: the update's decoded values; None under secure aggregation. Raises RecordError for a
+    malformed line. Raises UpdateRejected if the record contradicts the request, the plan, the
+    shared params, the bytes sent to the client, or a digest of the global state or of `values`.
+    """
+    request, record = round_state.cohort[update.client], read_turn(update.ledger_line)
+    roles = validate_record(agreement, request, update, record)
+    shared = {p.key for p, role in roles.items() if role is Role.SHARE}
+    if values is not None and set(values) != shared:
+        raise UpdateRejected("its record says that other params are shared than it sent")
+    # The update may be for the request before a full one was sent, or for the full one.
     if record.full != request.full:
         traits = request.turn.traits
         request = make_request(agreement, global_state, record.client, traits, full=record.full)
     sent = sum(agreement.download_bytes[key] for key in request.versions)
-    if record.down != sent:
-        raise UpdateRejected(f"its record says that it received {record.down} bytes, not {sent}")
-
-
-def _validate_digests(
-    agreement: Agreement,
-    global_state: GlobalState,
-    round_state: RoundState,
-    record: TurnRecord,
-    roles: Roles,
-    values: Tensors,
-) -> None:
-    """Raise UpdateRejected if a record's digests contradict the global state or the update."""
+    if record.download_bytes != sent:
+        raise UpdateRejected(
+            f"its record says that it received {record.download_bytes} bytes, not {sent}"
+        )
 
     def sent_digest(key: str) -> str | None:
         value = global_state.values.get(key)
@@ -283,13 +255,19 @@ def _validate_digests(
             return round_state.start_digests.get(key)
         return round_state.digests.short_digest(value)
 
-    validate_digests(agreement, record, roles, values, sent_digest, round_state.digests)
+    validate_digests(agreement, record, roles, values or {}, sent_digest, round_state.digests)
+    return record
 
 
 def _require_allowed_tensors(
     agreement: Agreement, global_state: GlobalState, turn: Turn, values: Tensors, aux: Tensors
 ) -> None:
-    """Raise UpdateRejected if tensors are missing, not allowed, or of another shape or dtype."""
+    """Raise UpdateRejected if the plan does not allow an update's tensors in `turn`.
+
+    `values`: decoded params; each must be allowed by the agreement's plan, and none that the plan
+    certainly shares may be missing. `aux`: the auxiliary tensors of exactly these params. Shapes
+    and dtypes must be those of the global state.
+    """
     permitted, certain = agreement.permitted(turn), agreement.certain(turn)
     allowed = {p.key for p in agreement.params if permitted[p] is Role.SHARE}
     required = {p.key for p in agreement.params if certain[p] is Role.SHARE}
@@ -316,19 +294,30 @@ def close_round(
     *,
     later: set[str],
 ) -> GlobalState:
-    """Return the global state after a round: the server optimizer's step on the aggregated means.
+    """Return the global state after a round; changes no argument.
 
-    `later`: keys that some later round may change; optimizer state is kept only for these. Raises
-    FedplanError if the server optimizer returns an invalid value.
+    Applies the step of the agreement's server optimizer to each mean in `result`, adds the
+    auxiliary changes of `result`, and notes which values the responding clients of `round_state`
+    have now. `later`: keys that some later round may change; optimizer state is kept only for
+    these. Raises FedplanError if the optimizer changes shape or dtype, returns a value that is not
+    finite, or names a state tensor by something else than an identifier.
     """
     number, optimize = global_state.round + 1, agreement.method.server_optimizer
     values, versions = dict(global_state.values), dict(global_state.versions)
     memory = {key: state for key, state in global_state.memory.items() if key in later}
     for key, mean in result.means.items():
-        value, state = optimize(values[key], mean, global_state.memory.get(key, {}))
-        _require_valid_step(key, values[key], value, state)
-        values[key] = value
-        versions[key] = number
+        old = values[key]
+        new, state = optimize(old, mean, global_state.memory.get(key, {}))
+        if (new.shape, new.dtype) != (old.shape, old.dtype) or not all_finite(new):
+            raise FedplanError(
+                f"the server optimizer made {new.dtype} {tuple(new.shape)} of {key}, which is "
+                f"{old.dtype} {tuple(old.shape)}, or its values are not finite"
+            )
+        if invalid := [name for name in state if not name.isidentifier()]:
+            raise FedplanError(
+                f"the server optimizer names a state tensor {invalid[0]!r}: use an identifier"
+            )
+        values[key], versions[key] = new, number
         if state and key in later:
             memory[key] = state
     for key, change in result.aux.items():
@@ -345,26 +334,14 @@ def close_round(
     )
 
 
-def _require_valid_step(key: str, old: Tensor, new: Tensor, memory: Mapping[str, Tensor]) -> None:
-    """Raise FedplanError if a server optimizer's value or state names are invalid."""
-    if (new.shape, new.dtype) != (old.shape, old.dtype) or not all_finite(new):
-        raise FedplanError(
-            f"the server optimizer made {new.dtype} {tuple(new.shape)} of {key}, which is "
-            f"{old.dtype} {tuple(old.shape)}, or its values are not finite"
-        )
-    if invalid := [name for name in memory if not name.isidentifier()]:
-        raise FedplanError(
-            f"the server optimizer names a state tensor {invalid[0]!r}: use an identifier"
-        )
-
-
 def _update_client_sync(
     agreement: Agreement, global_state: GlobalState, round_state: RoundState
 ) -> dict[str, ClientSync]:
-    """Return the records of all clients after a round.
+    """Return by client the versions and personal params that the client has after a round.
 
-    Clients of one state that received the same values and have the same roles share a record again,
-    so the number of records does not grow with the number of clients.
+    Covers all clients of `global_state`; the clients in `round_state.responded` are updated by
+    their request and by the agreement's roles. Clients that then have the same state share one
+    ClientSync object, so the number of objects does not grow with the number of clients.
     """
     client_sync, number = dict(global_state.client_sync), global_state.round + 1
     by_inputs = dict[tuple[object, ...], ClientSync]()

@@ -15,12 +15,12 @@ from fedplan.storage.files import write_atomic
 from fedplan.storage.logs import utc_now
 from fedplan.storage.processes import Process
 
-STATUS, ASKED = "status.json", "asked.json"
+STATUS, STOP_REQUEST = "status.json", "stop_request.json"
 """Files in a run's folder: its status, and an operator's request to stop."""
 
 
 class RunState(StrEnum):
-    """State of a run."""
+    """State of a run: waiting for sites, running or stopping; finally stopped, failed or done."""
 
     WAITING = "waiting for sites"
     RUNNING = "running"
@@ -35,14 +35,14 @@ LIVE = (RunState.WAITING, RunState.RUNNING, RunState.STOPPING)
 
 
 class SiteState(StrEnum):
-    """State of a site in a run."""
+    """State of a site in a run, from its connection and its reply to the open round's request."""
 
-    NOT_COME = "not connected"
+    NOT_CONNECTED = "not connected"
     APPROVAL = "waits for approval"
-    THERE = "connected"
-    ASKED = "requested"
-    ANSWERED = "answered"
-    LEFT_OUT = "not aggregated"
+    CONNECTED = "connected"
+    REQUESTED = "requested"
+    RESPONDED = "responded"
+    NOT_AGGREGATED = "not aggregated"
     AWAY = "away"
     REFUSED = "refused"
     FAILED = "failed"
@@ -62,54 +62,60 @@ AFTER_ROUND, AT_ONCE = "round", "now"
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """Status of one site.
+    """Status of one site in a run.
 
-    `why`, `since`: reason and time of the state. `round`: last round. `fault`, `fault_at`: last
-    error and its time. `up`, `down`: bytes uploaded and downloaded.
+    `state`: a value of SiteState. `reason`, `since`: reason and UTC time of the state. `round`:
+    last round with an update of the site. `error`, `error_at`: last error and its time; "" if none.
+    `upload_bytes`, `download_bytes`: traffic of the site, since the server's start and in the
+    rounds of the ledger segment that was open then.
     """
 
-    state: str = SiteState.NOT_COME
-    why: str = ""
+    state: str = SiteState.NOT_CONNECTED
+    reason: str = ""
     since: str = ""
     round: int = 0
-    fault: str = ""
-    fault_at: str = ""
-    up: int = 0
-    down: int = 0
+    error: str = ""
+    error_at: str = ""
+    upload_bytes: int = 0
+    download_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Status of a run, as its server last wrote it.
+    """Status of a run, as the run's server last wrote it.
 
-    `driver`: the server's process. `began`, `changed`: times. `state`, `why`: state and reason.
-    `ruled`: early stopping or a callback ended the run, not a person.
-    `round`, `rounds`: last closed round, and all. `asked`, `answered`: clients of the open round.
-    `primary`: the task's primary metric. `loss`, `scores`: of the last round.
-    `seconds`: median duration of the last rounds. `left`: estimated seconds until the end.
-    `spent`, `promised`: epsilon. `hidden`: client-level DP. `sites`: status by site.
+    `study`, `run`: name of the study and id of the run. `driver`: the server's process.
+    `started_at`, `updated_at`: UTC times of start and last write. `state`, `reason`: a value of
+    RunState and the reason. `stopped_early`: early stopping or a callback ended the run, not a
+    person. `round`, `rounds`: last closed round and number of rounds. `requested`, `responded`:
+    numbers of clients of the open round; 0 between rounds. `primary_metric`: name of the task's
+    primary metric. `loss`: of the last round. `scores`: metrics over all clients of the last round
+    with evaluation. `round_seconds`: median duration of the last rounds. `seconds_left`: estimate
+    until the end. `epsilon_spent`, `epsilon`: privacy loss so far, and the guarantee; None without
+    DP. `client_level_dp`: clients are protected, so sites are not shown to listeners. `sites`:
+    status by site; empty if there are too many (`status.MAX_LISTED_SITES`).
     """
 
     study: str = ""
     run: str = ""
     driver: Process = field(default_factory=Process)
-    began: str = ""
-    changed: str = ""
+    started_at: str = ""
+    updated_at: str = ""
     state: str = RunState.WAITING
-    why: str = ""
-    ruled: bool = False
+    reason: str = ""
+    stopped_early: bool = False
     round: int = 0
     rounds: int = 0
     requested: int = 0
-    answered: int = 0
-    primary: str = ""
+    responded: int = 0
+    primary_metric: str = ""
     loss: float | None = None
     scores: dict[str, float] = field(default_factory=dict[str, float])
-    seconds: float | None = None
-    left: float | None = None
-    spent: float | None = None
-    promised: float | None = None
-    hidden: bool = False
+    round_seconds: float | None = None
+    seconds_left: float | None = None
+    epsilon_spent: float | None = None
+    epsilon: float | None = None
+    client_level_dp: bool = False
     sites: dict[str, SiteStatus] = field(default_factory=dict[str, SiteStatus])
 
     def json(self) -> dict[str, Any]:
@@ -117,24 +123,42 @@ class RunStatus:
         return asdict(self)
 
 
-def site_state_from_reason(why: str) -> str:
-    """Return a site's state from the server's sentence for its error code (`describe_code`)."""
-    if why.startswith(f"refused: {APPROVAL}"):
+def site_state_from_reason(reason: str) -> str:
+    """Return the SiteState that follows from the text of a site's error (`describe_code`)."""
+    if reason.startswith(f"refused: {APPROVAL}"):
         return SiteState.APPROVAL
-    return SiteState.FAILED if why.startswith(("failed", "no answer")) else SiteState.REFUSED
+    return SiteState.FAILED if reason.startswith(("failed", "no answer")) else SiteState.REFUSED
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """Read a run's status; None if there is no status file.
+    """Return the status in a run's folder; None if there is no status file.
 
-    Raises FedplanError if the file is damaged.
+    Raises FedplanError if the file cannot be read, or if a field is missing, unknown or of a wrong
+    type.
     """
     file = folder / STATUS
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         sites = {name: SiteStatus(**site) for name, site in fields.pop("sites").items()}
         status = RunStatus(driver=Process(**fields.pop("driver")), sites=sites, **fields)
-        return _require_types(status)
+        texts = (status.study, status.run, status.state, status.reason, status.primary_metric)
+        numbers = (
+            status.loss,
+            status.round_seconds,
+            status.seconds_left,
+            status.epsilon_spent,
+            status.epsilon,
+        )
+        counts = (status.round, status.rounds, status.requested, status.responded)
+        if not (
+            all(type(each) is str for each in texts)
+            and all(each is None or type(each) in (int, float) for each in numbers)
+            and all(type(each) is int for each in counts)
+            and type(status.stopped_early) is bool
+            and (status.round_seconds is None or status.round_seconds >= 0)
+        ):
+            raise TypeError("a field has another type")
+        return status
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -143,36 +167,23 @@ def read_status(folder: Path) -> RunStatus | None:
         ) from error
 
 
-def _require_types(status: RunStatus) -> RunStatus:
-    """Return the status; raise TypeError if a field has another type."""
-    texts = (status.study, status.run, status.state, status.why, status.primary)
-    numbers = (status.loss, status.seconds, status.left, status.spent, status.promised)
-    counts = (status.round, status.rounds, status.requested, status.answered)
-    valid = (
-        all(type(each) is str for each in texts)
-        and all(each is None or type(each) in (int, float) for each in numbers)
-        and all(type(each) is int for each in counts)
-        and type(status.ruled) is bool
-        and (status.seconds is None or status.seconds >= 0)
-    )
-    if not valid:
-        raise TypeError("a field has another type")
-    return status
-
-
 def ask_to_stop(folder: Path, *, at_once: bool = False) -> None:
-    """Ask a run's server to stop, after its open round or at once, by a file in its folder."""
+    """Ask a run's server to stop, after the open round or at once, by a file in the run's folder.
+
+    Overwrites an earlier request, and does not wait for the server, which looks for the file while
+    waiting and after each round. Raises StoreError if the file cannot be written.
+    """
     request = {"stop": AT_ONCE if at_once else AFTER_ROUND, "time": utc_now()}
-    write_atomic(folder / ASKED, json.dumps(request) + "\n", mode=0o666)
+    write_atomic(folder / STOP_REQUEST, json.dumps(request) + "\n", mode=0o666)
 
 
 def read_stop_request(folder: Path) -> str:
-    """Return when a run is asked to stop, AFTER_ROUND or AT_ONCE; empty if it is not.
+    """Return AFTER_ROUND or AT_ONCE if an operator asked the run in `folder` to stop; else "".
 
-    A damaged file counts as AFTER_ROUND.
+    An unreadable or damaged file counts as AFTER_ROUND.
     """
     try:
-        request = json.loads((folder / ASKED).read_text(encoding="utf-8"))
+        request = json.loads((folder / STOP_REQUEST).read_text(encoding="utf-8"))
         return AT_ONCE if request["stop"] == AT_ONCE else AFTER_ROUND
     except FileNotFoundError:
         return ""

@@ -61,7 +61,13 @@ hundred clients fits two words."""
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """Aggregation by secure sums; the result equals the plain weighted mean of the senders."""
+    """Aggregation of a run by secure aggregation: the server sees sums over clients only.
+
+    The new global values equal the plain weighted means bit by bit. `agreement`: settings that
+    server and clients fixed before round 1. `participation`: samples the clients of a round.
+    `open_round` returns the aggregator of the next round. Spends no privacy budget: `guard` is None
+    and `hides_clients` False.
+    """
 
     agreement: Agreement
     participation: Participation
@@ -77,9 +83,10 @@ class SecureAggregation:
         return {}
 
     def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Return the clients of round `number`, drawn as without secure aggregation.
+        """Return the clients of round `number` out of the `roster` (the names of all clients).
 
-        Raises FedplanError if the threshold settings do not allow a sum of so many clients.
+        Draws the same clients as without secure aggregation. Raises FedplanError if the threshold
+        settings do not allow a sum of so many clients.
         """
         plain = PlainAggregation(self.agreement, self.participation)
         cohort = plain.sample_clients(number, roster)
@@ -87,7 +94,11 @@ class SecureAggregation:
         return cohort
 
     def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
-        """Return the sum of the clients' block scores, each rounded once to the grid."""
+        """Return by block the sum of the scores in `polled`, each rounded to a multiple of GRID.
+
+        Does not depend on the round `number`. Leaves out a client with a score that is NaN, or
+        above MAX_SECURE_SCORE in magnitude.
+        """
         sums = dict[Block, int]()
         for scores in polled.values():
             for block, steps in score_steps(scores).items():
@@ -97,7 +108,11 @@ class SecureAggregation:
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
     ) -> SecureAggregator:
-        """Return the aggregator of the next round for a roster of so many clients."""
+        """Return an empty aggregator for the round after `global_state`.
+
+        `roster`: number of clients of the run. `shared` is not called; other aggregations call it.
+        Raises FedplanError as `sample_clients` does.
+        """
         number = global_state.round + 1
         cohort = self.sample_clients(number, [str(n) for n in range(roster)])
         threshold = self.agreement.secagg.resolve_threshold(len(cohort))
@@ -106,10 +121,12 @@ class SecureAggregation:
 
 @dataclass
 class SecureScoring:
-    """Secure sum of the clients' layer scores before a round.
+    """Secure sum of the clients' layer scores before round `round_number`.
 
-    `base_digests`: full digest of each global value. `unmasked`: the sums, once they are unmasked
-    over `sites`; `failure`: the reason if they cannot be.
+    The transport runs the protocol with `terms`, and sets `unmasked` (the sums) and `sites` (the
+    clients in the sums), or `failure` (why the sums could not be unmasked). Then `scores` is the
+    result. `base_digests`: full digest of each global value, by key. `threshold`: clients that are
+    needed to unmask. `agreement`: settings that server and clients fixed before round 1.
     """
 
     agreement: Agreement
@@ -121,19 +138,16 @@ class SecureScoring:
     failure: str = ""
 
     def terms(self, turn_digest: str, attempt: int = 1) -> Terms:
-        """Return the terms that all clients of this scoring must agree on."""
-        return scoring_terms(
-            self.agreement,
-            self.round_number,
-            self.threshold,
-            self.base_digests,
-            turn_digest=turn_digest,
-            attempt=attempt,
-        )
+        """Return the protocol terms that server and clients must have in common.
+
+        `turn_digest` and `attempt`: see `round_terms`.
+        """
+        settings = self.agreement, self.round_number, self.threshold, self.base_digests
+        return round_terms(*settings, turn_digest=turn_digest, attempt=attempt, scoring=True)
 
     @property
     def scores(self) -> dict[Block, float]:
-        """The sum of all clients' scores by block; empty if it was not unmasked."""
+        """The sum of all clients' scores by block; empty if the sum was not unmasked."""
         if self.unmasked is None or SCORES_SLOT not in self.unmasked.numbers:
             return {}
         steps = ints_from_words(self.unmasked.numbers[SCORES_SLOT])
@@ -143,11 +157,14 @@ class SecureScoring:
 
 @dataclass
 class SecureAggregator:
-    """Secure sum of one round.
+    """Secure sum of round `round_number`.
 
-    Between machines the transport runs the protocol and sets `unmasked` and `sites`, or `failure`.
-    In a simulation `contributions` holds every client's input, and `close` runs the protocol in
-    this process. `base`: global values before the round; `roster`: number of clients of the run.
+    Between machines, the transport runs the protocol with `terms`, and sets `unmasked` (the sums)
+    and `sites` (the clients in the sums), or `failure` (why the sums could not be unmasked). In a
+    simulation, `add` collects the clients' inputs in `contributions`. Then `close` returns the
+    result; in a simulation `close` runs the protocol in this process. `base`: global values before
+    the round. `roster`: number of clients of the run. `threshold`: clients that are needed to
+    unmask. `agreement`: settings that server and clients fixed before round 1.
     """
 
     agreement: Agreement
@@ -161,47 +178,54 @@ class SecureAggregator:
     failure: str = ""
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise an error if the update cannot be summed; changes nothing."""
+        """Raise UpdateRejected or SumError if the update cannot be summed; changes nothing."""
         self._new_mean().require(values, aux, weight)
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Keep one client's input for the simulated protocol."""
+        """Keep one client's update, as integers, for the simulated protocol."""
         own = self._new_mean()
         own.add(client, values, aux, weight)
         words = client_words(own, self.base, wide=self.agreement.secagg.wide_integers)
         self.contributions[client] = ClientInput(words, weight)
 
     def close(self) -> AggregationResult:
-        """Return the aggregate; in a simulation run the protocol first.
+        """Return the means of the round; in a simulation, run the protocol first.
 
-        A sum that cannot be unmasked gives no means, with the reason in the record. Raises
-        PrivacyError if the release cannot be charged to the privacy budget.
+        If the sums cannot be unmasked, the result has no means, and the field `secagg` has the
+        reason; a FedplanError of the protocol is such a reason. Under distributed DP charges the
+        privacy budget, and raises PrivacyError if the budget does not allow the release.
         """
         sites = self.sites or tuple(sorted(self.contributions))
         try:
-            unmasked = self.unmasked or self._simulate()
+            if self.unmasked is None and self.failure:
+                raise SecAggError(self.failure)
+            unmasked = self.unmasked or simulate_secagg_round(self.terms(), self.contributions)
             result = self._aggregate(unmasked)
         except PrivacyError:
             raise
         except FedplanError as error:  # invalid input of one site ends the round, not the run
             record = SecAggRecord(self.threshold, sites, {WHOLE_SUM: str(error)})
-            return AggregationResult({}, masked=record)
+            return AggregationResult({}, secagg=record)
         reasons = {
             name.removeprefix(VALUE_PREFIX): reason
             for name, reason in sorted(unmasked.withheld.items())
         }
         withheld = {n: reason for n, reason in reasons.items() if n in self.base or n == WHOLE_SUM}
-        return replace(result, masked=SecAggRecord(self.threshold, sites, withheld))
+        return replace(result, secagg=SecAggRecord(self.threshold, sites, withheld))
 
     def _aggregate(self, unmasked: UnmaskedSums) -> AggregationResult:
-        wide = self.agreement.secagg.wide_integers
-        return unmasked_sum(unmasked, self._new_mean(), wide=wide).close()
-
-    def _simulate(self) -> UnmaskedSums:
-        """Run the protocol in this process; raise SecAggError with `failure` if that is set."""
-        if self.failure:
-            raise SecAggError(self.failure)
-        return simulate_secagg_round(self.terms(), self.contributions)
+        """Return the means of the unmasked sums: adds the weighted base to each sum of changes."""
+        wide, total = self.agreement.secagg.wide_integers, self._new_mean()
+        sums = dict[str, Words]()
+        for name, words in unmasked.numbers.items():
+            if (key := name.removeprefix(VALUE_PREFIX)) != name:
+                sums[key] = words if wide else widen_words(words)
+                add_words(sums[key], _weighted_words(self.base[key], unmasked.weights[name]))
+            elif (key := name.removeprefix(SQUARE_PREFIX)) != name:
+                (total.drift.squares[key],) = ints_from_words(words)
+        total.values = sum_from_words(sums, unmasked, self.base)
+        total.weight = unmasked.weights.get(WHOLE_SUM, 0)
+        return total.close()
 
     @property
     def base_digests(self) -> dict[str, str]:
@@ -209,15 +233,12 @@ class SecureAggregator:
         return {key: full_digest(value) for key, value in sorted(self.base.items())}
 
     def terms(self, turn_digest: str = "", attempt: int = 1) -> Terms:
-        """Return the terms that all clients of the round must agree on."""
-        return round_terms(
-            self.agreement,
-            self.round_number,
-            self.threshold,
-            self.base_digests,
-            turn_digest=turn_digest,
-            attempt=attempt,
-        )
+        """Return the protocol terms that server and clients must have in common.
+
+        `turn_digest` and `attempt`: see `round_terms`.
+        """
+        settings = self.agreement, self.round_number, self.threshold, self.base_digests
+        return round_terms(*settings, turn_digest=turn_digest, attempt=attempt)
 
     def _new_mean(self) -> MeanAggregator:
         return MeanAggregator(self.agreement, self.base, self.roster)
@@ -231,13 +252,17 @@ def round_terms(
     *,
     turn_digest: str,
     attempt: int = 1,
+    scoring: bool = False,
 ) -> Terms:
-    """Return the protocol terms of a round; server and each client compute their own.
+    """Return the protocol terms of a round, or of the layer scoring before the round.
 
-    `base_digests`: digest of each global value before the round. `turn_digest`: see
-    `messages.turn_digest`. `attempt`: counts restarts of the protocol in this round, from 1.
+    Server and each client compute the terms from their own agreement, so that the server cannot
+    dictate the terms. `threshold`: clients that are needed to unmask. `base_digests`: digest of
+    each global value before the round. `turn_digest`: see `messages.turn_digest`. `attempt`: counts
+    restarts of the protocol in this round, from 1. `scoring`: the only slot is the block scores.
     """
     words = (word for key in sorted(base_digests) for word in (key, base_digests[key]))
+    scoring_slot = Slot(SCORES_SLOT, len(agreement.blocks), wide=True)
     return Terms(
         experiment=agreement.experiment,
         run=agreement.run,
@@ -246,25 +271,9 @@ def round_terms(
         base_digest=sha256_of("base", turn_digest, *words).hex(),
         threshold=threshold,
         min_senders=agreement.secagg.min_contributors,
-        slots=round_slots(agreement),
+        slots=(scoring_slot,) if scoring else round_slots(agreement),
         attempt=attempt,
     )
-
-
-def scoring_terms(
-    agreement: Agreement,
-    round_number: int,
-    threshold: int,
-    base_digests: Mapping[str, str],
-    *,
-    turn_digest: str,
-    attempt: int = 1,
-) -> Terms:
-    """Return the terms of the layer scoring before a round: as `round_terms`, with its one slot."""
-    terms = round_terms(
-        agreement, round_number, threshold, base_digests, turn_digest=turn_digest, attempt=attempt
-    )
-    return replace(terms, slots=(Slot(SCORES_SLOT, len(agreement.blocks), wide=True),))
 
 
 def score_steps(scores: Mapping[Block, float]) -> dict[Block, int]:
@@ -275,9 +284,11 @@ def score_steps(scores: Mapping[Block, float]) -> dict[Block, int]:
 
 
 def round_slots(agreement: Agreement) -> tuple[Slot, ...]:
-    """Return all slots that clients may sum in a round; they depend on the agreement only.
+    """Return all slots (named vectors of a secure sum) that clients may send in a round.
 
-    Every client sends the first slot, which has no numbers: its weight is the total weight.
+    The slots depend on the agreement only: one for each exchanged param, and one for the squared
+    norm of each param with drift tracking. Every client sends the first slot, which has no numbers:
+    the weight of the first slot is the total weight.
     """
     wide, sizes = agreement.secagg.wide_integers, {p.key: p.numel for p in agreement.exchanged}
     squares = (key for key in sizes if key in agreement.tracks_drift)
@@ -296,9 +307,12 @@ def client_slots(agreement: Agreement, shared: Iterable[str]) -> list[str]:
 
 
 def client_words(own: MeanAggregator, base: Tensors, *, wide: bool) -> dict[str, Words]:
-    """Return the integers that a client masks, by slot: its weighted changes and their squares.
+    """Return by slot the integers that a client masks: weighted changes and their squared norms.
 
-    `own` is the sum of this client's update alone. Raises UpdateRejected if a number does not fit.
+    `own`: an aggregator with the update of this client alone. `base`: the global values that the
+    client started from. `wide`: use two 64-bit words per number for the changes; the squares, sent
+    only for params with drift tracking, always do. Raises UpdateRejected if a change does not fit
+    one word (unless `wide`), or a square reaches MAX_SQUARE_STEPS.
     """
     sums, weights = sum_words(own.values), own.values.weights()
     slots = {WHOLE_SUM: np.zeros(0, np.uint64)}
@@ -306,22 +320,13 @@ def client_words(own: MeanAggregator, base: Tensors, *, wide: bool) -> dict[str,
         subtract_words(words, _weighted_words(base[key], weights[key]))
         slots[VALUE_PREFIX + key] = words if wide else narrow_words(key, words)
         if key in own.agreement.tracks_drift:
-            slots[SQUARE_PREFIX + key] = words_from_ints([_square(key, own.drift.squares[key])])
+            if (square := own.drift.squares[key]) >= MAX_SQUARE_STEPS:
+                raise UpdateRejected(
+                    f"the change of {key!r} is too large for secure aggregation: the number of "
+                    "examples times its squared norm must stay below 2**40; take smaller steps"
+                )
+            slots[SQUARE_PREFIX + key] = words_from_ints([square])
     return slots
-
-
-def unmasked_sum(unmasked: UnmaskedSums, total: MeanAggregator, *, wide: bool) -> MeanAggregator:
-    """Fill the empty aggregator `total` with the unmasked sums and return it."""
-    sums = dict[str, Words]()
-    for name, words in unmasked.numbers.items():
-        if (key := name.removeprefix(VALUE_PREFIX)) != name:
-            sums[key] = words if wide else widen_words(words)
-            add_words(sums[key], _weighted_words(total.base[key], unmasked.weights[name]))
-        elif (key := name.removeprefix(SQUARE_PREFIX)) != name:
-            (total.drift.squares[key],) = ints_from_words(words)
-    total.values = sum_from_words(sums, unmasked, total.base)
-    total.weight = unmasked.weights.get(WHOLE_SUM, 0)
-    return total
 
 
 def sum_words(total: ExactSum) -> dict[str, Words]:
@@ -343,7 +348,10 @@ def _weighted_words(value: Tensor, weight: int) -> Words:
 
 
 def narrow_words(name: str, wide: Words) -> Words:
-    """Return wide integers as narrow ones; raise UpdateRejected, naming the param, on overflow."""
+    """Return wide integers (two words) as narrow ones; raise UpdateRejected if one does not fit.
+
+    `name`: the param, for the message.
+    """
     narrow = np.ascontiguousarray(wide[:, 0])
     if not np.array_equal(widen_words(narrow), wide):
         raise UpdateRejected(
@@ -352,21 +360,12 @@ def narrow_words(name: str, wide: Words) -> Words:
     return narrow
 
 
-def _square(key: str, steps: int) -> int:
-    if steps >= MAX_SQUARE_STEPS:
-        raise UpdateRejected(
-            f"the change of {key!r} is too large for secure aggregation: the number of examples "
-            "times its squared norm must stay below 2**40; take smaller steps"
-        )
-    return steps
-
-
 def sum_from_words(
     sums: Mapping[str, Words], unmasked: UnmaskedSums, like: Mapping[str, Tensor]
 ) -> ExactSum:
-    """Return an ExactSum of unmasked wide integers, by param key.
+    """Return an ExactSum of the unmasked wide integers `sums`, by param key.
 
-    Shapes and dtypes are those of `like`; weights and senders those of `unmasked`.
+    `like` gives shape and dtype of each param, `unmasked` the weight and number of senders.
     """
     tensors, facts = dict[str, Tensor](), dict[str, object]()
     for key, words in sums.items():

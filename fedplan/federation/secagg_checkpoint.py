@@ -16,22 +16,23 @@ from typing import Any
 from fedplan.errors import StoreError
 from fedplan.storage.files import write_atomic
 
-ROUND_CHECKPOINT, POLL_CHECKPOINT = "masking.json", "masked_poll.json"
-"""Files in a run's folder: the open round, and the poll of layer scores before it."""
+ROUND_CHECKPOINT, SCORING_CHECKPOINT = "secagg.json", "secagg_scoring.json"
+"""Files in a run's folder: the open round, and the layer scoring before it."""
 
 
 @dataclass(frozen=True)
 class SecAggCheckpoint:
-    """Messages that the server has sent in a secure aggregation round, as JSON.
+    """Messages that the server has sent in one attempt of a secure aggregation round.
 
-    `attempt`: number of the attempt, from 1. `adverts`: key adverts by client.
-    `boxes`: encrypted shares by client. `survivors`: clients whose masked inputs arrived.
+    `attempt`: number of the attempt, from 1. `adverts`: key advert of each client as JSON.
+    `encrypted_shares`: by client, as JSON. `survivors`: clients with masked input that arrived in
+    time. An empty field: the server has not sent this message yet.
     """
 
     round: int
     attempt: int = 1
     adverts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    boxes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    encrypted_shares: Mapping[str, Any] = field(default_factory=dict[str, Any])
     survivors: tuple[str, ...] = ()
 
     def next_attempt(self) -> SecAggCheckpoint:
@@ -40,9 +41,10 @@ class SecAggCheckpoint:
 
 
 def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
-    """Return the checkpoint of a round, or a new one if the file is missing or of another round.
+    """Return the checkpoint of round `number` from a file; creates or changes no file.
 
-    Raises StoreError if the file cannot be read.
+    A missing file, or a checkpoint of another round, gives an empty checkpoint of attempt 1. Raises
+    StoreError if the file cannot be read or is not a checkpoint.
     """
     try:
         fields: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -55,6 +57,6 @@ def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
 
 
 def write_secagg_checkpoint(file: Path, checkpoint: SecAggCheckpoint) -> SecAggCheckpoint:
-    """Write a checkpoint and return it; call this before sending its messages."""
+    """Write a checkpoint atomically over the file, and return it; call before sending messages."""
     write_atomic(file, json.dumps(asdict(checkpoint)), mode=0o600)
     return checkpoint

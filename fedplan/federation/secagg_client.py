@@ -34,7 +34,6 @@ from fedplan.federation.secagg_aggregator import (
     client_words,
     round_terms,
     score_steps,
-    scoring_terms,
 )
 from fedplan.federation.secagg_messages import (
     encrypted_shares_to_json,
@@ -51,11 +50,8 @@ from fedplan.federation.secagg_messages import (
     unmask_shares_to_json,
 )
 from fedplan.models.params import Block, Params
-from fedplan.privacy.guard import DistributedGuard
-from fedplan.privacy.mechanisms.gaussian import Change
 from fedplan.privacy.secagg.client import KeyDirectory, ProtocolClient
 from fedplan.privacy.secagg.crypto import NodeKey, sha256_of
-from fedplan.privacy.secagg.messages import KeyRoster
 from fedplan.privacy.secagg.reveal_log import RevealLog
 from fedplan.privacy.secagg.round_progress import DiskProgressStore, RoundProgress
 from fedplan.privacy.secagg.terms import Terms
@@ -65,16 +61,29 @@ from fedplan.tensors.message import Message
 from fedplan.tensors.ring import Words, words_from_ints
 from fedplan.tensors.serialization import JSON
 
-ROUND_PROGRESS, SCORING_PROGRESS, SCORES = "masks", "poll-masks", "ballot"
+ROUND_PROGRESS, SCORING_PROGRESS, SCORES = "secagg", "secagg_scoring", "layer_scores"
 """Folders beside a client's journal: protocol progress of rounds and of layer scorings, and the
 last layer scores."""
-REVEAL_LOG = "openings.jsonl"
+REVEAL_LOG = "reveals.jsonl"
 """File of the sums that the client helped to unmask. It lies beside the client's account, if there
 is one, since it counts for all runs."""
 
 
 class SecAggClient:
-    """A client in the secure aggregation of a run; `threshold` is that of its rounds."""
+    """A client's side of the secure aggregation of one run, with its state on disk.
+
+    For each round, and for each layer scoring before a round, call `advertise_round` or
+    `advertise_scoring`, and then `answer` for each message of the server. A client that is killed
+    continues with the next message. The folders of progress are locked while the object exists.
+
+    `agreement`: settings that server and clients fixed before round 1. `client`: model, journal and
+    privacy account of the client. `node`: the client's private node key. `directory`: public node
+    keys of all clients by name, exchanged without the server. `folder`: is created if missing, and
+    keeps the protocol's progress. `cohort`: returns the clients of a round by its number; the
+    threshold follows from the cohort of round 1, and not from the server. Raises RequestRefused if
+    the agreement has distributed DP and the client has no noise guard, StoreError if another
+    process has locked the progress, and as `resolve_threshold`.
+    """
 
     def __init__(
         self,
@@ -86,19 +95,12 @@ class SecAggClient:
         *,
         cohort: Callable[[int], Sequence[str]],
     ) -> None:
-        """Open the client's protocol state in `folder`.
-
-        `node`: the client's private node key. `directory`: public node keys of all clients, which
-        they exchanged without the server. `cohort`: returns the clients of a round; the threshold
-        follows from it, and not from the server. Raises RequestRefused if the agreement asks for
-        distributed DP and the client has no noise guard.
-        """
         self.agreement, self.client, self._directory = agreement, client, dict(directory)
         self.threshold = agreement.secagg.resolve_threshold(len(cohort(1)))
         if agreement.distributed_dp and client.noise_guard is None:
             raise RequestRefused(
                 f"{client.name} cannot add its noise share: give it an account"
-            ).with_code("masked")
+            ).with_code("secagg")
         encryption = client.journal.encryption
         self._round_progress, self._scoring_progress = (
             DiskProgressStore(folder / name, encryption=encryption)
@@ -117,9 +119,11 @@ class SecAggClient:
     def advertise_round(self, request: Request, update: Update) -> dict[str, JSON]:
         """Begin the protocol of a round, and return the client's key advert as JSON.
 
-        `update` is the client's of this round, already in its journal. Raises RequestRefused if
-        the request names other base values, another phase or other scores than the update was
-        trained with, or if the charge of the last masked input is lost.
+        `update` is the client's update of this round, which must be in the journal. Stores the
+        progress. Raises RequestRefused if the journal has no update of the round, or if the request
+        names other base values, another phase or other scores than the update was trained with.
+        Raises PrivacyError if the budget entry of the last masked input is lost, and SecAggError
+        for a round or attempt that is over.
         """
         _, meta = self._journaled_update(request.turn.round)
         require_same_start(self.client, request, meta[BASE])
@@ -127,59 +131,55 @@ class SecAggClient:
             raise RequestRefused(
                 f"{self.client.name} trained round {request.turn.round} with another phase or "
                 "other scores than the request now gives"
-            ).with_code("values")
-        self._require_last_charge()
+            ).with_code("unexpected-values")
+        last, guard = self._round_progress.read(), self.client.noise_guard
+        if guard is not None and last is not None and last.masked_digest:
+            guard.require_charged(self.agreement.request_name(last.terms.round, self.client.name))
         shared = {param_key(name) for name in update.values}
         if self.agreement.distributed_dp:
             shared = {p.key for p in self.agreement.public_params(request.turn)}
         keys = [p.key for p in self.agreement.exchanged if p.key in shared]
-        terms = self._make_terms(round_terms, request)
-        slots = client_slots(self.agreement, keys)
+        slots, terms = client_slots(self.agreement, keys), self._make_terms(request, scoring=False)
         input_digest = _input_digest("round", meta[BASE])
-        return key_advert_to_json(
-            self._round_protocol.advertise_keys(terms, slots, input_digest), terms
-        )
-
-    def _require_last_charge(self) -> None:
-        """Raise an error if masked input was sent whose privacy charge is not on disk any more."""
-        last, guard = self._round_progress.read(), self.client.noise_guard
-        if guard is not None and last is not None and last.masked_digest:
-            guard.require_charged(self.agreement.request_name(last.terms.round, self.client.name))
+        advert = self._round_protocol.advertise_keys(terms, slots, input_digest)
+        return key_advert_to_json(advert, terms)
 
     def advertise_scoring(self, request: Request, scores: Mapping[Block, float]) -> dict[str, JSON]:
         """Begin the protocol of a layer scoring, and return the client's key advert as JSON.
 
-        Stores the client's scores for the masked input. Raises RequestRefused if the request names
-        other base values than the client has.
+        Stores the progress and the client's scores by block, which `answer` masks later. Raises
+        RequestRefused if the request names other base values than the client has, and SecAggError
+        for a round or attempt that is over.
         """
         state, _ = self.client.journal.client_state(request.name)
         turn = client_turn(self.client, request)
         base_digests = received_digests(self.agreement, self.client, turn, state)
         require_same_start(self.client, request, base_digests)
-        terms, number = self._make_terms(scoring_terms, request), request.turn.round
+        terms, number = self._make_terms(request, scoring=True), request.turn.round
         steps = score_steps(scores)
         texts = [str(steps.get(block, 0)) for block in self.agreement.blocks]
         self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
-        input_digest = _input_digest("poll", base_digests)
+        input_digest = _input_digest("scoring", base_digests)
         advert = self._scoring_protocol.advertise_keys(terms, [SCORES_SLOT], input_digest)
         return key_advert_to_json(advert, terms)
 
-    def _make_terms(self, make: Callable[..., Terms], request: Request) -> Terms:
-        """Return `make` (`round_terms` or `scoring_terms`) of the request, with own threshold."""
-        return make(
-            self.agreement,
-            request.turn.round,
-            self.threshold,
-            request.base_digests,
-            turn_digest=turn_digest(request.turn),
-            attempt=request.attempt,
-        )
+    def _make_terms(self, request: Request, *, scoring: bool) -> Terms:
+        """Return the protocol terms for a request, with the client's own agreement and threshold.
+
+        `scoring`: of the layer scoring before the round, not of the round.
+        """
+        settings = self.agreement, request.turn.round, self.threshold, request.base_digests
+        digest, attempt = turn_digest(request.turn), request.attempt
+        return round_terms(*settings, turn_digest=digest, attempt=attempt, scoring=scoring)
 
     def answer(self, step: str, message: Message) -> Message:
-        """Return the client's message for a step of SECAGG_STEPS, of a round or of a scoring.
+        """Return the client's reply to a message of the server in a step of SECAGG_STEPS.
 
-        `message` is the server's for this step. Raises SerializationError if it is invalid, and
-        RequestRefused or SecAggError if the client must not answer.
+        The digest in `message` decides whether the step is of the round or of the layer scoring.
+        Stores the progress before the reply is returned; masked input may spend privacy budget.
+        Raises SerializationError if the message is invalid, RequestRefused if no protocol was
+        begun, if the roster has a client outside the cohort, or if the stored input is missing, and
+        SecAggError if the protocol forbids the reply.
         """
         scoring, run = self.is_scoring_message(message), self.agreement.run
         protocol = self._scoring_protocol if scoring else self._round_protocol
@@ -189,7 +189,13 @@ class SecAggClient:
                 roster = read_secagg_message(
                     message, lambda fields: key_roster_from_json(fields, terms)
                 )
-                self._require_cohort(roster, terms.round)
+                # With outsiders, two groups of clients could each unmask a sum of the round.
+                cohort = set(self._cohort(terms.round))
+                if outsiders := sorted(a.client for a in roster.adverts if a.client not in cohort):
+                    raise RequestRefused(
+                        f"{outsiders[0]!r} is in the roster, and not in the cohort of round "
+                        f"{terms.round}"
+                    ).with_code("secagg")
                 return secagg_message(run, encrypted_shares_to_json(protocol.share_secrets(roster)))
             case secagg_config.MASKED_INPUT_STEP:
                 shares = read_secagg_message(message, forwarded_shares_from_json)
@@ -227,9 +233,10 @@ class SecAggClient:
         return self._progress().terms.round
 
     def round_and_sites(self, *, scoring: bool) -> tuple[int, tuple[str, ...]]:
-        """Return round number and clients of the current protocol; of a layer scoring if `scoring`.
+        """Return (round number, client names) of the round, or of the layer scoring if `scoring`.
 
-        The clients are the survivors if known, else those who sent shares, else the roster.
+        The clients are the survivors; before these are known, the clients that sent shares; before
+        that, the roster. Raises RequestRefused if no protocol was begun.
         """
         progress = self._progress(scoring=scoring)
         senders = (*progress.ciphertexts, self.client.name) if progress.ciphertexts else ()
@@ -243,56 +250,52 @@ class SecAggClient:
         return tuple(p for p in self.agreement.exchanged if VALUE_PREFIX + p.key in slots)
 
     def _progress(self, *, scoring: bool = False) -> RoundProgress:
-        """Return the stored progress of the round or scoring; raise RequestRefused if none."""
+        """Return the stored progress of the round or scoring that was begun last.
+
+        Raises RequestRefused if none was begun.
+        """
         progress = (self._scoring_progress if scoring else self._round_progress).read()
         if progress is None:
             raise RequestRefused(
                 f"{self.client.name} has not begun a secure aggregation"
-            ).with_code("masked")
+            ).with_code("secagg")
         return progress
 
     def _score_words(self) -> tuple[dict[str, Words], int]:
-        """Return the stored layer scores as integers to mask, and the weight 1.
+        """Return (stored layer scores as integers to mask, weight 1).
 
-        Raises RequestRefused if the stored scores are of another round.
+        Raises RequestRefused if there are no stored scores, or of another round.
         """
         number = self._progress(scoring=True).terms.round
         stored = self._scores_store.read_newest()
         if stored is None or stored.meta["round"] != number:
             raise RequestRefused(
                 f"{self.client.name} has no layer scores of round {number}"
-            ).with_code("masked")
+            ).with_code("secagg")
         return {SCORES_SLOT: words_from_ints(int(steps) for steps in stored.meta["scores"])}, 1
 
-    def _require_cohort(self, roster: KeyRoster, number: int) -> None:
-        """Raise RequestRefused if the roster has a client outside the round's cohort."""
-        # With outsiders, two groups of clients could each unmask a sum of the round.
-        cohort = set(self._cohort(number))
-        if outsiders := sorted(a.client for a in roster.adverts if a.client not in cohort):
-            raise RequestRefused(
-                f"{outsiders[0]!r} is in the roster, and not in the cohort of round {number}"
-            ).with_code("masked")
-
     def _journaled_update(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the client's encoded update of a round, and its meta data, from the journal.
+        """Return (encoded values, metadata) of the client's update of round `number`.
 
-        Raises RequestRefused if the journal does not have it any more.
+        Reads the journal. Raises RequestRefused if the journal has no update of this round.
         """
         client = self.client
         reply = client.journal.reply_for(self.agreement.request_name(number, client.name))
         if reply is None:
             raise RequestRefused(
                 f"{client.name} has no update of round {number} any more"
-            ).with_code("masked")
+            ).with_code("secagg")
         return reply
 
     def _update_words(self) -> tuple[dict[str, Words], int]:
-        """Return the client's update as integers to mask, by slot, and its weight.
+        """Return (integers to mask by slot, weight) of the client's update in the current round.
 
-        With a noise guard, the update is clipped and noised, and the budget is charged. Raises
-        RequestRefused if the client's base values are not those that the update was trained from.
+        With a noise guard, the update is clipped and noised, the weight is 1, and the round is
+        entered in the client's privacy budget. Raises RequestRefused if the journal has no update
+        of the round, or if the client's base values have changed since the update was trained.
         """
-        agreement, client, number = self.agreement, self.client, self.round
+        agreement, client, terms = self.agreement, self.client, self._progress().terms
+        number, wide = terms.round, agreement.secagg.wide_integers
         coded, meta = self._journaled_update(number)
         base = received_values(client, {param_key(name) for name in coded})
         for key, value in base.items():
@@ -300,29 +303,22 @@ class SecAggClient:
                 raise RequestRefused(
                     f"{client.name} has another {key} than its update of round {number} started "
                     "from"
-                ).with_code("masked")
+                ).with_code("secagg")
         values = agreement.method.compression.decode(coded, base)
-        if client.noise_guard is not None:
-            return self._noised_words(client.noise_guard, client_change(values, base)), 1
+        if (guard := client.noise_guard) is not None:
+            change = client_change(values, base)
+            shared = received_values(client, [p.key for p in self.shared_params])
+            mechanism = round_mechanism(guard, agreement, shared, len(self._cohort(number)))
+            request_name = agreement.request_name(number, client.name)
+            share = guard.noisy_share(mechanism, change, number, request_name, terms.digest)
+            return noised_words(share, wide=wide), 1
         own = MeanAggregator(agreement, base, 1)
         own.require(values, {}, meta[WEIGHT])
         own.add(client.name, values, {}, meta[WEIGHT])
-        return client_words(own, base, wide=agreement.secagg.wide_integers), meta[WEIGHT]
-
-    def _noised_words(self, guard: DistributedGuard, change: Change) -> dict[str, Words]:
-        """Clip the change, add the noise share to all shared params, charge the budget.
-
-        Returns the integers to mask, by slot.
-        """
-        agreement, client, terms = self.agreement, self.client, self._progress().terms
-        shared = received_values(client, [p.key for p in self.shared_params])
-        mechanism = round_mechanism(guard, agreement, shared, len(self._cohort(terms.round)))
-        charge_name = agreement.request_name(terms.round, client.name)
-        share = guard.noisy_share(mechanism, change, terms.round, charge_name, terms.digest)
-        return noised_words(share, wide=agreement.secagg.wide_integers)
+        return client_words(own, base, wide=wide), meta[WEIGHT]
 
 
 def _input_digest(kind: str, base_digests: Mapping[str, str]) -> str:
-    """Return one digest of the values that a client's input ("round" or "poll") is made from."""
+    """Return one digest of the values that a client's input ("round" or "scoring") is made from."""
     words = (word for key in sorted(base_digests) for word in (key, base_digests[key]))
-    return sha256_of("ground", kind, *words).hex()
+    return sha256_of("input", kind, *words).hex()

@@ -17,7 +17,7 @@ from fedplan.privacy.guarantee import Guarantee
 PLAIN, SECURE = "plain", "secure"
 AGGREGATION_KINDS = (PLAIN, SECURE)
 """Values of `SecAggConfig.kind`: no secure aggregation, and secure aggregation."""
-SECAGG_STEPS = ("share", "words", "consent", "unmask")
+SECAGG_STEPS = ("share_keys", "masked_input", "consistency_check", "unmask")
 """The protocol steps after the key adverts, in order: clients send encrypted shares, masked input,
 a signature of the survivor list, and unmask shares."""
 SHARES_STEP, MASKED_INPUT_STEP, SIGNATURE_STEP, UNMASK_STEP = SECAGG_STEPS
@@ -32,14 +32,15 @@ NARROW_BYTES, WIDE_BYTES = 8, 16
 class SecAggConfig:
     """How updates are summed: in the clear, or by secure aggregation.
 
-    `kind`: "plain" or "secure".
-    `threshold`: clients needed to unmask a sum; 0 is two thirds of the cohort, and one more.
-    `min_contributors`: a sum over fewer clients is never unmasked. With 2, each of two clients can
-    subtract its own update and learn the other's.
-    `wide_integers`: use two words a number, if a sum of weighted changes may exceed one.
+    `kind`: "plain" or "secure". `threshold`: clients needed to unmask a sum; 0 means two thirds of
+    the cohort, rounded down, plus one. `min_contributors`: a sum over fewer clients is never
+    unmasked. With 2, each of two clients can subtract its own update and learn the other's.
+    `wide_integers`: use two 64-bit words per number, if a sum of weighted changes may exceed one.
     `colluders`: clients that may work with the server; under client-level DP the noise of the
-    others alone is sufficient.
-    `equal_weights`: all clients weigh 1, so that no sum reveals a client's number of examples.
+    others alone is sufficient. `equal_weights`: all clients weigh 1, so that no sum reveals a
+    client's number of examples. The constructor raises FedplanError for an unknown kind, for a
+    threshold (other than 0) or `min_contributors` below 2, for `colluders` that reach the
+    threshold, and for `colluders` or `equal_weights` with the kind "plain".
     """
 
     kind: str = PLAIN
@@ -82,7 +83,7 @@ class SecAggConfig:
     @property
     def text(self) -> str:
         """The configuration in one line, which server and clients compare."""
-        return format_dataclass("masking", self)
+        return format_dataclass("secagg", self)
 
     @property
     def cost_text(self) -> str:
@@ -95,10 +96,10 @@ class SecAggConfig:
         return numbers * (WIDE_BYTES if self.wide_integers else NARROW_BYTES) + wide * WIDE_BYTES
 
     def resolve_threshold(self, cohort_size: int) -> int:
-        """Return the threshold for a cohort of this size, with 0 resolved to its default.
+        """Return the number of clients needed to unmask a sum, for a cohort of this size.
 
-        Raises FedplanError if the cohort is too small, or if two groups of clients could each
-        unmask a sum of the same round.
+        Raises FedplanError if the cohort is smaller than the threshold or `min_contributors`, or if
+        two groups of clients (with `colluders` in both) could each unmask a sum of the same round.
         """
         threshold = self.threshold or max(2, 2 * cohort_size // 3 + 1)
         if cohort_size < threshold:
@@ -128,8 +129,9 @@ class SecAggConfig:
         return threshold
 
     def honest_noise_shares(self, cohort_size: int) -> int:
-        """Return the least number of noise shares in a sum that no observer can subtract.
+        """Return how many clients' noise remains at least in a sum, for a cohort of this size.
 
+        That is the threshold, less the shares that colluders or one curious client can subtract.
         Raises FedplanError as `resolve_threshold` does.
         """
         # Every client sees the new global model and knows its own share, so there is always one
@@ -137,24 +139,26 @@ class SecAggConfig:
         return self.resolve_threshold(cohort_size) - max(1, self.colluders)
 
     def describe_noise(self, cohort_size: int, noise: float, clip: float) -> str:
-        """Return a sentence on the noise that each client adds, and on its cost.
+        """Return sentences for people on the noise of each client, for a cohort of this size.
 
-        `noise` is the noise multiplier, `clip` the clipping norm.
+        `noise`: noise multiplier. `clip`: clipping norm. Raises FedplanError as `resolve_threshold`
+        does.
         """
-        honest, observers = self.honest_noise_shares(cohort_size), "one other client"
+        honest, observers = self.honest_noise_shares(cohort_size), "one curious client"
         if self.colluders:
-            observers = f"{self.colluders} that work with the server, or {observers},"
+            observers += f" or {self.colluders} that collude with the server"
         return (
-            f"each of {cohort_size} clients adds noise of standard deviation "
-            f"{noise * clip / sqrt(honest):.3g} to every number: any {honest} shares sum to the "
-            f"promised noise, since a sum takes {self.resolve_threshold(cohort_size)} clients to "
-            f"unmask, and {observers} may subtract its own. The cost: a sum of all {cohort_size} "
-            f"has {sqrt(cohort_size / honest):.3g} times that noise"
+            f"each of {cohort_size} clients adds Gaussian noise of standard deviation "
+            f"{noise * clip / sqrt(honest):.3g} to every number; any {honest} shares sum to the "
+            "noise of the guarantee. A sum is unmasked only with the shares of "
+            f"{self.resolve_threshold(cohort_size)} clients, of which {observers} may subtract "
+            f"their own. The cost: a sum of all {cohort_size} clients has "
+            f"{sqrt(cohort_size / honest):.3g} times the noise of the guarantee"
         )
 
 
 def drift_tracked_kinds(method: Method) -> frozenset[str]:
-    """Return the kinds of params whose drift the method's phases may depend on.
+    """Return the kinds of params whose drift the method's phase rule may read.
 
     Empty for phases planned by round; all kinds for a custom phase rule.
     """
@@ -169,7 +173,13 @@ def drift_tracked_kinds(method: Method) -> frozenset[str]:
 def check_secagg_support(
     secagg: SecAggConfig, method: Method, guarantee: Guarantee | None, defence: Defence
 ) -> None:
-    """Raise FedplanError, with a remedy, if secure aggregation is on and excludes a setting."""
+    """Raise FedplanError, with a remedy, if secure aggregation is on and impossible in this run.
+
+    Checks the method (auxiliary tensors, LoRA products, phases by drift), the DP guarantee, the
+    defence against malicious clients, and without client-level DP whether
+    `secagg.min_contributors` is large enough for `secagg.colluders`. Does nothing if `secagg` is
+    plain, which means that secure aggregation is off.
+    """
     client_dp = guarantee if guarantee is not None and guarantee.unit == "client" else None
     required = MIN_CONTRIBUTORS_WITH_SQUARES + max(0, secagg.colluders - 1)
     conflicts: list[tuple[bool, str]] = [

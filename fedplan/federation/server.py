@@ -43,7 +43,6 @@ from fedplan.federation.rounds import (
 )
 from fedplan.models.params import Block
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
-from fedplan.storage.checkpoints import Checkpoint
 from fedplan.storage.failpoints import failpoint
 from fedplan.storage.files import file_size_and_digest
 from fedplan.storage.json_lines import JsonLinesFile, read_json_lines
@@ -66,13 +65,16 @@ Scores = Mapping[Block, float] | None
 class Server:
     """The server's side of a run in a folder, independent of the transport.
 
-    A round is begun, updated, closed and committed; committed rounds survive a crash at any time.
-    Opening a folder with a run resumes it.
+    Opening a folder with a run resumes the run; else a new run is created there. For each round,
+    call `begin_round`, `take` for each update, `close_round` and `commit`; committed rounds survive
+    a crash at any time. The folder is locked while the server object lives.
 
-    `start`: initial values of all params that may change; a value is dropped once the global state
-    has a newer one. `start_digests`: digests of all params' initial values; computed from `start`
-    if missing. `examples_digests`: digests of clients' examples, in a simulation.
-    `roster`: all clients with their traits. Raises FedplanError if the folder holds another run.
+    `agreement`: settings that server and clients fixed before round 1. `start`: initial values of
+    all params that may change; a value is dropped once the global state has a newer one. `rounds`:
+    rounds of the run. `roster`: all clients with their traits. `participation`: samples the clients
+    of a round; all if None. `start_digests`: digests of all params' initial values; computed from
+    `start` if None. `examples_digests`: digests of the clients' examples, in a simulation. Raises
+    FedplanError if the folder has another run, is locked, or lacks a file of the run.
     """
 
     def __init__(
@@ -94,9 +96,17 @@ class Server:
         self.store = Store(folder / GLOBAL_FOLDER)
         self.store.lock()
         checkpoint = self.store.read_newest()
-        self.identity = _load_identity(
-            folder, agreement, self.start_digests, examples_digests or {}, checkpoint
-        )
+        if checkpoint and not (
+            (folder / RUN_FILE).exists() and read_identity(folder).id == checkpoint.meta["run"]
+        ):
+            raise FedplanError(
+                f"{folder / RUN_FILE} is not of the same run as {folder / GLOBAL_FOLDER}: "
+                "restore a copy of it"
+            )
+        examples = dict(examples_digests or {})
+        joined = join_digests(agreement.params, self.start_digests)
+        expected = RunIdentity(agreement.run, agreement.study, agreement.start, examples, joined)
+        self.identity = load_or_create_identity(folder, expected)
         self.agreement = agreement = replace(agreement, run=self.identity.id)
         meta = checkpoint.meta if checkpoint else {}
         files: dict[str, Any] = meta.get("files", {})
@@ -117,7 +127,7 @@ class Server:
         self.metrics = JsonLinesFile(folder / METRICS, length=length, sha256=sha256)
 
     def record_study(self) -> None:
-        """Store the study file's digest in the newest checkpoint, if the study has changed."""
+        """Put the digest of a rewritten study file into the newest checkpoint, if there is one."""
         digest = file_size_and_digest(self.folder / STUDY)
         checkpoint = self.store.read_newest() if self._study_digest != digest else None
         if checkpoint is not None:
@@ -126,40 +136,38 @@ class Server:
             self.store.write(checkpoint.tensors, meta, number=checkpoint.number)
 
     def begin_round(self) -> RoundState:
-        """Announce the phase of the next round, draw its clients, and return their requests."""
-        self.global_state = announce_phase(self.agreement, self.global_state)
-        number = self.global_state.round + 1
+        """Return the open next round, with a request to each sampled client.
+
+        Sets the phase of the round in the global state. Layer scores that need no poll are in the
+        requests: those of the last vote, or under client-level DP without a vote those of a
+        data-independent probe. Raises as `sample_clients`.
+        """
+        agreement = self.agreement
+        self.global_state = announce_phase(agreement, self.global_state)
+        number, scores = self.global_state.round + 1, self.global_state.choice or None
         cohort = self.aggregation.sample_clients(number, list(self.roster))
-        builder = RequestBuilder(self.agreement, self.global_state)
+        builder = RequestBuilder(agreement, self.global_state)
         round_state = RoundState(
             {name: builder.request(name, self.roster[name]) for name in cohort},
-            self._open_aggregator(number, None),
+            self._open_aggregator(None),
             start_digests=self.start_digests,
             digests=self.digests,
         )
-        self._set_scores(round_state, self._initial_scores(number))
+        turns = class_turns(agreement, self.roster, number, self.global_state.phase)
+        votes = agreement.guarantee is not None and agreement.guarantee.vote_noise_multiplier
+        # The result of a poll would reveal which clients take part.
+        no_poll = self.aggregation.hides_clients and not votes and agreement.method.joint_choice
+        if no_poll and any(map(agreement.selects_blocks, turns)):
+            seed = seeds.seed(agreement.experiment, "probe", number)
+            scores = agreement.method.probe(data_independent_input(agreement.blocks, seed))
+        self._set_scores(round_state, scores)
         return round_state
 
-    def _initial_scores(self, number: int) -> Scores:
-        """Return the joint scores that need no poll: those of the last vote, if any.
-
-        Under client-level DP without a vote, a data-independent probe is called here, since the
-        result of a poll would depend on which clients take part.
-        """
-        agreement = self.agreement
-        turns = class_turns(self.agreement, self.roster, number, self.global_state.phase)
-        guarantee, together = agreement.guarantee, agreement.method.joint_choice
-        votes = guarantee is not None and bool(guarantee.vote_noise_multiplier)
-        polls = not self.aggregation.hides_clients or votes or not together
-        if polls or not any(map(agreement.selects_blocks, turns)):
-            return self.global_state.choice or None
-        seed = seeds.seed(agreement.experiment, "probe", number)
-        return agreement.method.probe(data_independent_input(agreement.blocks, seed))
-
     def voters(self, round_state: RoundState) -> list[str] | None:
-        """Return the clients to be polled for scores before training; None without a poll.
+        """Return the clients of the round to poll for layer scores before training.
 
-        A private vote takes place even without clients, since its noise hides that.
+        None if the round has neither a poll nor a DP vote. If not None, call `choose_blocks`. The
+        list of a vote may be empty: the noise of the vote hides whether there were clients.
         """
         guarantee, agreement = self.agreement.guarantee, self.agreement
         if guarantee is not None and guarantee.vote_noise_multiplier:
@@ -173,9 +181,11 @@ class Server:
     def choose_blocks(
         self, round_state: RoundState, polled: Mapping[str, Mapping[Block, float]]
     ) -> None:
-        """Put joint scores into all requests, from the scores of a poll or vote by client.
+        """Put joint layer scores into all requests of `round_state`; call before training.
 
-        Raises FedplanError if no client gave valid scores, or if a client has responded already.
+        `polled`: scores of a poll or vote by client; a client with an unknown block is left out. A
+        vote counts until the next; client-level DP charges the budget. Raises FedplanError if a
+        poll has no valid scores, or if a client has responded already.
         """
         guarantee, number = self.agreement.guarantee, self.global_state.round + 1
         blocks = set(self.agreement.blocks)
@@ -191,32 +201,34 @@ class Server:
         self._set_scores(round_state, joint)
 
     def _set_scores(self, round_state: RoundState, scores: Scores) -> None:
-        """Put scores into all requests and open a new aggregator for what may then be shared."""
+        """Put scores, if any, into all requests, and open a new aggregator for these requests."""
         if round_state.responded:
             raise FedplanError("scores must be set before any client has responded")
         if scores is not None:
             round_state.set_scores(scores)
-            round_state.aggregator = self._open_aggregator(self.global_state.round + 1, scores)
+            round_state.aggregator = self._open_aggregator(scores)
 
-    def _open_aggregator(self, number: int, scores: Scores) -> Aggregator:
-        """Return the aggregator of a round, over all params that any client may share."""
-        return self.aggregation.open_round(
-            self.global_state, lambda: self._shared_values(number, scores), len(self.roster)
-        )
+    def _open_aggregator(self, scores: Scores) -> Aggregator:
+        """Return an empty aggregator for the next round, given the joint layer scores."""
+        agreement, global_state = self.agreement, self.global_state
 
-    def _shared_values(self, number: int, scores: Scores) -> dict[str, Tensor]:
-        """Return the global values of all params that any client may share in a round."""
-        agreed = self.agreement
-        turns = class_turns(self.agreement, self.roster, number, self.global_state.phase)
-        scored = [replace(turn, scores=scores) for turn in turns]
-        if agreed.distributed_dp and scored:
-            params = agreed.public_params(scored[0])
-        else:
-            params = agreed.shared_params(scored)
-        return {p.key: self.global_state.values[p.key] for p in params}
+        def shared_values() -> dict[str, Tensor]:  # of all params that any client may share
+            number, phase = global_state.round + 1, global_state.phase
+            turns = class_turns(agreement, self.roster, number, phase)
+            scored = [replace(turn, scores=scores) for turn in turns]
+            if agreement.distributed_dp and scored:
+                params = agreement.public_params(scored[0])
+            else:
+                params = agreement.shared_params(scored)
+            return {p.key: global_state.values[p.key] for p in params}
+
+        return self.aggregation.open_round(global_state, shared_values, len(self.roster))
 
     def resend_all(self, round_state: RoundState, client: str) -> None:
-        """Replace the request of a client that lost its state by one with all values it needs."""
+        """Replace the request to a client that lost its state by one with all values that it needs.
+
+        Counts the bytes of the old request as wasted.
+        """
         old = round_state.cohort[client]
         round_state.wasted_bytes += old.nbytes
         traits = self.roster[client]
@@ -233,22 +245,24 @@ class Server:
         accept_update(self.agreement, self.global_state, round_state, update, is_late=late)
 
     def close_round(self, round_state: RoundState) -> None:
-        """Aggregate the updates of a round into the global state; `commit` stores it."""
+        """Aggregate the updates of a round into `global_state`, in memory; call `commit` next.
+
+        Client-level DP charges the privacy budget. Raises FedplanError if the server optimizer
+        returns an invalid value, PrivacyError if the budget does not suffice.
+        """
         failpoint("round.before_close")
         result = round_state.aggregator.close()
         round_state.products, round_state.defence = result.products, result.defence
-        round_state.masked = result.masked
-        later = self._changing_after(self.global_state.round + 1)
+        round_state.secagg = result.secagg
+        # The keys that a later round may change, in this or a later phase.
+        number, phase = self.global_state.round + 1, self.global_state.phase
+        phases = self.agreement.method.phase_rule.phases
+        remaining = phases[phases.index(phase) :] if phase else ("", *phases)
+        last_rounds = (self._last_rounds[phase] for phase in remaining)
+        later = {key for rounds in last_rounds for key, last in rounds.items() if last > number}
         self.global_state = close_round(
             self.agreement, self.global_state, round_state, result, later=later
         )
-
-    def _changing_after(self, number: int) -> set[str]:
-        """Return the keys that a round after `number` may change, in this or a later phase."""
-        phase, phases = self.global_state.phase, self.agreement.method.phase_rule.phases
-        remaining = phases[phases.index(phase) :] if phase else ("", *phases)
-        last_rounds = (self._last_rounds[phase] for phase in remaining)
-        return {key for rounds in last_rounds for key, last in rounds.items() if last > number}
 
     @cached_property
     def _last_rounds(self) -> dict[str, dict[str, float]]:
@@ -261,10 +275,10 @@ class Server:
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
     ) -> CommittedRound:
-        """Write a closed round to disk: ledger, metrics, then the global state.
+        """Write a closed round to disk (ledger, metrics, then global state); return the round.
 
-        `scores`: evaluation metrics for the metrics file. `signs`: extra fields of the round's line
-        in the ledger. Logs the round's warnings.
+        A crash before the global state is written repeats the round. `scores`: for the metrics
+        file. `signs`: further fields of the round's ledger line, as `attention`. Logs all warnings.
         """
         history = self._history
         turns = tuple(round_state.records[name] for name in sorted(round_state.records))
@@ -290,7 +304,7 @@ class Server:
     def _committed_round(
         self, record: RoundRecord, turns: tuple[TurnRecord, ...], scores: Mapping[str, Any]
     ) -> CommittedRound:
-        """Return a committed round for callbacks, with the metrics of all rounds so far."""
+        """Return the object that callbacks get for a round, with a copy of all rounds' metrics."""
         run = self.agreement.experiment, self.identity.id, self.folder
         metrics, hides_clients = Metrics(self.history), self.aggregation.hides_clients
         return CommittedRound(self.rounds, record, turns, scores, metrics, *run, hides_clients)
@@ -301,7 +315,10 @@ class Server:
             del self.start[key]
 
     def add_scores(self, committed: CommittedRound, scores: Mapping[str, Any]) -> CommittedRound:
-        """Store evaluation metrics of the last committed round, and return it with them."""
+        """Add evaluation metrics (`scores`) to the last committed round, on disk and in memory.
+
+        For metrics that arrive after `commit`. Returns `committed` with the metrics.
+        """
         self.metrics.append([{"round": committed.round, **scores}])
         if (checkpoint := self.store.peek()) is not None:
             files = checkpoint.meta["files"] | {METRICS: self.metrics.length_and_digest}
@@ -310,7 +327,7 @@ class Server:
         return replace(committed, scores=scores, metrics=Metrics(self.history))
 
     def keep_best(self, number: int) -> None:
-        """Store the global state as the best one if it is of round `number`; 0 is no round."""
+        """If the global state is of round `number`, not 0, store it in place of the best one."""
         if number == self.global_state.round and number:
             store, best = Store(self.folder / BEST, keep=1), replace(self.global_state, memory={})
             if number not in store.numbers():
@@ -328,7 +345,7 @@ class Server:
         return read_history(self.ledger, self.metrics.file)
 
     def last_round(self) -> CommittedRound | None:
-        """Return the last committed round as callbacks received it; None before the first."""
+        """Return the last committed round, read from ledger and metrics; None before the first."""
         _, records = read_segment(self.ledger.file)
         if not records or not isinstance(record := records[-1], RoundRecord):
             return None
@@ -339,7 +356,7 @@ class Server:
         return self._committed_round(record, turns, scores)
 
     def _round_record(self, round_state: RoundState) -> RoundRecord:
-        """Return the ledger's record of a closed round."""
+        """Return the ledger's record of a closed round; drops outdated digests from the cache."""
         global_state, sizes = self.global_state, self.agreement.download_bytes
         self.digests.keep_only(global_state.values.values())
         changed = {k for k, v in global_state.versions.items() if v == global_state.round}
@@ -348,52 +365,35 @@ class Server:
         return RoundRecord(
             round=global_state.round,
             phase=global_state.phase,
-            counted=tuple(sorted(round_state.aggregated)),
+            aggregated=tuple(sorted(round_state.aggregated)),
             rejected=dict(sorted(round_state.rejected.items())),
-            moved={k: self.digests.short_digest(global_state.values[k]) for k in sorted(changed)},
+            changed={k: self.digests.short_digest(global_state.values[k]) for k in sorted(changed)},
             drift=global_state.drift,
-            up=sum(record.up for record in round_state.records.values()),
-            down=round_state.wasted_bytes + down,
+            upload_bytes=sum(record.upload_bytes for record in round_state.records.values()),
+            download_bytes=round_state.wasted_bytes + down,
             products=round_state.products,
             defence=round_state.defence,
-            masked=round_state.masked,
+            secagg=round_state.secagg,
         )
 
     def _files(self) -> dict[str, list[int | str]]:
-        """Return length and digest of every file beside the global state, for `verify`."""
+        """Return [length, digest] by path of the run's files beside the global state, for `verify`.
+
+        These are WRITE_ONCE_FILES, secrets and charges of DP, the open ledger segment and metrics.
+        A file is read again only if the time, size or inode have changed.
+        """
         files = [self.folder / name for name in WRITE_ONCE_FILES if (self.folder / name).exists()]
         for name in (SECRET_FILE, CHARGES_FILE) if self.agreement.guarantee else ():
             files += sorted((self.folder / "privacy").rglob(name))
-        entries = {str(file.relative_to(self.folder)): self._file_digest(file) for file in files}
+        entries = dict[str, list[int | str]]()
+        for file in files:
+            stat = file.stat()
+            state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if file not in self._file_digests or self._file_digests[file][0] != state:
+                self._file_digests[file] = state, file_size_and_digest(file)
+            entries[str(file.relative_to(self.folder))] = self._file_digests[file][1]
         return entries | {f.file.name: f.length_and_digest for f in (self.ledger, self.metrics)}
-
-    def _file_digest(self, file: Path) -> list[int | str]:
-        """Return length and digest of a file, read again only if its time, size or inode change."""
-        stat = file.stat()
-        state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        if file not in self._file_digests or self._file_digests[file][0] != state:
-            self._file_digests[file] = state, file_size_and_digest(file)
-        return self._file_digests[file][1]
 
     def global_values(self) -> dict[str, Tensor]:
         """Return the global model's trainable values; params that clients keep have the start's."""
         return global_values(self.agreement, self.global_state, self.start)
-
-
-def _load_identity(
-    folder: Path,
-    agreement: Agreement,
-    start_digests: Mapping[str, str],
-    examples_digests: Mapping[str, str],
-    checkpoint: Checkpoint | None,
-) -> RunIdentity:
-    """Return the run's identity; raise FedplanError if it is not that of the checkpoint."""
-    has_identity = (folder / RUN_FILE).exists()
-    if checkpoint and not (has_identity and read_identity(folder).id == checkpoint.meta["run"]):
-        raise FedplanError(
-            f"{folder / RUN_FILE} is not of the same run as {folder / GLOBAL_FOLDER}: "
-            "restore a copy of it"
-        )
-    joined, rows = join_digests(agreement.params, start_digests), dict(examples_digests)
-    expected = RunIdentity(agreement.run, agreement.study, agreement.start, rows, joined)
-    return load_or_create_identity(folder, expected)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts of a server with remote sites, in seconds, and its number of retries.
+    """Timeouts in seconds of a server with remote sites, and the number of attempts.
 
     `sites`: wait for sites to connect, and for an unreachable SuperLink.
     `updates`: wait for the updates of a round.
     `reconnect`: time after which a site that disappeared is no longer waited for.
-    `poll_interval`: interval between two checks for answers.
+    `poll_interval`: interval between two checks for replies.
     `tries`: attempts per request to a site that fails.
     `evaluations`: wait for the evaluation scores of a round; later ones are left out.
     """

@@ -24,18 +24,27 @@ FOLDER = "trackers"
 """Folder of all trackers within a run's folder."""
 PER_CLIENT_PREFIXES = ("clients.", "sites.by.", "sites.silent.")
 """Prefixes of metrics of single clients, which trackers do not get."""
-COHORT_PREFIXES = ("up", "down", "counted", "rejected", "personal.", "sites.")
+COHORT_PREFIXES = (
+    "upload_bytes",
+    "download_bytes",
+    "aggregated",
+    "rejected",
+    "personal.",
+    "sites.",
+)
 """Prefixes of metrics that depend on the sampled clients."""
 
 
 class Tracker(ABC):
-    """A callback that is created for one run, and closed when the run ends or fails.
+    """Base class of callbacks with an open resource, one object for each run.
 
-    A resumed run calls it with its last round again; a subclass must ignore the repetition.
+    A run calls the tracker with each committed round, and `close` when the run ends or fails. A
+    resumed run repeats the last round; a subclass must ignore the repetition. `package`: package
+    that must be installed, else the constructor raises FedplanError.
     """
 
     package: ClassVar[str] = ""
-    """Package that must be installed; the extra of fedplan has the same name."""
+    """The extra of fedplan has the same name."""
 
     def __init__(self) -> None:
         """Raise FedplanError if the package is not installed."""
@@ -56,7 +65,7 @@ class Tracker(ABC):
 
 
 def tracked_metrics(closed: CommittedRound) -> dict[str, float]:
-    """Return the metrics of a round that trackers log: those over all clients.
+    """Return the metrics of the committed round `closed` that are over all clients, by name.
 
     Under client-level DP, metrics that depend on the sampled clients are left out too.
     """
@@ -67,9 +76,9 @@ def tracked_metrics(closed: CommittedRound) -> dict[str, float]:
 
 
 def tracker_folder(tracker: str, closed: CommittedRound) -> Path:
-    """Create and return the folder of a tracker within the run's folder.
+    """Return the folder of a tracker in the run's folder, created if missing.
 
-    Raises FedplanError if the run has no folder.
+    Raises FedplanError if the run of the committed round `closed` has no folder.
     """
     if closed.folder is None:
         raise FedplanError(f"the tracker {tracker!r} writes into a run's folder: give the run one")
@@ -80,13 +89,14 @@ def tracker_folder(tracker: str, closed: CommittedRound) -> Path:
 
 @final
 class TensorBoard(Tracker):
-    """Scalars for TensorBoard: `tensorboard --logdir RUN/trackers/tensorboard`."""
+    """Tracker that writes each metric as a scalar for TensorBoard, in the run's folder.
+
+    To see the scalars: `tensorboard --logdir RUN/trackers/tensorboard`. The first call opens the
+    file.
+    """
 
     package = "tensorboard"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._writer: Any = None
+    _writer: Any = None
 
     def __call__(self, closed: CommittedRound) -> str | None:
         """Write each metric as a scalar at the step of the round."""
@@ -109,17 +119,17 @@ class TensorBoard(Tracker):
 
 @final
 class MLflow(Tracker):
-    """An MLflow run, in a database in the run's folder, or at `MLFLOW_TRACKING_URI`."""
+    """Tracker that logs each finite metric to an MLflow run.
+
+    The run is in a database in the run's folder, or at the variable `MLFLOW_TRACKING_URI` if set.
+    """
 
     package = "mlflow"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: tuple[Any, str] | None = None
-        self._round = 0
+    _open: tuple[Any, str] | None = None  # client and run id
+    _round = 0  # last logged round
 
     def __call__(self, closed: CommittedRound) -> str | None:
-        """Log each finite metric at the step of the round, unless it was logged before."""
+        """Log each finite metric at the step of the round; a round is logged once."""
         client, run = self._open = self._open or self._open_run(closed)
         if closed.round > self._round:
             now, metric = int(time.time() * 1000), import_module("mlflow.entities").Metric
@@ -130,9 +140,10 @@ class MLflow(Tracker):
         return None
 
     def _open_run(self, closed: CommittedRound) -> tuple[Any, str]:
-        """Return the MLflow client and run id; create experiment and run if they are missing.
+        """Return (MLflow client, MLflow run id); create experiment and run if missing.
 
-        Sets `_round` to the last round that an existing run has logged.
+        `closed`: a committed round, for the names. Sets `_round` to the last round that an existing
+        run has logged.
         """
         folder = tracker_folder(self.package, closed).absolute()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
@@ -162,13 +173,13 @@ class MLflow(Tracker):
 
 @final
 class WeightsAndBiases(Tracker):
-    """An offline Weights & Biases run: `wandb sync RUN/trackers/wandb/wandb/offline-run-*`."""
+    """Tracker that logs the metrics to an offline Weights & Biases run in the run's folder.
+
+    To upload: `wandb sync RUN/trackers/wandb/wandb/offline-run-*`. The first call starts the run.
+    """
 
     package = "wandb"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._run: Any = None
+    _run: Any = None
 
     def __call__(self, closed: CommittedRound) -> str | None:
         """Log the metrics at the step of the round."""
@@ -205,9 +216,9 @@ TRACKER_NAMES: Registry[Callback | type[Tracker]] = Registry("tracker", TRACKERS
 
 
 def make_tracker(name: str) -> Callback:
-    """Return the callback of a name; a tracker class gives a new instance.
+    """Return the registered callback of a name; a Tracker class gives a new instance.
 
-    Raises FedplanError for an unknown name or a missing package.
+    Raises FedplanError for an unknown name or a package that is not installed.
     """
     callback = TRACKER_NAMES.find(name).value
     return callback() if isinstance(callback, type) else callback

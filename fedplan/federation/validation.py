@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Request, Update, UpdateRejected, block_scores_to_json
-from fedplan.federation.record import ROLE_BY_LETTER, Scores, TurnRecord, split_digests
+from fedplan.federation.record import ROLE_BY_LETTER, TurnRecord, split_digests
 from fedplan.language.plan import Role, Roles
 from fedplan.language.turn import Turn
 from fedplan.models.params import Block
@@ -22,17 +22,18 @@ SentDigest = Callable[[str], str | None]
 """Returns the digest of the value that a client received under a key; None if it is unknown."""
 
 
-def scores_by_block(agreement: Agreement, scores: Scores) -> dict[Block, float]:
-    """Return a record's scores by block; raise UpdateRejected for duplicate or unknown blocks."""
-    by_block = {Block(stack, number): score for stack, number, score in scores}
-    if len(by_block) < len(scores) or by_block.keys() - set(agreement.blocks):
-        raise UpdateRejected("its record scores a block twice, or a block that does not exist")
-    return by_block
-
-
 def require_plan_roles(agreement: Agreement, record: TurnRecord) -> Roles:
-    """Return the roles of a record's turn; raise UpdateRejected if the plan gives other roles."""
-    scores = scores_by_block(agreement, record.scores) if record.scores is not None else None
+    """Return the role of each param in a record's turn, from the agreement's plan.
+
+    Raises UpdateRejected if the record has other roles, lacks scores for a choice of layers, has
+    scores without a choice, or scores a block twice or an unknown block. Raises PlanError if a
+    candidate block has no score.
+    """
+    scores: dict[Block, float] | None = None
+    if record.scores is not None:
+        scores = {Block(stack, number): score for stack, number, score in record.scores}
+        if len(scores) < len(record.scores) or scores.keys() - set(agreement.blocks):
+            raise UpdateRejected("its record scores a block twice, or a block that does not exist")
     turn = Turn(record.round, record.client, record.phase, record.traits, scores)
     if agreement.selects_blocks(turn) != (scores is not None):
         raise UpdateRejected("its record has scores in a turn without choice, or lacks them")
@@ -51,10 +52,13 @@ def require_plan_roles(agreement: Agreement, record: TurnRecord) -> Roles:
 def validate_record(
     agreement: Agreement, request: Request, update: Update, record: TurnRecord
 ) -> Roles:
-    """Return the roles of a record; raise UpdateRejected if it contradicts the request or plan.
+    """Return the role of each param, if a client's record agrees with all that the server knows.
 
-    Checks round, client, phase, traits, weight, bytes, roles, joint scores, that frozen params did
-    not change, and turns that the server missed.
+    Raises UpdateRejected if round, client, phase, traits, weight, uploaded bytes or joint scores
+    contradict the request or the update, if a private run's record has a loss or a weight other
+    than 1, if roles contradict the agreement's plan, if a param without a trained role changed, or
+    if a turn in `record.missed` is of another client, out of order, or invalid. Digests of trained
+    params are not checked here (`validate_digests`).
     """
     turn, masked = request.turn, agreement.secagg.active
     fields = {
@@ -63,7 +67,7 @@ def validate_record(
         "phase": (record.phase, turn.phase),
         "traits": (record.traits, dict(turn.traits)),
         **({} if masked else {"weight": (record.weight, update.weight)}),
-        **({} if masked else {"up": (record.up, update.nbytes)}),
+        **({} if masked else {"upload_bytes": (record.upload_bytes, update.nbytes)}),
     }
     for name, (recorded, expected) in fields.items():
         if recorded != expected:
@@ -75,14 +79,22 @@ def validate_record(
         raise UpdateRejected("its record has a weight or a loss, which are private in this run")
     roles = require_plan_roles(agreement, record)
     upload = sum(map(agreement.upload_bytes, agreement.sent_params(turn, roles)))
-    if masked and record.up != upload:
-        raise UpdateRejected(f"its record says that it sends {record.up} bytes, not {upload}")
+    if masked and record.upload_bytes != upload:
+        sent = record.upload_bytes
+        raise UpdateRejected(f"its record says that it sends {sent} bytes, not {upload}")
     scores = [list(score) for score in record.scores or ()]
     is_joint = record.scores is not None and agreement.method.joint_choice
     if is_joint and scores != block_scores_to_json(turn.scores or {}):
         raise UpdateRejected("its record has other scores than those of the request")
     _require_frozen(agreement, record, roles)
-    _validate_missed_turns(agreement, request, record)
+    last, phases = request.last_update_round, ("", *agreement.method.phase_rule.phases)
+    for missed in record.missed:
+        if missed.client != record.client or not last < missed.round < record.round:
+            raise UpdateRejected("its record has missed turns of another client, or out of order")
+        if missed.phase not in phases:
+            raise UpdateRejected(f"its record has an unknown phase {missed.phase[:40]!r}")
+        last = missed.round
+        _require_frozen(agreement, missed, require_plan_roles(agreement, missed))
     return roles
 
 
@@ -94,10 +106,13 @@ def validate_digests(
     sent_digest: SentDigest,
     digests: DigestCache,
 ) -> None:
-    """Raise UpdateRejected if a record's digests contradict the values sent and received.
+    """Raise UpdateRejected if a record's digests contradict values that the server knows.
 
-    `values`: the client's decoded update. Its digests are only compared if the update is
-    uncompressed, unscaled and not masked.
+    `sent_digest`: returns by key the digest of the value that the client received; None if unknown.
+    Before training, each param must have this digest, except params with a personal role. After
+    training, the shared params must have the digests of `values` (the client's decoded update);
+    this is only compared if the agreement has no compression, scaling or masking. `digests` caches
+    digests of tensors.
     """
     before = split_digests(agreement.params, record.before)
     after = split_digests(agreement.params, record.after)
@@ -119,15 +134,3 @@ def _require_frozen(agreement: Agreement, record: TurnRecord, roles: Roles) -> N
     for param, role in roles.items():
         if not role.is_trained and before[param.key] != after[param.key]:
             raise UpdateRejected(f"its record says that {param.key} is {role.name} and changed")
-
-
-def _validate_missed_turns(agreement: Agreement, request: Request, record: TurnRecord) -> None:
-    """Raise UpdateRejected if records of turns that the server missed are invalid."""
-    last, phases = request.last_update_round, ("", *agreement.method.phase_rule.phases)
-    for missed in record.missed:
-        if missed.client != record.client or not last < missed.round < record.round:
-            raise UpdateRejected("its record has missed turns of another client, or out of order")
-        if missed.phase not in phases:
-            raise UpdateRejected(f"its record has an unknown phase {missed.phase[:40]!r}")
-        last = missed.round
-        _require_frozen(agreement, missed, require_plan_roles(agreement, missed))

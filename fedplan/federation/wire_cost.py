@@ -16,11 +16,11 @@ def uncompressed_bytes(param: Param) -> int:
 
 @dataclass(frozen=True)
 class WireCost:
-    """Transfer costs of a federation.
+    """Transfer costs of a federation between server and clients.
 
-    `upload_bytes`: bytes of a shared param in an upload, with its auxiliary tensors.
-    `aux_count`: auxiliary tensors that travel beside each shared param.
-    `text`: what makes the costs unusual, such as compression; may be empty.
+    `upload_bytes`: returns the bytes of a shared param in an upload, with auxiliary tensors.
+    `aux_count`: number of auxiliary tensors beside each shared param.
+    `text`: the reason for unusual costs, for people (compression, for example); may be empty.
     `server_merged`: keys of params that no client shares but the server changes, as FLoRA's base
     weights; server and clients start with the same values.
     """

@@ -30,9 +30,10 @@ MAX_PLAN_LENGTH = 50_000
 
 
 def parse(text: str) -> Plan:
-    """Parse the text of a plan, without evaluating any code.
+    """Return the plan that a text describes, without evaluating any code.
 
-    Raises PlanError, with the position in the text, if it is not a plan or is too long.
+    Raises PlanError, with the position in the text, if the text is not a plan or longer than
+    MAX_PLAN_LENGTH.
 
     >>> parse("chain(share(), when(after(20), freeze(query | key)))").text
     'chain(share(), when(after(20), freeze(query | key)))'
@@ -44,7 +45,7 @@ def parse(text: str) -> Plan:
 
 
 def parse_part(text: str) -> Part:
-    """Parse the text of a part, such as `query & ~bias`; raises PlanError if it is not a part."""
+    """Return the part that a text such as `query & ~bias` describes; else raise PlanError."""
     return PLAN_GRAMMAR.read(text, lambda value: parts.require_part(value, "a part"))
 
 

@@ -71,7 +71,7 @@ class PlaceAtom(PartAtom):
 
 @dataclass(frozen=True)
 class Word(PartAtom):
-    """A part named by one of the WORDS."""
+    """A part named by one of the WORDS: all params with `name` among their words."""
 
     name: str
 
@@ -88,7 +88,7 @@ class Word(PartAtom):
 
 @dataclass(frozen=True)
 class Blocks(PlaceAtom):
-    """Params in the blocks with these indices, in any stack; negative ones count from the end."""
+    """Params in the blocks with `indices`, in any stack; negative indices count from the end."""
 
     indices: tuple[int, ...]
 
@@ -103,36 +103,26 @@ class Blocks(PlaceAtom):
 
 
 @dataclass(frozen=True)
-class First(PlaceAtom):
-    """Params in the first `count` blocks of their stack."""
+class EndBlocks(PlaceAtom):
+    """Params in the first or last `count` blocks of their stack; `end` is "first" or "last"."""
 
+    end: str
     count: int
 
     @property
     def text(self) -> str:
-        return f"first({self.count})"
+        return f"{self.end}({self.count})"
 
     def holds(self, subject: Param) -> bool:
-        return subject.block is not None and subject.block < self.count
-
-
-@dataclass(frozen=True)
-class Last(PlaceAtom):
-    """Params in the last `count` blocks of their stack."""
-
-    count: int
-
-    @property
-    def text(self) -> str:
-        return f"last({self.count})"
-
-    def holds(self, subject: Param) -> bool:
-        return subject.block is not None and subject.block >= subject.depth - self.count
+        if subject.block is None:
+            return False
+        first = self.end == "first"
+        return subject.block < self.count if first else subject.block >= subject.depth - self.count
 
 
 @dataclass(frozen=True)
 class Named(PartAtom):
-    """Params whose name in the model matches a pattern with `*` and `?`."""
+    """Params with a name in the model that matches `pattern`, with `*` and `?` as in fnmatch."""
 
     pattern: str
 
@@ -164,16 +154,16 @@ class On(PartAtom):
 
 
 def require_part(value: Any, name: str) -> Part:
-    """Return `value` if it is a part; otherwise raise PlanError, naming function `name`."""
+    """Return `value` if it is a part; otherwise raise PlanError, naming the function `name`."""
     if not isinstance(value, Predicate) or value.subject_type != "part":
         raise PlanError(f"{name} takes a part such as query | key, not {value!s}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
 def blocks(*indices: int) -> Part:
-    """The blocks with these indices, in every stack: `blocks(0, 1)`, `blocks(-1)`.
+    """Return the part of the blocks with these indices, in every stack: `blocks(0, -1)`.
 
-    Raises PlanError if there are none.
+    Negative indices count from the end. Raises PlanError without indices, or if one is no int.
     """
     if not indices:
         raise PlanError("blocks takes one or more indices, as in blocks(0, 1)")
@@ -182,12 +172,12 @@ def blocks(*indices: int) -> Part:
 
 def first(count: int) -> Part:
     """The first `count` blocks of each stack."""
-    return First(require_int(count, "first", least=1))
+    return EndBlocks("first", require_int(count, "first", least=1))
 
 
 def last(count: int) -> Part:
     """The last `count` blocks of each stack."""
-    return Last(require_int(count, "last", least=1))
+    return EndBlocks("last", require_int(count, "last", least=1))
 
 
 def named(pattern: str) -> Part:

@@ -21,10 +21,10 @@ LANGUAGE = 1
 
 
 class Role(Enum):
-    """Whether the client trains a param in a turn, and whether its value is global or personal.
+    """Role of a param in a turn: trained or not, and with a global or a personal value.
 
     SHARE: global, trained and aggregated. KEEP: personal, trained. FREEZE: global, not trained.
-    HOLD: personal, not trained.
+    HOLD: personal, not trained. A personal value is the client's own and is never uploaded.
     """
 
     SHARE = "share"
@@ -58,10 +58,12 @@ Roles = Mapping[Param, Role]
 
 
 class Plan(ABC):
-    """A rule that assigns roles to params in each turn.
+    """A rule that assigns a Role to each param in each turn (one client in one round).
 
-    Plans are immutable data: plans with the same text are equal, and `parse(plan.text) == plan`.
-    Server and clients compare fingerprints to check that they run the same plan.
+    Build plans with `share`, `keep`, `freeze`, `hold`, `best`, `chain`, `when`, `cycle`, `by`, or
+    `parse` a text. Plans are immutable: plans with the same `text` are equal, and
+    `parse(plan.text) == plan`. Server and clients compare `fingerprint` to check that both run the
+    same plan. `active_steps(turn)` are the assignments of a turn; `walk()` yields nested plans.
     """
 
     @property
@@ -88,7 +90,7 @@ class Plan(ABC):
 
 @dataclass(frozen=True)
 class Assign(Plan):
-    """Assign a role to the params of a part."""
+    """The plan that assigns `role` to the params of `part`, in every turn."""
 
     role: Role
     part: Part
@@ -103,7 +105,11 @@ class Assign(Plan):
 
 @dataclass(frozen=True)
 class Best(Plan):
-    """Train a part in the `count` blocks with the highest scores; global or personal stays."""
+    """The plan that trains `part` in the `count` blocks with the highest scores of the turn.
+
+    A param of `part` in these blocks becomes SHARE if its role was global (SHARE or FREEZE), KEEP
+    if its role was personal (KEEP or HOLD). All other params keep their role.
+    """
 
     count: int
     part: Part
@@ -122,7 +128,7 @@ Step = Assign | Best
 
 @dataclass(frozen=True)
 class Chain(Plan):
-    """Plans in sequence; later ones take precedence."""
+    """All of `steps` in sequence; a later plan takes precedence over an earlier one."""
 
     steps: tuple[Plan, ...]
 
@@ -163,7 +169,7 @@ class When(Plan):
 
 @dataclass(frozen=True)
 class Cycle(Plan):
-    """Plans in rotation, one per round."""
+    """`plans` in rotation: the first in round 1, the next in round 2, and so on."""
 
     plans: tuple[Plan, ...]
 
@@ -182,7 +188,10 @@ class Cycle(Plan):
 
 @dataclass(frozen=True)
 class By(Plan):
-    """A plan by the value of a client's trait; `otherwise` for clients with any other value."""
+    """A plan by the value of a client's `trait`.
+
+    `cases`: pairs (value, plan), sorted. `otherwise`: for clients with another or no value.
+    """
 
     trait: str
     cases: tuple[tuple[str, Plan], ...]
@@ -226,17 +235,18 @@ def hold(part: Part = everything) -> Plan:
 
 
 def best(count: int, part: Part = body) -> Plan:
-    """Train a part in the `count` blocks with the highest scores of the turn.
+    """Return a plan that trains a part in the `count` blocks with the highest scores of the turn.
 
-    Raises PlanError unless `count` is a positive integer.
+    Raises PlanError if `count` is no positive integer or `part` is no part.
     """
     return Best(require_int(count, "best", least=1), require_part(part, "best"))
 
 
 def chain(*plans: Plan) -> Plan:
-    """Plans in sequence; later ones take precedence, and `chain()` changes nothing.
+    """Return the plans in sequence as one plan; later ones take precedence.
 
-    Nested chains are flattened, and a chain of one plan is that plan.
+    `chain()` changes nothing. Nested chains are flattened, and a chain of one plan is that plan.
+    Raises PlanError for anything that is no plan.
 
     >>> chain(share(), chain(), chain(freeze(), share())).text
     'chain(share(), freeze(), share())'
@@ -248,15 +258,15 @@ def chain(*plans: Plan) -> Plan:
 
 
 def when(condition: Condition, plan: Plan, otherwise: Plan | None = None) -> Plan:
-    """`plan` in turns where a condition holds, and optionally `otherwise` in the others."""
+    """Return `plan` for turns where a condition holds, and `otherwise` (or nothing) for others."""
     other = chain() if otherwise is None else require_plan(otherwise, "when")
     return When(require_condition(condition, "when"), require_plan(plan, "when"), other)
 
 
 def cycle(*plans: Plan) -> Plan:
-    """Plans in rotation: the first in round 1, the next in round 2, then from the start again.
+    """Return a plan that rotates: the first of `plans` in round 1, the next in round 2, and so on.
 
-    Raises PlanError if there are none.
+    Raises PlanError without plans, or for anything that is no plan.
     """
     if not plans:
         raise PlanError("cycle takes one or more plans")
@@ -264,9 +274,10 @@ def cycle(*plans: Plan) -> Plan:
 
 
 def by(trait: str, cases: Mapping[str, Plan], otherwise: Plan | None = None) -> Plan:
-    """A plan by a client's trait: `by("capacity", {"small": best(2)}, otherwise=best(6))`.
+    """Return a plan by a client's trait: `by("capacity", {"small": best(2)}, otherwise=best(6))`.
 
-    Raises PlanError if `cases` is empty or no mapping.
+    `cases`: plan by value of the trait. `otherwise`: for all other clients; None changes nothing.
+    Raises PlanError if `cases` is empty or no mapping, or if an argument has a wrong type.
     """
     if not isinstance(cases, Mapping) or not cases:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(f'by takes cases such as {{"small": best(2)}}, not {cases!r}')
@@ -278,7 +289,7 @@ def by(trait: str, cases: Mapping[str, Plan], otherwise: Plan | None = None) -> 
 
 
 def require_plan(value: Any, name: str) -> Plan:
-    """Return `value` if it is a plan; otherwise raise PlanError, naming function `name`."""
+    """Return `value` if it is a plan; otherwise raise PlanError, naming the function `name`."""
     if not isinstance(value, Plan):
         raise PlanError(f"{name} takes a plan such as share(head), not {value!s}")
     return value

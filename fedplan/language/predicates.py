@@ -18,7 +18,12 @@ PRECEDENCE = {"|": 0, "&": 1, "~": 2}
 
 
 class Predicate(ABC, Generic[S]):
-    """A yes-or-no property of a subject: a param or a turn. Equal texts mean equal predicates."""
+    """A yes-or-no property of a subject, either of params (a part) or of turns (a condition).
+
+    Predicates are immutable, and combine with `&`, `|` and `~`; `and`, `or` and `not` raise
+    PlanError. Main members: `holds(subject)`, `is_uncertain(subject)`, and `text` in the plan
+    language. Equal texts mean equal predicates.
+    """
 
     @property
     @abstractmethod
@@ -75,7 +80,10 @@ class Predicate(ABC, Generic[S]):
 
 @dataclass(frozen=True)
 class Junction(Predicate[S]):
-    """Predicates joined by `&` (all must hold) or `|` (any must hold)."""
+    """Predicates (`operands`) joined by the `operator` "&" (all must hold) or "|" (any must hold).
+
+    The constructor raises PlanError if operands mix parts and conditions.
+    """
 
     operator: str
     operands: tuple[Predicate[S], ...]
@@ -118,7 +126,7 @@ class Junction(Predicate[S]):
 
 @dataclass(frozen=True)
 class Negation(Predicate[S]):
-    """The negation of a predicate."""
+    """The negation of the predicate `operand`; uncertain where the operand is uncertain."""
 
     operand: Predicate[S]
 
@@ -147,9 +155,10 @@ def _join_pair(operator: str, left: Predicate[S], right: Any) -> Junction[S]:
 
 
 def join_predicates(operator: str, predicates: Iterable[Predicate[S]]) -> Junction[S]:
-    """Join predicates by one operator, flattening nested joins: `a | (b | c)` is `a | b | c`.
+    """Return all predicates joined by the operator "&" or "|" as one Junction.
 
-    Raises PlanError if parts and conditions are mixed.
+    Nested joins by the same operator are flattened: `a | (b | c)` is `a | b | c`. Raises PlanError
+    if parts and conditions are mixed.
     """
     # Joining one by one would copy and check the first operands again for each of the others.
     operands: list[Predicate[S]] = []
@@ -169,7 +178,7 @@ def require_predicate(value: Any) -> Predicate[Any]:
 
 
 def require_same_subject(first: Any, other: Any) -> None:
-    """Raise PlanError unless both are parts or both are conditions."""
+    """Raise PlanError if `first` and `other` are not both parts or both conditions."""
     if require_predicate(other).subject_type != require_predicate(first).subject_type:
         raise PlanError(
             f"{first.text} is a {first.subject_type} and {other.text} is a {other.subject_type}: "
@@ -180,7 +189,7 @@ def require_same_subject(first: Any, other: Any) -> None:
 def require_int(value: Any, name: str, *, least: int) -> int:
     """Return `value` if it is an int from `least` to 999999999; otherwise raise PlanError.
 
-    `name` is the function of the plan language, for the message.
+    A bool is refused. `name`: function of the plan language, for the message.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 10**9:
         raise PlanError(f"{name} takes a whole number from {least} to 999999999, not {value!r}")
@@ -190,7 +199,7 @@ def require_int(value: Any, name: str, *, least: int) -> int:
 def require_string(value: Any, name: str) -> str:
     """Return `value` if it is a non-empty printable string; otherwise raise PlanError.
 
-    `name` is the function of the plan language, for the message.
+    `name`: function of the plan language, for the message.
     """
     if not isinstance(value, str) or not value:
         raise PlanError(f"{name} takes text in quotes, not {value!r}")
@@ -200,10 +209,10 @@ def require_string(value: Any, name: str) -> str:
 
 
 def quote_string(value: str) -> str:
-    """A string as a literal of the plan language."""
+    """Return a string as a literal of the plan language."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def format_values(values: tuple[int | str, ...]) -> str:
-    """Numbers and strings as literals of the plan language, separated by commas."""
+    """Return numbers and strings as literals of the plan language, separated by commas."""
     return ", ".join(quote_string(v) if isinstance(v, str) else str(v) for v in values)

@@ -21,10 +21,10 @@ BlockChooser = Callable[[Best, tuple[Block, ...]], frozenset[Block]]
 
 
 def resolve(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """The role of each param in a turn; params that the plan does not mention are FREEZE.
+    """Return the role of each param in a turn; params that the plan does not mention are FREEZE.
 
-    Raises PlanError if the plan does not fit the params, if it needs scores that the turn lacks, or
-    if it trains a param whose dtype cannot be trained; UnknownArchitecture if a part is uncertain.
+    Raises PlanError and UnknownArchitecture as `check_plan`. Raises PlanError also if a `best`
+    lacks scores in the turn, or if a param of a dtype that cannot be trained has a trained role.
 
     >>> from fedplan import chain, keep, share
     >>> from fedplan.models.params import Kind, Param
@@ -38,20 +38,22 @@ def resolve(plan: Plan, params: Params, turn: Turn) -> Roles:
 
 
 def permitted_roles(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """The roles in a turn if every `best` chose all of its candidate blocks.
+    """Return the role of each param in a turn if every `best` of the plan chose all candidates.
 
-    An upper bound that does not depend on scores: in fact each param has this role, or is the
-    untrained counterpart. Raises as `resolve`, except for missing scores.
+    An upper bound on the trained params that does not depend on scores. The role by `resolve` is
+    either the same, or the untrained one: FREEZE for SHARE, HOLD for KEEP. Raises as `resolve`,
+    except for missing scores.
     """
     check_plan(plan, params)
     return _assign_roles(plan.active_steps(turn), params, lambda _best, blocks: frozenset(blocks))
 
 
 def certain_roles(plan: Plan, params: Params, turn: Turn) -> Roles:
-    """The roles in a turn if every `best` with more candidates than it takes chose none of them.
+    """Return the role of each param in a turn if `best` chose only blocks that are certain.
 
-    A lower bound on the trained params that does not depend on scores. Raises as `resolve`, except
-    for missing scores.
+    Blocks are certain if a `best` has at most `count` candidate blocks, so that any scores choose
+    them all; a `best` with more candidates chooses none here. A lower bound on the trained params
+    that does not depend on scores. Raises as `resolve`, except for missing scores.
     """
     check_plan(plan, params)
 
@@ -62,15 +64,16 @@ def certain_roles(plan: Plan, params: Params, turn: Turn) -> Roles:
 
 
 def params_with_roles(plan: Plan, params: Params, *roles: Role) -> Params:
-    """The params that may have one of these roles in some turn, for any conditions and scores."""
+    """Return the params that may have one of `roles` in some turn, of any client."""
     possible = _possible_roles(plan, dict.fromkeys(params, frozenset({Role.FREEZE})))
     return tuple(p for p in params if not possible[p].isdisjoint(roles))
 
 
 def _possible_roles(plan: Plan, before: _PossibleRoles) -> _PossibleRoles:
-    """The roles that each param may have after a plan, given the roles possible before it.
+    """Return the roles that each param may have after a plan, in any turn; a new dict.
 
-    Raises PlanError for a plan of an unknown class.
+    `before`: the roles that each param may have before the plan. Raises PlanError for a plan of an
+    unknown class.
     """
     match plan:
         case Assign(role, part):
@@ -83,26 +86,23 @@ def _possible_roles(plan: Plan, before: _PossibleRoles) -> _PossibleRoles:
         case Chain(steps):
             return reduce(lambda roles, step: _possible_roles(step, roles), steps, before)
         case When(_, then, otherwise):
-            return _union([_possible_roles(each, before) for each in (then, otherwise)])
+            plans = (then, otherwise)
         case Cycle(plans):
-            return _union([_possible_roles(each, before) for each in plans])
+            pass
         case By(_, cases, otherwise):
-            plans = [*(each for _, each in cases), otherwise]
-            return _union([_possible_roles(each, before) for each in plans])
+            plans = (*(each for _, each in cases), otherwise)
         case _:
             raise PlanError(f"{plan!s} is not a plan of this language")
-
-
-def _union(alternatives: list[_PossibleRoles]) -> _PossibleRoles:
-    return {
-        p: frozenset[Role]().union(*(each[p] for each in alternatives)) for p in alternatives[0]
-    }
+    possible = [_possible_roles(each, before) for each in plans]
+    return {p: frozenset[Role]().union(*(each[p] for each in possible)) for p in before}
 
 
 class Resolver:
-    """`resolve` for many turns of one plan; turns with the same active steps share a cached result.
+    """Callable that resolves many turns of one plan: `Resolver(plan, params)(turn)`.
 
-    Raises as `check_plan` when it is made.
+    Returns the same as `resolve(plan, params, turn)`; turns with the same active steps and chosen
+    blocks share one cached result, which callers must not change. The constructor raises as
+    `check_plan`.
     """
 
     def __init__(self, plan: Plan, params: Params) -> None:
@@ -125,10 +125,11 @@ class Resolver:
 
 
 def check_plan(plan: Plan, params: Params) -> None:
-    """Raise unless every part of a plan matches some param, whatever the turn.
+    """Check for all turns at once that a plan can be used with these params.
 
-    Raises PlanError for a part without params and for a `best` of more blocks than there are;
-    UnknownArchitecture for a part of which it is unknown whether some param belongs to it.
+    Raises PlanError if a part (or one operand of a union) matches no param, or if the `count` of a
+    `best` is above the number of blocks with a param of its part. Raises UnknownArchitecture if,
+    without a layer map, it is unknown whether some param belongs to a part.
     """
     uncertain = [param for param in params if param.uncertain_words]
     for step in plan.walk():
@@ -148,22 +149,23 @@ def check_plan(plan: Plan, params: Params) -> None:
 
 
 def require_known_part(part: Part, params: Params) -> None:
-    """Raise UnknownArchitecture if it is unknown of some param whether it belongs to a part."""
+    """Raise UnknownArchitecture if it is unknown whether some param belongs to a part."""
     for param in params:
         if part.is_uncertain(param):
             raise UnknownArchitecture(_uncertain_message(part.text, part, param))
 
 
 def candidate_blocks(best: Best, params: Params) -> tuple[Block, ...]:
-    """The blocks with a param of the part of a `best`, in the order of the params."""
+    """Return the blocks with a param of the part of a `best`, in the order of the params."""
     blocks = (p.block_id for p in params if p.block_id is not None and best.part.holds(p))
     return tuple(dict.fromkeys(blocks))
 
 
 def choose_by_scores(scores: Mapping[Block, float] | None) -> BlockChooser:
-    """A chooser that takes the blocks with the highest scores; of equal scores, the earlier block.
+    """Return a function that chooses the blocks with the highest scores for a `best`.
 
-    The chooser raises PlanError if there are no scores, or a candidate has none or a NaN.
+    Of equal scores the earlier block is chosen. The function takes a `best` and the candidate
+    blocks, and raises PlanError if `scores` is None, or a candidate has no score or a NaN.
     """
 
     def choose(best: Best, blocks: tuple[Block, ...]) -> frozenset[Block]:
@@ -183,7 +185,11 @@ def choose_by_scores(scores: Mapping[Block, float] | None) -> BlockChooser:
 
 
 def _assign_roles(steps: Iterable[Step], params: Params, choose: BlockChooser) -> Roles:
-    """The roles after some steps, from FREEZE for all; raises PlanError for untrainable dtypes."""
+    """Return the role of each param after applying `steps` in order, starting from FREEZE for all.
+
+    `choose`: chooses blocks for a `best`. Raises PlanError if a param with a trained role has a
+    dtype that cannot be trained.
+    """
     roles = dict.fromkeys(params, Role.FREEZE)
     for step in steps:
         if isinstance(step, Assign):
@@ -192,12 +198,6 @@ def _assign_roles(steps: Iterable[Step], params: Params, choose: BlockChooser) -
             chosen = choose(step, candidate_blocks(step, params))
             trained = [p for p in params if p.block_id in chosen and step.part.holds(p)]
             roles |= {p: roles[p].trained_role for p in trained}
-    _require_trainable(roles)
-    return roles
-
-
-def _require_trainable(roles: Roles) -> None:
-    """Raise PlanError if a param with a trained role has a dtype that cannot be trained."""
     for param, role in roles.items():
         if role.is_trained and param.dtype not in TRAINABLE_DTYPES:
             raise PlanError(
@@ -205,10 +205,14 @@ def _require_trainable(roles: Roles) -> None:
                 f"trained: freeze it, as in freeze(named({param.name!r})) at the plan's end; of a "
                 "quantized model train the adapters, as in chain(freeze(), share(adapter))"
             )
+    return roles
 
 
 def _uncertain_message(text: str, part: Part, param: Param) -> str:
-    """Message: it is unknown whether a param belongs to a part, and the remedies."""
+    """Return the message that it is unknown whether a param belongs to a part, with remedies.
+
+    `text`: the part or the step with the part, to begin the message with.
+    """
     atoms = [atom.text for atom in part.atoms() if atom.is_uncertain(param)] or ["blocks"]
     return (
         f"{text}: this model has no layer map, so it is unknown whether {param.name!r} belongs to "
@@ -221,7 +225,7 @@ def _uncertain_message(text: str, part: Part, param: Param) -> str:
 
 
 def _missing_message(step: Step, part: Part, params: Params) -> str:
-    """Message: a part matches no param, and the words that the model has."""
+    """Return the message that a part of a step matches no param, with the words of all params."""
     problem = f"{_short(step.text)}: {_short(part.text)} matches no parameter of this model"
     tied = [p for p in params if p.tied and part.text == "head"]
     if tied:

@@ -14,10 +14,11 @@ MAX_ROUNDS_CHECKED = 2000
 
 
 def rounds_to_check(plan: Plan) -> list[tuple[int, bool]] | None:
-    """Round numbers that cover all behaviour of a plan, each with whether it recurs for ever.
+    """Return rounds that cover all behaviour of a plan, as pairs (number, whether it recurs).
 
-    Between two `after` conditions a plan repeats with the period of its cycles, so the last period
-    of each interval is enough. None if that is more than MAX_ROUNDS_CHECKED rounds.
+    Between two `after` conditions a plan repeats with the common period of all cycles, so the last
+    period before each `after` is enough. Also the first period after the last `after`; its rounds
+    recur, as they stand for all later rounds. None if that may be more than MAX_ROUNDS_CHECKED.
     """
     ends = sorted({c.rounds for c in plan_conditions(plan) if isinstance(c, After) and c.rounds})
     period = lcm(*(len(inner.plans) for inner in plan.walk() if isinstance(inner, Cycle)))

@@ -20,11 +20,12 @@ from fedplan.models.params import Block
 
 @dataclass(frozen=True)
 class Turn:
-    """One client in one round: all that a plan may depend on.
+    """One client in one round: everything that a plan may depend on.
 
-    `round` counts from 1. `phase` is the phase that the server announced, or empty. `traits` are
-    the client's own declarations, such as capacity. `scores` are the block scores of its probe, or
-    None where no probe has run.
+    `round`: from 1. `client`: name. `phase`: the phase of the round, which the server names by the
+    method's phase rule; empty before the first phase. `traits`: properties that the client
+    declares, for example capacity. `scores`: the score of each block, by the client's probe or
+    summed over all clients; None if there are none.
     """
 
     round: int = 1
@@ -62,7 +63,7 @@ class After(ConditionAtom):
 
 @dataclass(frozen=True)
 class Phase(ConditionAtom):
-    """True while the server has announced this phase."""
+    """True in the rounds of the phase `name` (see Turn)."""
 
     name: str
 
@@ -76,7 +77,7 @@ class Phase(ConditionAtom):
 
 @dataclass(frozen=True)
 class ClientIn(ConditionAtom):
-    """True for the named clients."""
+    """True for the clients in `names`."""
 
     names: tuple[str, ...]
 
@@ -90,7 +91,7 @@ class ClientIn(ConditionAtom):
 
 @dataclass(frozen=True)
 class Trait(ConditionAtom):
-    """True for clients whose trait `name` has the value `value`."""
+    """True for clients that have the trait `name` with the value `value`."""
 
     name: str
     value: str
@@ -116,7 +117,7 @@ def after(rounds: int) -> Condition:
 
 
 def phase(name: str) -> Condition:
-    """True while the server has announced this phase."""
+    """True in the rounds of the phase `name`, which the server names by the method's phase rule."""
     return Phase(require_string(name, "phase"))
 
 

@@ -29,7 +29,8 @@ def fedit(rank: int = 8, target: str = "query | value", with_head: bool = True) 
 
     Zhang et al., Towards Building the Federated GPT: Federated Instruction Tuning, 2024. The mean
     of the products is not the product of the means: the ledger records the difference of each
-    round, and FFA-LoRA, FlexLoRA and FedEx-LoRA avoid it, each in its way.
+    round; FFA-LoRA, FlexLoRA and FedEx-LoRA avoid the difference. LoRA of `rank` is added to the
+    layers of the part `target` (plan language); `with_head` also trains and averages the head.
     """
     return _lora(share(_with_head(adapter, with_head)), rank, target)
 
@@ -37,7 +38,7 @@ def fedit(rank: int = 8, target: str = "query | value", with_head: bool = True) 
 def ffa_lora(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
     """FFA-LoRA: the input factor A stays as initialized, the output factor B is trained and shared.
 
-    Sun et al., Improving LoRA in Privacy-preserving Federated Learning, 2024.
+    Sun et al., Improving LoRA in Privacy-preserving Federated Learning, 2024. Settings as in fedit.
     """
     return _lora(share(_with_head(lora_b, with_head)), rank, target)
 
@@ -45,7 +46,8 @@ def ffa_lora(rank: int = 8, target: str = "query | value", with_head: bool = Tru
 def fedsa_lora(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
     """FedSA-LoRA: the input factor A is averaged, each client keeps its output factor B.
 
-    Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning, 2025.
+    Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning, 2025. Settings
+    as in fedit.
     """
     return _lora(chain(share(_with_head(lora_a, with_head)), keep(lora_b)), rank, target)
 
@@ -56,20 +58,22 @@ def flexlora(
     """FlexLoRA: the mean of the clients' products, truncated to the rank by SVD.
 
     Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
-    Resources, 2024. A client whose `trait` declares a lower rank trains the first directions, which
-    are the largest. Differences: each factor gets the root of each singular value, and a client of
-    lower rank sends zeros for the rest.
+    Resources, 2024. A client whose trait `trait` is a lower rank trains only the first directions,
+    those with the largest singular values; with an empty `trait` all clients train the full rank.
+    Differences from the paper: each factor gets the square root of each singular value, and a
+    client of lower rank sends zeros for the rest. `rank`, `target`, `with_head`: as in fedit.
     """
     method = _lora(share(_with_head(adapter, with_head)), rank, target, by_svd())
     return replace(method, client_hooks=(train_at_client_rank(trait),) if trait else ())
 
 
 def fedex_lora(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
-    """FedEx-LoRA: factors are averaged separately, the frozen weight takes the residual.
+    """FedEx-LoRA: factors are averaged separately, and the residual is added to the frozen weight.
 
     Singhal et al., FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Large
-    Language Models, 2025. The weights below LoRA are global and are downloaded in full when they
-    change; the paper sends factors of the residual.
+    Language Models, 2025. The residual is the mean of the products minus the product of the means.
+    Clients download the changed frozen weights in full; the paper sends factors of the residual.
+    `rank`, `target`, `with_head`: as in fedit.
     """
     return _lora(share(_with_head(adapter, with_head)), rank, target, by_residual(SCALE))
 
@@ -88,9 +92,10 @@ def _with_head(part: Part, with_head: bool) -> Part:
 
 @with_text("lora")
 def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
-    """Add LoRA to the layers of a part; a model that already has an adapter is returned unchanged.
+    """Add LoRA of a rank to the modules of the part `on`, in place; return the PEFT model.
 
-    Raises UnknownArchitecture if it is unknown which params belong to the part.
+    A model that already has an adapter is returned unchanged. lora_alpha is `SCALE * rank`. Raises
+    UnknownArchitecture if, without a layer map, the modules of the part are unknown.
     """
     import peft
 
@@ -101,9 +106,9 @@ def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
 
 
 def hosts_of(model: nn.Module, part: Part) -> list[str]:
-    """The paths of the modules in a model's blocks that own a param of a part, sorted.
+    """Return the sorted names of the modules in a model's blocks that own a param of a part.
 
-    Raises UnknownArchitecture if it is unknown which params belong to the part.
+    Raises UnknownArchitecture if, without a layer map, the params of the part are unknown.
     """
     params = describe(model)
     require_known_part(part & body, params)

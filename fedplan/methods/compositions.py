@@ -46,7 +46,7 @@ def safl_lora(
 ) -> Method:
     """SAFL with LoRA: only the adapters of the chosen blocks are trained.
 
-    Not published; see fedit and safl.
+    Not published; see fedit (`rank`, `target`) and safl (`k`, `probe`). The head is shared too.
     """
     plan = chain(freeze(), share(head), best(k, adapter))
     adapt = partial(add_lora, rank=rank, on=parse_part(target))
@@ -54,6 +54,6 @@ def safl_lora(
 
 
 def _after_warmup(method: Method, plan: Plan, warmup: int) -> Method:
-    """The method with `plan` added after `warmup` rounds, in the phase "frozen"."""
+    """Return the method with `plan` appended after `warmup` rounds, in the phase "frozen"."""
     plan = chain(method.plan, when(phase("frozen"), plan))
     return replace(method, plan=plan, phase_rule=PlannedPhases({"frozen": warmup}))

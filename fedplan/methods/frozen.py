@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part
-from fedplan.language.parts import Part, head, value
+from fedplan.language.parts import head, value
 from fedplan.language.plan import chain, freeze, share, when
 from fedplan.language.turn import phase
 from fedplan.methods.method import Method
@@ -23,18 +23,18 @@ def fedfrozen(
 ) -> Method:
     """FedFrozen: train everything for `warmup` rounds, then freeze the attention kernel.
 
-    Du et al., FedFrozen, 2026 (arXiv 2605.06446). The paper leaves open what is trained after the
-    freeze in a deep Transformer: in reading A everything but `part`, in reading B the values and
-    the head. The layers below still move, so a frozen kernel is not a frozen attention map. Other
-    parts are controls: `value`, or `kernel`, which includes relative positions and adapters. With
-    `settle` above 0 the freeze comes after at least `warmup` rounds, once the part has settled by
-    the rule `by`: see `SettledPhase`. Raises FedplanError for an unknown reading, and for a `part`
-    that is no union of kinds if `settle` is above 0.
+    Du et al., FedFrozen, 2026 (arXiv 2605.06446). The paper leaves open which params are trained
+    after the freeze in a deep Transformer: in reading A everything but `part`, in reading B the
+    values and, by `with_head`, the head. The layers below still move, so a frozen kernel is not a
+    frozen attention map. Other parts are controls: `value`, or `kernel`, which includes relative
+    positions and adapters. With `settle` above 0 the freeze comes after at least `warmup` rounds,
+    once the part has settled by the rule `by` ("bend" or "chance") with the threshold `settle`: see
+    `SettledPhase`. Raises FedplanError for an unknown reading or rule, for a `by` other than "bend"
+    without `settle`, and with `settle` for a `part` that is not kinds joined by `|`.
     """
-    readings = {
-        "A": freeze(parse_part(part)),
-        "B": chain(freeze(), share(_with_head(value, with_head))),
-    }
+    # The head of a language model is tied to its embeddings, so it can be left out.
+    values = value | head if with_head else value
+    readings = {"A": freeze(parse_part(part)), "B": chain(freeze(), share(values))}
     if reading not in readings:
         raise FedplanError(f"fedfrozen has the readings A and B, not {reading!r}")
     if by != "bend" and not settle:
@@ -43,21 +43,11 @@ def fedfrozen(
         )
     plan = chain(share(), when(phase("frozen"), readings[reading]))
     if settle:
-        return Method(plan, phase_rule=SettledPhase("frozen", _kinds(part), settle, warmup, by))
+        # Drift is measured by kind, and not for smaller parts.
+        kinds = tuple(word.strip() for word in part.split("|"))
+        if unknown := [kind for kind in kinds if kind not in {kind.value for kind in Kind}]:
+            raise FedplanError(
+                f"settle takes whole kinds, and {unknown[0]!r} is none: join some, as query | key"
+            )
+        return Method(plan, phase_rule=SettledPhase("frozen", kinds, settle, warmup, by))
     return Method(plan, phase_rule=PlannedPhases({"frozen": warmup}))
-
-
-def _kinds(part: str) -> tuple[str, ...]:
-    """The kinds in a union such as "query | key"; raises FedplanError for any other part."""
-    # Drift is measured by kind, and not for smaller parts.
-    words = [word.strip() for word in part.split("|")]
-    if unknown := [word for word in words if word not in {kind.value for kind in Kind}]:
-        raise FedplanError(
-            f"settle takes whole kinds, and {unknown[0]!r} is none: join some, as query | key"
-        )
-    return tuple(words)
-
-
-def _with_head(part: Part, with_head: bool) -> Part:
-    # The head of a language model is tied to its embeddings, so it can be left out.
-    return part | head if with_head else part

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from fedplan.language.parts import bias, blocks, body, head, mlp
-from fedplan.language.plan import Plan, best, chain, cycle, freeze, share
+from fedplan.language.plan import best, chain, cycle, freeze, share
 from fedplan.methods.method import Method
 from fedplan.training.probes import attention_probe, get_probe
 
@@ -23,21 +23,22 @@ def safl(
     """SAFL: each client trains and sends the `k` blocks with the highest attention scores.
 
     Li and Zhang, Selective Attention Federated Learning, 2025 (arXiv 2504.11793). A block's score
-    is the attention to the tokens `to` of the task. The paper leaves open how a block that only
-    some clients sent is averaged (`absent`), whether the head is trained, and how the chosen blocks
-    are pruned: here the head is trained (`with_head`), and all but the first `whole` of the chosen
-    blocks leave out their MLP. `joint_choice` makes one choice for all clients from summed scores,
-    which also shrinks the download. The controls are other probes: random, gradient, last, middle.
+    is the attention from the query tokens `by` to the key tokens `to`, on `examples` examples: see
+    `attention_probe`. The paper leaves open whether the head is trained (here by `with_head`), how
+    the chosen blocks are pruned, and how a block that only some clients sent is averaged. With
+    `whole` from 1 to `k` - 1, only the `whole` blocks of highest score train the MLP; otherwise all
+    chosen blocks do. `absent`: clients that did not send a block count as unchanged,
+    instead of not at all. `joint_choice` makes one choice for all clients from summed scores, which
+    also shrinks the download. The controls are other probes: random, gradient, last, middle.
     """
     scorer = (
-        attention_probe(to=to, by=by, rows=examples) if probe == "attention" else get_probe(probe)
+        attention_probe(to=to, by=by, examples=examples)
+        if probe == "attention"
+        else get_probe(probe)
     )
-    plan = chain(freeze(), *([share(head)] if with_head else []), _chosen_blocks(k, whole))
+    chosen = chain(best(k, body & ~mlp), best(whole)) if 0 < whole < k else best(k)
+    plan = chain(freeze(), *([share(head)] if with_head else []), chosen)
     return Method(plan, probe=scorer, joint_choice=joint_choice, absent=absent)
-
-
-def _chosen_blocks(k: int, whole: int) -> Plan:
-    return chain(best(k, body & ~mlp), best(whole)) if 0 < whole < k else best(k)
 
 
 def bitfit() -> Method:
@@ -52,7 +53,8 @@ def fedpart(depth: int = 12) -> Method:
     """FedPart: one block per round, in order; the head in every round.
 
     Wang et al., Why Go Full? Elevating Federated Learning Through Partial Network Updates, 2024.
-    The paper begins with full rounds and repeats its cycle: use `when(after(...), ...)` for that.
+    The cycle has the blocks 0 to `depth` - 1, and repeats until the run ends. The paper begins with
+    rounds that train the whole model: for these, write a plan with `when(after(...), ...)`.
     """
     rounds = [share(blocks(block)) for block in range(depth)]
     return Method(chain(freeze(), cycle(*rounds), share(head)))

@@ -18,10 +18,10 @@ _SvdResult = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """One LoRA layer on the server.
+    """Tensors of one LoRA layer on the server.
 
     `a`: the input factor (rank x inputs). `b`: the output factor (outputs x rank). `weight`: the
-    frozen weight below them, for rules that change it.
+    frozen weight that LoRA is added to, for rules with `updates_weight`; else None.
     """
 
     a: Tensor
@@ -35,10 +35,12 @@ class LoraFactors:
 
 
 class ProductRule(Protocol):
-    """How the server makes the next global factors of a LoRA layer.
+    """Callable by which the server makes the next global factors of a LoRA layer.
 
+    `rule(means, product)` returns the next LoraFactors; `means` has the mean of each factor over
+    the clients, `product` is the mean of the clients' products B A.
     `is_separate`: factors are averaged separately, and the mean of products is not needed.
-    `updates_weight`: the rule also changes the weight below, which is then global and downloaded.
+    `updates_weight`: the rule also changes the frozen weight, which clients then download.
     """
 
     is_separate: ClassVar[bool]
@@ -50,52 +52,55 @@ class ProductRule(Protocol):
         ...
 
     def __call__(self, means: LoraFactors, product: Tensor) -> LoraFactors:
-        """The next factors and weight, from the mean factors and the mean of the products."""
+        """Return the next factors and weight, given mean factors and the mean of products B A."""
         ...
 
     def effective_change(self, before: LoraFactors, after: LoraFactors) -> Tensor:
-        """The addition of the layer to its weight before the round, divided by the LoRA scale."""
+        """Return the layer's addition to the weight before the round, divided by the LoRA scale."""
         ...
 
 
 @dataclass(frozen=True)
 class SeparateMeans:
-    """Each factor is the mean of its senders."""
+    """ProductRule: each factor is the mean over the clients that sent the factor."""
 
     is_separate: ClassVar[bool] = True
     updates_weight: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
-        """Canonical text."""
         return "average_separately()"
 
     def __call__(self, means: LoraFactors, product: Tensor) -> LoraFactors:
         return means
 
     def effective_change(self, before: LoraFactors, after: LoraFactors) -> Tensor:
-        """The product of the factors."""
         return after.product
 
 
 @dataclass(frozen=True)
 class SvdOfMean:
-    """The factors of the layer's rank whose product is nearest to the mean of the products."""
+    """ProductRule: factors of the layer's rank with the product nearest to the mean of products.
+
+    Computed by a truncated SVD of the mean; the signs of singular vectors are fixed, so that
+    results are reproducible. The weight does not change.
+    """
 
     is_separate: ClassVar[bool] = False
     updates_weight: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
-        """Canonical text."""
         return "by_svd()"
 
     def __call__(self, means: LoraFactors, product: Tensor) -> LoraFactors:
         rank, dtype = means.a.shape[0], means.a.dtype
         left, values, right = cast("_SvdResult", torch.linalg.svd(product, full_matrices=False))
         left, values, right = _first_rows(left.T, rank), values[:rank], _first_rows(right, rank)
-        # Singular vectors are unique up to sign: fix the sign, so that results are reproducible.
-        signs = _signs_of_largest(left)
+        # The largest entry of each left vector becomes positive; of equals, the first.
+        largest = left.abs().argmax(dim=1, keepdim=True)
+        signs = left.gather(1, largest).flatten().sign()
+        signs = torch.where(signs == 0, torch.ones_like(signs), signs)
         roots = torch.zeros(rank, dtype=values.dtype)
         roots[: len(values)] = values.sqrt()
         b = (left * (signs * roots)[:, None]).T
@@ -105,15 +110,15 @@ class SvdOfMean:
         return replace(means, a=a.to(dtype), b=torch.where(alive, b, 0.0).to(means.b.dtype))
 
     def effective_change(self, before: LoraFactors, after: LoraFactors) -> Tensor:
-        """The product of the factors."""
         return after.product
 
 
 @dataclass(frozen=True)
 class MeansAndResidual:
-    """The mean of each factor; the residual of their product is added to the weight below.
+    """ProductRule: the mean of each factor; the residual is added to the frozen weight.
 
-    `scale` is the LoRA scale, alpha / r.
+    The residual is `scale` times (mean of products - product of means). `scale`: the LoRA scale,
+    alpha / r. Needs `LoraFactors.weight`.
     """
 
     scale: float
@@ -122,7 +127,6 @@ class MeansAndResidual:
 
     @property
     def text(self) -> str:
-        """Canonical text."""
         return f"by_residual(scale={self.scale!r})"
 
     def __call__(self, means: LoraFactors, product: Tensor) -> LoraFactors:
@@ -131,19 +135,18 @@ class MeansAndResidual:
         return replace(means, weight=(means.weight.double() + residual).to(means.weight.dtype))
 
     def effective_change(self, before: LoraFactors, after: LoraFactors) -> Tensor:
-        """The product of the factors, plus the change of the weight divided by the scale."""
         assert before.weight is not None and after.weight is not None
         weight_change = after.weight.double() - before.weight.double()
         return after.product + weight_change / self.scale
 
 
 def average_separately() -> ProductRule:
-    """FedIT's rule: average each factor separately; inexact, as means do not multiply."""
+    """Return FedIT's rule: average each factor separately; inexact, as means do not multiply."""
     return SeparateMeans()
 
 
 def by_svd() -> ProductRule:
-    """FlexLoRA's rule: the truncated SVD of the mean of the products.
+    """Return FlexLoRA's rule: the truncated SVD of the mean of the products.
 
     Each factor gets the square root of each singular value. Exact if the mean has at most the rank
     of the layer, the nearest matrix of that rank otherwise.
@@ -152,9 +155,9 @@ def by_svd() -> ProductRule:
 
 
 def by_residual(scale: float = 1.0) -> ProductRule:
-    """FedEx-LoRA's rule: average each factor, add the residual to the frozen weight; exact.
+    """Return FedEx-LoRA's rule: average each factor, add the residual to the frozen weight; exact.
 
-    `scale` is the LoRA scale, alpha / r; raises FedplanError unless it is positive and finite.
+    `scale`: the LoRA scale, alpha / r. Raises FedplanError if `scale` is not positive and finite.
     """
     if not 0 < scale < inf:
         raise FedplanError(f"scale is {scale!r}: give the LoRA scale, alpha / r, which is above 0")
@@ -162,7 +165,7 @@ def by_residual(scale: float = 1.0) -> ProductRule:
 
 
 def parse_product_rule(text: str) -> ProductRule:
-    """The rule with this canonical text; raises FedplanError for an unknown text."""
+    """Return the ProductRule whose property `text` is `text`; FedplanError if there is none."""
     rules = {rule.text: rule for rule in (average_separately(), by_svd(), by_residual())}
     if text in rules:
         return rules[text]
@@ -175,14 +178,7 @@ def parse_product_rule(text: str) -> ProductRule:
         ) from None
 
 
-def _signs_of_largest(rows: Tensor) -> Tensor:
-    """The sign of the entry of largest magnitude in each row, the first of equals; 1 for zero."""
-    largest = rows.abs().argmax(dim=1, keepdim=True)
-    signs = rows.gather(1, largest).flatten().sign()
-    return torch.where(signs == 0, torch.ones_like(signs), signs)
-
-
 def _first_rows(rows: Tensor, count: int) -> Tensor:
-    """The first `count` rows, padded with zeros: a rank may exceed the size of a layer."""
+    """Return the first `count` rows, padded with zeros: a rank may exceed the size of a layer."""
     padding = max(count - rows.shape[0], 0)
     return torch.cat([rows[:count], rows.new_zeros(padding, rows.shape[1])])

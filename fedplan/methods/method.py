@@ -24,21 +24,21 @@ from fedplan.training.probes import Probe, is_data_independent, random_probe
 
 @dataclass(frozen=True)
 class Method:
-    """A federated method: a plan, and how clients train, compress and aggregate.
+    """A federated method: a plan, and how clients train and compress and how the server aggregates.
 
-    `plan`: the role of each param by client and round.
-    `client_hooks`: wrappers of the local fit, the first outermost.
-    `probe`: computes the block scores that `best` chooses by; `joint_choice` makes one choice for
-    all clients, by the sum of their scores, in place of one per client.
-    `phase_rule`: names the phase of each round.
-    `aux`: the kinds of auxiliary tensors that travel with each shared param, such as "control".
-    `compression`: the codec of updates.
-    `absent`: average each param over all clients of the round, those that did not send it counted
-    as unchanged; otherwise over its senders.
-    `server_optimizer`: makes the next global value of a param from the mean of the clients.
-    `adapt`: adds modules, such as LoRA, to the model before it is described; None for no change.
-    `product`: how LoRA's two factors are aggregated.
-    `loop`: the local fit itself, inside all hooks; for your own training loop see `fedplan.attach`.
+    Immutable settings; use `dataclasses.replace` to change one. `plan`: the role of each param by
+    client and round. `client_hooks`: wrappers of the local fit, the first outermost. `probe`:
+    computes the block scores by which `best` chooses; `joint_choice`: one choice for all clients by
+    the sum of the clients' scores, instead of one choice per client. `phase_rule`: names the phase
+    of each round. `aux`: kinds of auxiliary tensors that travel with each shared param, for example
+    "control". `compression`: the codec of updates. `absent`: average each param over all clients of
+    the round, where a client that did not send the param counts as unchanged; if False, over the
+    senders only. `server_optimizer`: makes the next global value of a param from the mean of the
+    clients. `adapt`: adds modules, for example LoRA, to the initial model; None for no change.
+    `lora_aggregation`: how the two factors of LoRA are aggregated. `loop`: the local fit inside all
+    hooks; for your own training loop see `fedplan.attach`. `fit` is the wrapped loop. Raises
+    FedplanError for invalid `aux`, for a `loop` with several required arguments, and for settings
+    that would make `lora_aggregation` inexact.
     """
 
     plan: Plan
@@ -63,12 +63,28 @@ class Method:
                 f"aux kind {min(reserved)!r} is the name of a codec's part: choose another name"
             )
         if not self.lora_aggregation.is_separate:
-            _require_exact(self)
-        _require_fit(self.loop)
+            codec = self.compression.text
+            problems = {
+                f"compression {codec} changes the values: use plain()": codec != as_is().text,
+                "a server optimizer other than mean() moves each factor separately: leave it out": (
+                    self.server_optimizer != mean()
+                ),
+                "absent counts missing factors as unchanged: leave it out": self.absent,
+            }
+            for problem in (problem for problem, present in problems.items() if present):
+                raise FedplanError(f"{self.lora_aggregation.text} would not be exact: {problem}")
+        try:
+            params = list(signature(self.loop).parameters.values())
+        except (TypeError, ValueError):  # a signature that cannot be read is accepted
+            params = []
+        required = [p for p in params if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if len(required) > 1:
+            names = ", ".join(p.name for p in required)
+            raise FedplanError(f"the loop takes {names}: wrap it, as in loop = fedplan.attach(...)")
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The method as lines of a key and a canonical text, which server and sites compare."""
+        """The method as text lines "key canonical-text", which server and clients compare."""
         # The keys are part of the agreement's digest.
         texts = {
             "plan": f"{self.plan.fingerprint} {self.plan.text}",
@@ -97,10 +113,13 @@ class Method:
         return fit
 
     def with_training_of(self, other: Method) -> Method:
-        """This method with the client hooks, aux tensors and server optimizer of another.
+        """Return this method with the training of `other`.
 
-        Its hooks go outside ours; its loop is taken unless this method has one of its own. Example:
-        `fedfrozen().with_training_of(scaffold())`.
+        Example: `fedfrozen().with_training_of(scaffold())`.
+
+        Hooks and aux kinds of `other` are put before this method's; the server optimizer is of
+        `other`; the loop too if this method has the default loop. Plan, probe, compression and the
+        rest stay.
         """
         return replace(
             self,
@@ -109,33 +128,3 @@ class Method:
             loop=other.loop if self.loop is plain_fit else self.loop,
             server_optimizer=other.server_optimizer,
         )
-
-
-def _require_exact(method: Method) -> None:
-    """Raise FedplanError if a choice would make the aggregated product of LoRA inexact."""
-    problems = {
-        f"compression {method.compression.text} changes the values: use plain()": (
-            method.compression.text != as_is().text
-        ),
-        "a server optimizer other than mean() moves each factor separately: leave it out": (
-            method.server_optimizer != mean()
-        ),
-        "absent counts missing factors as unchanged: leave it out": (method.absent),
-    }
-    for problem in (problem for problem, present in problems.items() if present):
-        raise FedplanError(f"{method.lora_aggregation.text} would not be exact: {problem}")
-
-
-def _require_fit(loop: Fit) -> None:
-    """Raise FedplanError if a loop requires more than one positional argument.
-
-    Signatures that cannot be read are accepted.
-    """
-    try:
-        params = signature(loop).parameters.values()
-    except (TypeError, ValueError):
-        return
-    required = [p for p in params if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(required) > 1:
-        names = ", ".join(p.name for p in required)
-        raise FedplanError(f"the loop takes {names}: wrap it, as in loop = fedplan.attach(...)")

@@ -49,38 +49,40 @@ SETTING_DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class MethodSetting:
-    """One setting of a method: its name, default value and meaning (empty if unknown)."""
+    """One setting of a method: its name, default value and description (empty if unknown)."""
 
     name: str
     default: Any
-    about: str = ""
+    description: str = ""
 
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """The description of a method.
+    """Description of a method for people; made by `method_info`.
 
-    `origin` is the package that provides it, `about` a one-sentence summary, `source` the paper and
-    the differences from it, `plan` the plan text with default settings, and `says` the lines of the
-    method, as server and sites compare them.
+    `name`: as in a study. `origin`: package that provides the method. `summary`: one
+    sentence. `source`: the paper and the differences from the paper. `settings`: arguments.
+    `plan`: plan text with default settings. `details`: `Method.lines` with default settings.
     """
 
     name: str
     origin: str
-    about: str
+    summary: str
     source: str
     settings: tuple[MethodSetting, ...]
     plan: str
-    says: tuple[str, ...]
+    details: tuple[str, ...]
 
     @property
     def lines(self) -> list[str]:
         """The description as lines of text; the first has the name and the origin."""
-        settings = [f"    {s.name} = {s.default!r}  {s.about}".rstrip() for s in self.settings]
+        settings = [
+            f"    {s.name} = {s.default!r}  {s.description}".rstrip() for s in self.settings
+        ]
         paper = ["", *self.source.splitlines()] if self.source else []
-        body = [self.about, *paper, "", "settings", *(settings or ["    none"])]
+        body = [self.summary, *paper, "", "settings", *(settings or ["    none"])]
         usage = f'[method]\nname = "{self.name}"'
-        return [f"{self.name}, of {self.origin}", *body, "", *self.says, "", "in a study", usage]
+        return [f"{self.name}, of {self.origin}", *body, "", *self.details, "", "in a study", usage]
 
     def json(self) -> dict[str, Any]:
         """The description as JSON-compatible values, by field name."""
@@ -88,15 +90,16 @@ class MethodInfo:
 
 
 def method_info(name: str) -> MethodInfo:
-    """The description of a method by name, or by `package.module:function`.
+    """Return the description of a method by name, or by `package.module:function`.
 
-    Raises FedplanError if there is no such method.
+    Texts are from the docstring of the method's function, which is called with default settings.
+    Raises FedplanError as `method_by_name`.
     """
     entry, method = METHOD_REGISTRY.find(name), method_by_name(name)
     first, _, rest = (getdoc(entry.value) or "").partition("\n\n")
     params = signature(entry.value).parameters.values()
-    about = " ".join(first.split())
-    # A setting of somebody else's method may have another meaning under the same name.
+    summary = " ".join(first.split())
+    # A setting of another package's method may have another meaning under the same name.
     meanings = {} if entry.module else SETTING_DESCRIPTIONS
     settings = tuple(MethodSetting(p.name, p.default, meanings.get(p.name, "")) for p in params)
-    return MethodInfo(name, entry.origin, about, rest, settings, method.plan.text, method.lines)
+    return MethodInfo(name, entry.origin, summary, rest, settings, method.plan.text, method.lines)

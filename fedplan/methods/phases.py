@@ -16,9 +16,10 @@ from fedplan.language.canonical import format_call, format_dataclass
 class PhaseContext:
     """The input of a phase rule before round `round`.
 
-    `phase`: the current phase, or empty. `drift`: by kind of param, of the last round, the mean
-    squared distance of the clients' changes from their mean, and the squared norm of that mean.
-    `sizes`: by kind, the squared norm of the global values. All are computed from aggregated sums.
+    `phase`: the phase of the last round, or empty. `drift`: by kind of param, for the last round, a
+    pair (mean squared distance of the clients' changes from the mean change, squared norm of the
+    mean change). `sizes`: by kind, the squared norm of the global values. The server computes these
+    numbers from aggregated sums.
     """
 
     round: int
@@ -28,7 +29,10 @@ class PhaseContext:
 
 
 class PhaseRule(Protocol):
-    """A rule that names the phase of each round; the server stores the phase in its state."""
+    """Callable by which the server names the phase of each round: `rule(context)` returns a name.
+
+    The server calls the rule before each round; `context.phase` is the phase of the last round.
+    """
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -42,9 +46,10 @@ class PhaseRule(Protocol):
 
 @dataclass(frozen=True)
 class PlannedPhases:
-    """Phases that begin after fixed numbers of rounds, given by phase name in `after`.
+    """PhaseRule: phases that begin after fixed numbers of rounds, given by phase name in `after`.
 
-    Raises FedplanError for a negative number, and for two phases that begin in the same round.
+    Before the first one the phase is "". Raises FedplanError for a negative number, and for two
+    phases that begin in the same round.
 
     >>> PlannedPhases({"frozen": 20})(PhaseContext(round=21))
     'frozen'
@@ -67,7 +72,6 @@ class PlannedPhases:
 
     @property
     def text(self) -> str:
-        """Canonical text."""
         return format_call("planned", self.after)
 
     def __call__(self, context: PhaseContext) -> str:
@@ -80,44 +84,46 @@ _SETTLING_RULES: Mapping[str, Callable[[float, float, float], float]] = {
     "bend": lambda drift, step, size: step * size / drift**2,
     "chance": lambda drift, step, size: step / drift,
 }
-"""By rule: the statistic compared with `SettledPhase.share`, from drift, step and size."""
+"""By rule: the statistic compared with `SettledPhase.threshold`, from drift, step and size."""
 
 
 @dataclass(frozen=True)
 class SettledPhase:
-    """A phase that begins once some kinds of params move no more than client drift explains.
+    """PhaseRule: a phase that begins once the mean change of some kinds is small against the drift.
 
-    Let `drift`, `step` and `size` be the sums, over `kinds`, of the drift, the squared mean step
-    and the squared norm of the last round. By "bend" the phase begins when
-    `step * size <= share * drift ** 2`: diverging clients push their mean by an amount of second
-    order. By "chance" it begins when `step <= share * drift`: even unrelated changes have a mean,
+    Let `drift` and `step` be the sums over `kinds` of both numbers of PhaseContext.drift, and
+    `size` the sum of PhaseContext.sizes. By "bend" the phase begins when `step * size <=
+    threshold * drift ** 2`: diverging clients push their mean by an amount of second order. By
+    "chance" the phase begins when `step <= threshold * drift`: even unrelated changes have a mean,
     of squared norm `drift / (M - 1)` for M clients of equal weight.
 
-    The phase begins after at least `least` rounds and then stays. A round in which no client sent
-    these kinds, or in which all changes were equal, never starts it; with one local step there is
-    no drift, so use neither rule. Raises FedplanError for settings out of range.
+    `by` names the rule. The phase named `phase` begins after at least `min_rounds` rounds and then
+    stays. A round in which no client sent these kinds, or in which all changes were equal, never
+    starts the phase. Use neither rule with one local step per round: the differences between
+    clients then do not push the mean. Raises FedplanError for empty `kinds`, `threshold` not above
+    0, negative `min_rounds`, or an unknown rule.
 
-    >>> rule = SettledPhase("frozen", least=2)
+    >>> rule = SettledPhase("frozen", min_rounds=2)
     >>> rule(PhaseContext(3, drift={"query": (0.5, 1e-4)}, sizes={"query": 10.0}))
     'frozen'
     """
 
     phase: str
     kinds: tuple[str, ...] = ("query", "key")
-    share: float = 0.02
-    least: int = 10
+    threshold: float = 0.02
+    min_rounds: int = 10
     by: str = "bend"
 
     def __post_init__(self) -> None:
         if not self.kinds:
             raise FedplanError(f"phase {self.phase!r} has no kinds: give some, as ('query',)")
-        if not self.share > 0:
+        if not self.threshold > 0:
             raise FedplanError(
-                f"phase {self.phase!r} has a share of {self.share:g}: give a number above 0"
+                f"phase {self.phase!r} has a threshold of {self.threshold:g}: give a number above 0"
             )
-        if self.least < 0:
+        if self.min_rounds < 0:
             raise FedplanError(
-                f"phase {self.phase!r} begins after {self.least} rounds: give 0 or more"
+                f"phase {self.phase!r} begins after {self.min_rounds} rounds: give 0 or more"
             )
         if self.by not in _SETTLING_RULES:
             raise FedplanError(
@@ -126,26 +132,19 @@ class SettledPhase:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The single phase."""
         return (self.phase,)
 
     @property
     def text(self) -> str:
-        """Canonical text."""
         return format_dataclass("settled", self)
 
     def __call__(self, context: PhaseContext) -> str:
-        """The phase if it has begun or begins now, or the empty string."""
-        begun = context.phase == self.phase or (
-            context.round > self.least and self._has_settled(context)
-        )
-        return self.phase if begun else ""
-
-    def _has_settled(self, context: PhaseContext) -> bool:
-        """Whether the last round fulfils the rule; False if it had no drift in these kinds."""
+        """Return the phase if it has begun or begins now, else the empty string."""
+        if context.phase == self.phase:
+            return self.phase
         kinds = [kind for kind in self.kinds if kind in context.drift]
         drift, step = (fsum(context.drift[kind][index] for kind in kinds) for index in (0, 1))
-        if not drift > 0:  # no client sent these kinds, or all changes were equal
-            return False
+        if context.round <= self.min_rounds or not drift > 0:
+            return ""
         size = fsum(context.sizes[kind] for kind in kinds)
-        return _SETTLING_RULES[self.by](drift, step, size) <= self.share
+        return self.phase if _SETTLING_RULES[self.by](drift, step, size) <= self.threshold else ""

@@ -32,10 +32,12 @@ def pfeddc(
     """pFedDC: common prompts are averaged; each client keeps own prompts and the fusion module.
 
     Zhang et al., Personalized Federated Learning via Dual-Prompt Optimization and Cross Fusion,
-    2025, arXiv 2506.21144. The paper leaves open, and options here are: the prompt lengths, the
-    depth, the block where image prompts enter, which prompts are the queries of the fusion
-    attention, its heads and inner width, and whether its output replaces the prompts or is added.
-    `fusion` is attention, replace, sum, or mlp (a control with as many parameters).
+    2025, arXiv 2506.21144. The paper leaves open, and options here are: the numbers of `text` and
+    `vision` prompts, prompts in all blocks (`deep`), the block where image prompts enter
+    (`vision_at`), initial values (`start`: words or noise), the prompts that are the queries of the
+    fusion attention (`query`), the `heads` and inner `width` of the attention, and whether the
+    output replaces the prompts or is added. `fusion` is attention, replace, sum, or mlp (a control
+    with as many parameters).
     """
     personal = prompt & own if fusion == "sum" else prompt & own | _fusion
     adapt = partial(
@@ -56,10 +58,10 @@ def pfeddc(
 def promptfl(
     text: int = 4, vision: int = 0, deep: bool = False, start: str = "words", vision_at: int = 0
 ) -> Method:
-    """PromptFL: clients train prompts instead of the model, the server averages them.
+    """PromptFL: clients train prompts instead of the model, the server averages the prompts.
 
     Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models,
-    2023. The paper uses text prompts only.
+    2023. The paper uses text prompts only. Settings as in pfeddc.
     """
     adapt = _one_level("common", text, vision, deep, start, vision_at)
     return Method(chain(freeze(), share(prompt & common)), adapt=adapt)
@@ -68,10 +70,10 @@ def promptfl(
 def local_prompts(
     text: int = 4, vision: int = 4, deep: bool = False, start: str = "words", vision_at: int = 0
 ) -> Method:
-    """Local prompts: each client trains its own prompts alone. The baseline of prompt methods.
+    """Local prompts: each client trains own prompts alone. The baseline of prompt methods.
 
     Zhou et al., Learning to Prompt for Vision-Language Models, 2022, at each client alone; image
-    prompts as in Jia et al., Visual Prompt Tuning, 2022.
+    prompts as in Jia et al., Visual Prompt Tuning, 2022. Settings as in pfeddc.
     """
     adapt = _one_level("own", text, vision, deep, start, vision_at)
     return Method(chain(freeze(), keep(prompt & own)), adapt=adapt)
@@ -80,7 +82,10 @@ def local_prompts(
 def _one_level(
     level: str, text: int, vision: int, deep: bool, start: str, vision_at: int
 ) -> Callable[[nn.Module], nn.Module]:
-    """A function that adds prompts of one level, "common" or "own", to a model, without fusion."""
+    """Return a function that adds prompts of one level, "common" or "own", to a model in place.
+
+    `text`, `vision`, `deep`, `start`, `vision_at`: as in `add_prompts`.
+    """
     return partial(
         _prompts,
         text=text,

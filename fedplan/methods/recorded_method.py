@@ -19,7 +19,12 @@ from fedplan.training.fit import Fit
 @final
 @dataclass(frozen=True)
 class RecordedMethod(Method):
-    """A method known only by its lines, as recorded: enough to check a run, not to continue it."""
+    """A method read back from the lines of a run: enough to check the run, not to continue.
+
+    Made by `parse_recorded_method`. `recorded_lines`: `Method.lines` of the original method. Plan,
+    joint_choice, absent, aux, compression and lora_aggregation are as in the original; other fields
+    have default values. `fit` raises FedplanError.
+    """
 
     recorded_lines: tuple[str, ...] = ()
 
@@ -35,7 +40,7 @@ class RecordedMethod(Method):
 
 
 def parse_recorded_method(lines: Sequence[str]) -> RecordedMethod:
-    """Read a method back from the `lines` of a Method.
+    """Return a method read back from the `lines` of a Method.
 
     Raises FedplanError if lines are missing or cannot be parsed.
     """

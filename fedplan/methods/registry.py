@@ -16,14 +16,7 @@ from fedplan.methods.layers import bitfit, fedpart, head_only, safl
 from fedplan.methods.method import Method
 from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
-from fedplan.methods.server_optimizer import (
-    ServerOptimizer,
-    adagrad,
-    adam,
-    mean,
-    momentum,
-    yogi,
-)
+from fedplan.methods.server_optimizer import ServerOptimizer, adagrad, adam, mean, momentum, yogi
 from fedplan.naming import Registry
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -51,9 +44,10 @@ SERVER_OPTIMIZER_REGISTRY: Registry[Callable[..., ServerOptimizer]] = Registry(
 
 
 def method_by_name(name: str, settings: Mapping[str, Any] | None = None) -> Method:
-    """Make a method by name, or by `package.module:function`, with settings.
+    """Return a new method by name, or by `package.module:function`.
 
-    Raises FedplanError if there is no such method, a setting is wrong, or the result is no Method.
+    `settings`: arguments of the method's function; None for defaults. Raises FedplanError if the
+    name is unknown, a setting is wrong, or the function returns no Method.
     """
     method = METHOD_REGISTRY.make(name, settings)
     if not isinstance(method, Method):
@@ -67,9 +61,10 @@ def register_method(name: str, make: Callable[..., Method]) -> None:
 
 
 def make_server_optimizer(name: str, settings: Mapping[str, Any] | None = None) -> ServerOptimizer:
-    """Make a server optimizer by name, or by `package.module:function`, with settings.
+    """Return a new server optimizer by name, or by `package.module:function`.
 
-    Raises FedplanError if there is none, a setting is wrong, or the result is not callable.
+    `settings`: arguments of the optimizer's function; None for defaults. Raises FedplanError if the
+    name is unknown, a setting is wrong, or the result is not callable.
     """
     optimizer: Any = SERVER_OPTIMIZER_REGISTRY.make(name, settings)
     if not callable(cast("object", optimizer)):
@@ -82,14 +77,16 @@ def _type_name(value: object) -> str:
 
 
 def list_methods() -> list[list[str]]:
-    """One list of lines for each registered method: name and origin, summary, plan."""
-    return [[f"{n}, of {origin}", *_summary(n)] for n, origin in METHOD_REGISTRY.origins().items()]
+    """Return one list of text lines for each registered method: name and origin, summary, plan.
 
-
-def _summary(name: str) -> list[str]:
-    """The first line of a method's docstring and its plan text; or the error of making it."""
-    try:
-        doc = getdoc(METHOD_REGISTRY.find(name).value) or ""
-        return [f"    {line}" for line in (*doc.splitlines()[:1], method_by_name(name).plan.text)]
-    except FedplanError as error:
-        return [f"    {error}"]
+    A method that cannot be made has the error instead of summary and plan.
+    """
+    methods = list[list[str]]()
+    for name, origin in METHOD_REGISTRY.origins().items():
+        try:
+            doc = getdoc(METHOD_REGISTRY.find(name).value) or ""
+            lines = [*doc.splitlines()[:1], method_by_name(name).plan.text]
+        except FedplanError as error:
+            lines = [str(error)]
+        methods.append([f"{name}, of {origin}", *(f"    {line}" for line in lines)])
+    return methods

@@ -24,13 +24,12 @@ StepRule = Callable[[Tensor, OptimizerState], tuple[Tensor, OptimizerState]]
 
 @dataclass(frozen=True)
 class Mean:
-    """Moves from the old value to the mean of the clients by the factor `lr`; 1 is the mean."""
+    """ServerOptimizer: old value + `lr` x (mean of the clients - old value); without state."""
 
     lr: float
 
     @property
     def text(self) -> str:
-        """Canonical text."""
         return f"mean(lr={self.lr!r})"
 
     def __call__(
@@ -43,9 +42,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class StatefulOptimizer:
-    """An optimizer with state; `text` contains all settings, and equal texts are equal optimizers.
+    """ServerOptimizer with state: next value = old value + `lr` x step, computed in float64.
 
-    `lr` is the server's learning rate, `move` computes the step before it is scaled by `lr`.
+    `text`: canonical text with all settings; optimizers with equal texts and `lr` are equal.
+    `lr`: the server's learning rate. `move`: function (mean change, state) to (step, next state).
+    A call returns (next value in the old dtype, next state in float32) and changes no argument.
     """
 
     text: str
@@ -65,16 +66,19 @@ def _apply_step(old: Tensor, step: Tensor, rate: float) -> Tensor:
 
 
 def mean(lr: float = 1.0) -> Mean:
-    """FedAvg: the mean of the clients; with `lr` below 1, that fraction of the way to it."""
+    """Return FedAvg's optimizer: the mean of the clients; `lr` below 1 goes a part of the way."""
     return Mean(float(lr))
 
 
 def momentum(lr: float = 1.0, momentum: float = 0.9) -> StatefulOptimizer:
-    """FedAvgM: the step is the sum of mean changes, decayed by `momentum` per round."""
+    """Return FedAvgM's optimizer: the step is the sum of mean changes, decayed by `momentum`.
+
+    `lr`: the server's learning rate.
+    """
 
     def move(change: Tensor, state: OptimizerState) -> tuple[Tensor, OptimizerState]:
-        first = momentum * state.get("first", torch.zeros_like(change)) + change
-        return first, {"first": first}
+        first = momentum * state.get("first_moment", torch.zeros_like(change)) + change
+        return first, {"first_moment": first}
 
     return StatefulOptimizer(_text("momentum", lr=lr, momentum=momentum), lr, move)
 
@@ -82,10 +86,10 @@ def momentum(lr: float = 1.0, momentum: float = 0.9) -> StatefulOptimizer:
 def adam(
     lr: float = 1.0, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3
 ) -> StatefulOptimizer:
-    """FedAdam, without bias correction: first moment over the root of the second moment.
+    """Return FedAdam's optimizer: first moment / (root of second moment + eps), not bias-corrected.
 
-    `lr` is the learning rate, `beta1` and `beta2` are the decay rates of the moments, and
-    `eps` is tau, added to the root.
+    `lr`: the server's learning rate. `beta1`, `beta2`: decay rates of the moments. `eps`: tau,
+    added to the root; the second moment starts at eps squared.
     """
 
     def update_second(moment: Tensor, square: Tensor) -> Tensor:
@@ -98,7 +102,11 @@ def adam(
 def yogi(
     lr: float = 1.0, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3
 ) -> StatefulOptimizer:
-    """FedYogi: FedAdam with Yogi's second moment, which changes by at most the new square."""
+    """Return FedYogi's optimizer: `adam` with a second moment that changes in bounded steps.
+
+    Each round moves the second moment toward the squared change, by (1 - beta2) x that square.
+    `lr`, `beta1`, `beta2`, `eps`: as in `adam`.
+    """
 
     def update_second(moment: Tensor, square: Tensor) -> Tensor:
         return moment - (1 - beta2) * square * torch.sign(moment - square)
@@ -108,7 +116,7 @@ def yogi(
 
 
 def adagrad(lr: float = 1.0, beta1: float = 0.9, eps: float = 1e-3) -> StatefulOptimizer:
-    """FedAdagrad: FedAdam with the sum of all squares as second moment."""
+    """Return FedAdagrad's optimizer: `adam` with the sum of all squares as second moment."""
     text = _text("adagrad", lr=lr, beta1=beta1, eps=eps)
     return StatefulOptimizer(text, lr, _adaptive_step(beta1, eps, torch.add))
 
@@ -116,16 +124,17 @@ def adagrad(lr: float = 1.0, beta1: float = 0.9, eps: float = 1e-3) -> StatefulO
 def _adaptive_step(
     beta1: float, eps: float, update_second: Callable[[Tensor, Tensor], Tensor]
 ) -> StepRule:
-    """The step rule first moment / (sqrt(second moment) + eps).
+    """Return the step rule first moment / (sqrt(second moment) + eps).
 
-    `update_second` computes the next second moment from the old one and the squared change.
+    `beta1`: decay rate of the first moment. `update_second`: computes the next second moment from
+    the old second moment and the squared change.
     """
 
     def move(change: Tensor, state: OptimizerState) -> tuple[Tensor, OptimizerState]:
         zero = torch.zeros_like(change)
-        first = beta1 * state.get("first", zero) + (1 - beta1) * change
-        second = update_second(state.get("second", zero + eps**2), change**2)
-        return first / (second.sqrt() + eps), {"first": first, "second": second}
+        first = beta1 * state.get("first_moment", zero) + (1 - beta1) * change
+        second = update_second(state.get("second_moment", zero + eps**2), change**2)
+        return first / (second.sqrt() + eps), {"first_moment": first, "second_moment": second}
 
     return move
 

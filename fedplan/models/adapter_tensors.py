@@ -90,16 +90,20 @@ _ROUTES = frozenset({"base_model", "model", BASE_LAYER, "token_adapter", _SAVED,
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """A tensor added by peft: its family, the path of its layer, and the attribute there."""
+    """A tensor added by peft, of a family in FAMILIES.
+
+    `layer`: the path of the peft layer in the model. `attribute`: the layer's attribute that holds
+    the tensor, as `lora_A`.
+    """
 
     family: str
     layer: str
-    place: str
+    attribute: str
 
     @property
     def kind(self) -> Kind:
         """PROMPT for prompt families, else ADAPTER, with the exceptions of KINDS."""
-        kind = KINDS.get(self.place, Kind.ADAPTER)
+        kind = KINDS.get(self.attribute, Kind.ADAPTER)
         return Kind.PROMPT if self.family in PROMPTS else kind
 
     @property
@@ -109,31 +113,39 @@ class AdapterTensor:
 
 
 def find_adapter_tensor(modules: Mapping[str, nn.Module], name: str) -> AdapterTensor | None:
-    """The adapter tensor with this name, or None for a tensor of the model itself.
+    """The adapter tensor with a parameter's name, or None for a tensor of the model itself.
 
-    Call it only for names that are not `is_inactive`. Raises UnknownAdapter for an unsupported
-    family or tensor, and for an adapter that is merged or disabled.
+    `modules` are all modules of the model by path. Only for names of which `is_inactive` is False.
+    Raises UnknownAdapter for an unsupported family or tensor, and for a merged or disabled adapter.
     """
-    for layer, family, place, _ in _peft_steps(modules, name):
-        if family and place not in _ROUTES:
-            if place not in FAMILIES[family].split():
-                raise _unsupported(f"{family} with {place}", name)
-            _require_enabled(modules[layer], layer)
-            return AdapterTensor(family, layer, place)
+    for path, family, attribute, _ in _peft_steps(modules, name):
+        if not family or attribute in _ROUTES:
+            continue
+        if attribute not in FAMILIES[family].split():
+            raise _unsupported(f"{family} with {attribute}", name)
+        # `is True`, because a tuner forwards attributes to its model, which may have such methods.
+        if getattr(modules[path], "merged", False) is True:
+            raise UnknownAdapter(f"the adapter of {path!r} is merged: call unmerge_adapter first")
+        if getattr(modules[path], "disable_adapters", False) is True:
+            raise UnknownAdapter(f"the adapter of {path!r} is disabled: enable the adapters first")
+        return AdapterTensor(family, path, attribute)
     return None
 
 
 def is_inactive(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether the forward pass does not use a tensor: an inactive adapter, or a replaced module.
+    """Whether the forward pass ignores the parameter `name`.
+
+    True for tensors of an inactive adapter, and of a module that peft replaced by a trained copy.
+    `modules` are all modules of the model by path. Raises UnknownAdapter for an unsupported family.
 
     >>> is_inactive({"": nn.Linear(1, 1)}, "weight")
     False
     """
-    for layer, family, place, adapter_name in _peft_steps(modules, name):
-        if place == _REPLACED or (family == "ln_tuning" and place == BASE_LAYER):
+    for path, family, attribute, adapter_name in _peft_steps(modules, name):
+        if attribute == _REPLACED or (family == "ln_tuning" and attribute == BASE_LAYER):
             return True
-        active = getattr(modules[layer], "active_adapters", None)
-        is_adapter = place in (_SAVED, _PROMPT_ENCODER) or (family and place not in _ROUTES)
+        active = getattr(modules[path], "active_adapters", None)
+        is_adapter = attribute in (_SAVED, _PROMPT_ENCODER) or (family and attribute not in _ROUTES)
         if is_adapter and adapter_name and active is not None and adapter_name not in active:
             return True
     return False
@@ -154,9 +166,10 @@ def lora_scales(model: nn.Module) -> set[float]:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """The model with its adapters merged into its weights; one without adapters unchanged.
+    """Merge the adapters into the model's weights, in place, and return the model without peft.
 
-    Raises UnknownAdapter if they cannot be merged.
+    A model without adapters is returned unchanged. Raises UnknownAdapter for a family that cannot
+    be merged, and for adapters that were injected without a PeftModel around the model.
     """
     families = adapter_families(model)
     if not families:
@@ -171,7 +184,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 
 def strip_peft_segments(name: str) -> tuple[str, ...]:
-    """The segments of a name without those that peft adds, such as base_layer."""
+    """The segments of a parameter's name without those that peft adds, such as base_layer."""
     segments = [s for s in name.split(".") if s not in (BASE_LAYER, "token_adapter", _REPLACED)]
     if _SAVED in segments:
         start = segments.index(_SAVED)
@@ -180,19 +193,26 @@ def strip_peft_segments(name: str) -> tuple[str, ...]:
 
 
 def _peft_steps(modules: Mapping[str, nn.Module], name: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield peft's modules on the path to a tensor, down to the one that holds it.
+    """Yield the peft modules on the path to the parameter `name`, outermost first.
 
-    Each as: its path, its family (empty for wrappers), and the next two segments of the name.
+    Each as (path of the module, family, the segment of `name` after the path, the segment after
+    that one). The family is "" for peft's wrappers, the last item is "" where `name` ends. Stops at
+    the peft layer that holds the parameter. Raises UnknownAdapter for an unsupported family.
     """
-    segments = name.split(".")
-    for i in range(len(segments)):
-        layer = ".".join(segments[:i])
-        origin = _origin(modules[layer]) if layer in modules else ""
-        if origin:
-            family = "" if origin in _WRAPPER_MODULES else _family(origin, name)
-            yield layer, family, segments[i], segments[i + 1] if i + 1 < len(segments) else ""
-            if family and segments[i] not in _ROUTES:
-                return
+    segments = [*name.split("."), ""]
+    for i in range(len(segments) - 1):
+        path = ".".join(segments[:i])
+        origin = _origin(modules[path]) if path in modules else ""
+        if not origin:
+            continue
+        family = origin.split(".")[2] if origin.startswith("peft.tuners.") else origin
+        if origin in _WRAPPER_MODULES:
+            family = ""
+        elif family not in FAMILIES:
+            raise _unsupported(family, name)
+        yield path, family, segments[i], segments[i + 1]
+        if family and segments[i] not in _ROUTES:
+            return
 
 
 def _origin(module: nn.Module) -> str:
@@ -201,27 +221,10 @@ def _origin(module: nn.Module) -> str:
     return next((each for each in origins if each.startswith("peft.")), "")
 
 
-def _family(origin: str, name: str) -> str:
-    """The family of a class defined in `origin`; raises UnknownAdapter if unsupported."""
-    family = origin.split(".")[2] if origin.startswith("peft.tuners.") else origin
-    if family not in FAMILIES:
-        raise _unsupported(family, name)
-    return family
-
-
 def _unsupported(family: str, name: str) -> UnknownAdapter:
-    """The error for a tensor of an unsupported family, with the reason and the alternatives."""
+    """The error for a parameter `name` of an unsupported family: reason and alternatives."""
     reason = _REASONS.get(family, "the meaning of its tensors is unknown")
     return UnknownAdapter(
         f"fedplan does not train adapters of peft's {family}, which has {name!r}: {reason}. "
         f"Merge it into the model first (merge_and_unload), or use one of {', '.join(FAMILIES)}"
     )
-
-
-def _require_enabled(layer: nn.Module, name: str) -> None:
-    """Raise UnknownAdapter if the adapter of a layer is merged or disabled."""
-    # `is True`, because a tuner forwards attributes to its model, which may have such methods.
-    if getattr(layer, "merged", False) is True:
-        raise UnknownAdapter(f"the adapter of {name!r} is merged: call unmerge_adapter first")
-    if getattr(layer, "disable_adapters", False) is True:
-        raise UnknownAdapter(f"the adapter of {name!r} is disabled: enable the adapters first")

@@ -160,11 +160,7 @@ register_layer_map("siglip_vision_model", like="clip_vision_model", head="head")
 register_layer_map("siglip", scale="logit_scale logit_bias", head="classifier")
 for part in ("", "_text_model", "_vision_model"):
     register_layer_map(f"siglip2{part}", like=f"siglip{part}")
-register_layer_map(
-    "blip_text_model",
-    like="bert",
-    blocks={"text": "encoder.layer"},
-)
+register_layer_map("blip_text_model", like="bert", blocks={"text": "encoder.layer"})
 register_layer_map(
     "blip_vision_model",
     like="clip_vision_model",
@@ -173,9 +169,7 @@ register_layer_map(
 )
 register_layer_map("blip", like="clip", head="itm_head vision_proj text_proj")
 register_layer_map(
-    "vision-text-dual-encoder",
-    like="clip",
-    towers={"vision_model": "vision", "text_model": "text"},
+    "vision-text-dual-encoder", like="clip", towers={"vision_model": "vision", "text_model": "text"}
 )
 
 DUALS = {"clip": "CLIPModel", "vision-text-dual-encoder": "VisionTextDualEncoderModel"}
@@ -233,11 +227,7 @@ register_layer_map(
 )
 register_layer_map("falcon", like="bloom", fused={"self_attention.query_key_value": falcon})
 register_layer_map(
-    "mpt",
-    blocks={"decoder": "blocks"},
-    fused={"attn.Wqkv": thirds},
-    out="attn.out_proj",
-    mlp="ffn",
+    "mpt", blocks={"decoder": "blocks"}, fused={"attn.Wqkv": thirds}, out="attn.out_proj", mlp="ffn"
 )
 register_layer_map(
     "llama",
@@ -317,11 +307,7 @@ for name in ("marian", "mbart", "m2m_100"):
     register_layer_map(name, like="bart")
 register_layer_map("mt5", like="t5")
 register_layer_map(
-    "opt",
-    like="bart",
-    blocks={"decoder": "decoder.layers"},
-    embed="project_in",
-    head="project_out",
+    "opt", like="bart", blocks={"decoder": "decoder.layers"}, embed="project_in", head="project_out"
 )
 register_layer_map(
     "whisper", like="bart", embed="conv1 conv2", head="projector classifier layer_weights"

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from itertools import takewhile
 from typing import Any, cast
@@ -23,32 +24,18 @@ from fedplan.tensors.named import Batch, Tensors
 
 AttentionCallback = Callable[[Block, Tensor], None]
 """Called with a block and its attention probabilities: [examples, heads, queries, keys]."""
+_ATTENTION_KINDS = (Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT)
 
 
 @torch.no_grad()
 def capture_attention(model: nn.Module, batch: Batch, callback: AttentionCallback) -> None:
-    """Run a batch without gradients and call `callback` with each block's self-attention.
+    """Run a batch without gradients and call `callback(block, map)` for each block.
 
-    No map is kept. A block that runs several times (ALBERT) is reported each time; for Swin the
-    first dimension is windows, those of one image next to each other. Labels are not passed to the
-    model. The model is left unchanged. Raises FedplanError for packed batches.
-    """
-    inputs = _model_inputs(model, batch)
-    with ExitStack() as undo:
-        undo.enter_context(eval_mode(model))
-        undo.enter_context(eager_attention(model))
-        for block, module in _self_attention(model).items():
-            pre_hook = module.register_forward_pre_hook(_request_attention, with_kwargs=True)
-            undo.callback(pre_hook.remove)
-            hook = module.register_forward_hook(_report_attention(block, callback))
-            undo.callback(hook.remove)
-        model(**to_device(inputs, model_device(model)))
-
-
-def _model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The batch without labels; for an encoder-decoder, with decoder_input_ids made from them.
-
-    Raises FedplanError for packed batches.
+    `map` has the probabilities of self-attention, [examples, heads, queries, keys]. A block that
+    runs several times (ALBERT) is reported each time; a block that returns no probabilities is not
+    reported. For Swin the first dimension of a map is windows, the windows of one image next to
+    each other. Labels are not passed to the model. The model stays unchanged.
+    Raises FedplanError for packed batches (position_ids without attention_mask).
     """
     if "position_ids" in batch and "attention_mask" not in batch:
         raise FedplanError(
@@ -58,16 +45,29 @@ def _model_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     if "decoder_attention_mask" in batch and "decoder_input_ids" not in batch:
         shift = cast("Any", model).prepare_decoder_input_ids_from_labels
         inputs["decoder_input_ids"] = cast("Tensor", shift(batch["labels"]))
-    return inputs
+    with ExitStack() as undo:
+        undo.enter_context(eval_mode(model))
+        undo.enter_context(eager_attention(model))
+        for block, module in _self_attention_modules(model).items():
+            pre_hook = module.register_forward_pre_hook(_request_attention, with_kwargs=True)
+            undo.callback(pre_hook.remove)
+            hook = module.register_forward_hook(partial(_report_attention, block, callback))
+            undo.callback(hook.remove)
+        model(**to_device(inputs, model_device(model)))
 
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Generator[None]:
-    """Context manager in which a model uses eager attention, restoring its implementation after.
+    """Context manager that sets a model's attention implementation to eager until exit.
 
-    Fast attention kernels never compute the probabilities.
+    Until exit torch's fast path of multi-head attention is disabled too, for the whole process.
     """
-    configs = {id(config): config for config in _attention_configs(model)}
+    # Fast attention kernels never compute the probabilities.
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, EAGER, None) is not None:
+            configs[id(config)] = config
     implementations = [(config, getattr(config, EAGER)) for config in configs.values()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -82,36 +82,29 @@ def eager_attention(model: nn.Module) -> Generator[None]:
             setattr(config, EAGER, {"": implementation})
 
 
-def _attention_configs(model: nn.Module) -> Iterator[Any]:
-    """Yield the configs of all modules that have an attention implementation."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, EAGER, None) is not None:
-            yield config
+def _self_attention_modules(model: nn.Module) -> dict[Block, nn.Module]:
+    """For each block, the smallest module with all its query, key, value and out params.
 
-
-_ATTENTION_KINDS = (Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT)
-
-
-def _self_attention(model: nn.Module) -> dict[Block, nn.Module]:
-    """The smallest module of each block that contains all params of its self-attention."""
+    Params of cross-attention are ignored; a block without attention params is left out.
+    """
     owners: dict[Block, list[list[str]]] = {}
     for p in describe(model):
         if p.block_id and p.kind in _ATTENTION_KINDS and "cross" not in p.tags:
             owners.setdefault(p.block_id, []).append(p.name.split(".")[:-1])
-    return {block: model.get_submodule(_common_prefix(paths)) for block, paths in owners.items()}
-
-
-def _common_prefix(paths: list[list[str]]) -> str:
-    """The dotted path of the longest common prefix of some paths."""
-    levels = zip(*paths, strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    modules = dict[Block, nn.Module]()
+    for block, paths in owners.items():
+        shared = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+        modules[block] = model.get_submodule(".".join(level[0] for level in shared))
+    return modules
 
 
 def _request_attention(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: pass the arguments of GIVES_ATTENTION that a module accepts."""
+    """Forward pre-hook: return (args, kwargs) that make the module return attention probabilities.
+
+    Sets those arguments of GIVES_ATTENTION that the module's forward has.
+    """
     parameters = signature(module.forward)
     bound = parameters.bind(*args, **kwargs)
     bound.arguments |= {
@@ -121,25 +114,25 @@ def _request_attention(
 
 
 def _report_attention(
-    block: Block, callback: AttentionCallback
-) -> Callable[[nn.Module, Any, Any], None]:
-    """A forward hook that passes the last 4-dimensional tensor of an output to `callback`."""
+    block: Block, callback: AttentionCallback, module: nn.Module, args: Any, output: Any
+) -> None:
+    """Forward hook: call `callback(block, map)` with the last 4-dimensional tensor in `output`.
 
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        outputs = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
-        # T5 returns its position bias, of the same shape, before the probabilities.
-        maps = [each for each in outputs if isinstance(each, Tensor) and each.dim() == 4]
-        if maps:
-            callback(block, maps[-1])
-
-    return hook
+    Does nothing if `output` is no tuple, or has no such tensor.
+    """
+    outputs = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
+    # T5 returns its position bias, of the same shape, before the probabilities.
+    maps = [each for each in outputs if isinstance(each, Tensor) and each.dim() == 4]
+    if maps:
+        callback(block, maps[-1])
 
 
 def token_mask(batch: Batch, stack: str = "") -> Tensor | None:
-    """Which tokens of a stack are not padding, as bool [examples, tokens]; None without a mask.
+    """Which tokens of a batch are not padding, as bool [examples, tokens]; None without a mask.
 
-    Images have no mask; the decoder of an encoder-decoder has its own. Raises FedplanError for a
-    mask of another shape.
+    `stack` is the stack of blocks that reads the tokens: "vision" has no mask, and "decoder" uses
+    decoder_attention_mask if the batch has decoder inputs; all others use attention_mask.
+    Raises FedplanError for a mask that is not two-dimensional.
     """
     if stack == "vision":
         return None
@@ -155,9 +148,9 @@ def token_mask(batch: Batch, stack: str = "") -> Tensor | None:
 
 
 def align_mask(mask: Tensor, size: int) -> Tensor:
-    """A token mask padded on the left with False to `size` positions, as prompts come first.
+    """A token mask [examples, tokens] padded on the left with False to `size` positions.
 
-    Raises FedplanError if the mask is longer.
+    Prompts of peft come first and are in no mask. Raises FedplanError if the mask is longer.
 
     >>> align_mask(torch.tensor([[True, True]]), 3).tolist()
     [[False, True, True]]
@@ -170,25 +163,28 @@ def align_mask(mask: Tensor, size: int) -> Tensor:
     return pad(mask, (size - mask.shape[1], 0))
 
 
-def attention_distance(one: Tensor, other: Tensor, mask: Tensor | None = None) -> float:
+def attention_distance(first: Tensor, second: Tensor, mask: Tensor | None = None) -> float:
     """The mean total variation distance of two attention maps, in [0, 1].
 
-    The mean is over examples, heads and queries; with a token mask, over unmasked queries only.
+    Maps are [examples, heads, queries, keys]. The mean is over examples, heads and queries; with a
+    token mask, over queries that are True in the mask; 0 without such queries.
     """
-    wide = sum_dtype(one.device)
-    distances = (one.to(wide) - other.to(wide)).abs().sum(-1).transpose(1, 2) / 2
+    wide = sum_dtype(first.device)
+    distances = (first.to(wide) - second.to(wide)).abs().sum(-1).transpose(1, 2) / 2
     if mask is not None:
-        distances = distances[align_mask(mask.to(one.device), one.shape[2])]
+        distances = distances[align_mask(mask.to(first.device), first.shape[2])]
     return min(float(distances.mean()), 1.0) if distances.numel() else 0.0
 
 
 def attention_shift(
     model: nn.Module, params: Params, states: tuple[Tensors, Tensors], batch: Batch
 ) -> dict[Block, float]:
-    """The attention distance of each block between two states of a model, on a batch.
+    """The `attention_distance` of each block between two states of a model, on a batch.
 
-    `states` are values by param key. The maps of the first state are kept in memory meanwhile, so
-    use a small batch. The model's values are restored at the end.
+    For a block that runs several times, the mean over the runs. `states` are two dicts of
+    values by param key, which are written into the model in turn; the model's own values are
+    restored at the end, also after an error. All attention maps of the first state are kept in
+    memory, so use a small batch. Raises FedplanError as `capture_attention` and `set_values`.
     """
     original, (first, second) = get_values(model, params), states
     batch = to_device(batch, model_device(model))

@@ -11,18 +11,18 @@ from fedplan.tensors.named import same_bits
 
 
 def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all buffers of a model by name, also of those that are not saved."""
+    """Copies of all buffers of a model by name, non-persistent ones included."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Raise FedplanError if a buffer differs from `before`, or is new or missing.
+    """Raise FedplanError if a buffer of the model differs from `before`, or is new or missing.
 
-    A changed buffer would be in no message, client state or checkpoint.
+    `before` is an earlier result of `copy_buffers`; buffers are compared bit by bit.
     """
+    # A changed buffer would be in no message, client state or checkpoint.
     after = dict(model.named_buffers())
-    names = [*before, *(name for name in after if name not in before)]
-    for name in names:
+    for name in [*before, *(name for name in after if name not in before)]:
         old, new = before.get(name), after.get(name)
         if old is None or new is None or not same_bits(old, new):
             raise FedplanError(
@@ -33,10 +33,10 @@ def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> No
 
 
 def freeze_batch_norms(model: nn.Module) -> nn.Module:
-    """Freeze the running statistics of all batch and instance norms, and return the model.
+    """Freeze the running statistics of all batch and instance norms, in place; return the model.
 
-    The norms stay in eval mode during training, as is usual in fine-tuning. Their weights and
-    biases stay trainable. Changes the model in place.
+    From now on the norms ignore `train()` and stay in eval mode, as is usual in fine-tuning. The
+    weights and biases of the norms stay trainable.
     """
     for module in model.modules():
         if isinstance(module, _NormBase) and not isinstance(module, _EvalOnly):

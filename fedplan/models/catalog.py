@@ -27,56 +27,31 @@ SHORT_NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minilm-l6": (
         "bert",
         "BertForSequenceClassification",
-        {
-            "hidden_size": 384,
-            "num_hidden_layers": 6,
-            "intermediate_size": 1536,
-        },
+        {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
     ),
     "modernbert-base": ("modernbert", "ModernBertForSequenceClassification", {}),
     "vit-base-16": ("vit", "ViTForImageClassification", {"num_labels": 10}),
     "vit-tiny-16": (
         "vit",
         "ViTForImageClassification",
-        {
-            "num_labels": 10,
-            "hidden_size": 192,
-            "num_attention_heads": 3,
-            "intermediate_size": 768,
-        },
+        {"num_labels": 10, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768},
     ),
     "dinov2-small": (
         "dinov2",
         "Dinov2ForImageClassification",
-        {
-            "num_labels": 10,
-            "hidden_size": 384,
-            "num_attention_heads": 6,
-            "image_size": 518,
-            "patch_size": 14,
-        },
+        {"num_labels": 10, "hidden_size": 384, "num_attention_heads": 6}
+        | {"image_size": 518, "patch_size": 14},
     ),
-    "swin-tiny": (
-        "swin",
-        "SwinForImageClassification",
-        {"num_labels": 10},
-    ),
+    "swin-tiny": ("swin", "SwinForImageClassification", {"num_labels": 10}),
     "clip-vit-base-16": ("clip", "CLIPModel", {"vision_config": {"patch_size": 16}}),
     "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
     "t5-small": ("t5", "T5ForConditionalGeneration", {}),
     "llama-3.2-1b": (
         "llama",
         "LlamaForCausalLM",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
+        {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192}
+        | {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"head_dim": 64, "tie_word_embeddings": True},
     ),
     "llama-2-7b": ("llama", "LlamaForCausalLM", {"vocab_size": 32000}),
 }
@@ -105,9 +80,9 @@ def params_of(name: str, *, task: str = "", labels: int = 0, dtype: str = "float
     """The params of a model by name: a folder, hub:org/name, a manifest file or a short name.
 
     `task` is one of TASK_CLASSES (default: the usual class of the model), `labels` the number of
-    labels of a classifier (default: that of its config), `dtype` the dtype of all params. Only a
-    hub id downloads anything, its config; weights are never loaded. Raises UnknownModel for an
-    unknown name, task or dtype.
+    labels of a classifier (default: as in the config), `dtype` the dtype given to all params. A hub
+    id downloads the config, nothing else is downloaded; weights are never loaded. A manifest file
+    (.json) ignores `task` and `labels`. Raises UnknownModel for an unknown name, task or dtype.
     """
     if dtype not in ITEMSIZE:
         raise UnknownModel(f"there is no dtype {dtype!r}; there are {', '.join(ITEMSIZE)}")
@@ -122,7 +97,11 @@ def params_of(name: str, *, task: str = "", labels: int = 0, dtype: str = "float
 
 
 def meta_model(name: str, *, task: str = "", num_labels: int = 0) -> nn.Module:
-    """A model on the meta device, without weights; arguments and errors as `params_of`."""
+    """A model on the meta device, without weights, by folder, hub:org/name or short name.
+
+    `task` is one of TASK_CLASSES (default: the usual class of the model); `num_labels` replaces the
+    number of labels in the config, 0 does not. Raises UnknownModel for an unknown name or task.
+    """
     import torch
     import transformers
 
@@ -139,9 +118,11 @@ def meta_model(name: str, *, task: str = "", num_labels: int = 0) -> nn.Module:
 
 
 def load_model_config(name: str) -> tuple[Any, str]:
-    """The transformers config of a folder, hub id or short name, and its usual class name.
+    """Return (transformers config, usual class name) of a folder, hub:org/name or short name.
 
-    Raises UnknownModel if there is no such model, or its config cannot be read.
+    The class is that of SHORT_NAMES, or else the first of the config's `architectures`; AutoModel
+    if transformers has no such class. Raises UnknownModel for an unknown name, or if the config
+    cannot be read.
     """
     import transformers
 
@@ -149,24 +130,16 @@ def load_model_config(name: str) -> tuple[Any, str]:
         model_type, usual_class, settings = SHORT_NAMES[name]
         return transformers.AutoConfig.for_model(model_type, **settings), usual_class
     if not Path(name, "config.json").is_file() and not is_hub_id(name):
-        raise UnknownModel(_unknown_model_message(name))
+        close = get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise UnknownModel(
+            f"{name!r} is not a folder with a config.json, a hub id as hub:org/name, or a short "
+            f"name: {hint}Short names: {', '.join(SHORT_NAMES)}"
+        )
     try:
         config = load_pretrained(transformers.AutoConfig, name)
     except (OSError, ValueError) as error:
-        raise UnknownModel(f"{name!r} cannot be read as a model: {_first_line(error)}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UnknownModel(f"{name!r} cannot be read as a model: {reason}") from error
     usual_class = str((config.architectures or ["AutoModel"])[0])
     return config, usual_class if usual_class in dir(transformers) else "AutoModel"
-
-
-def _unknown_model_message(name: str) -> str:
-    """Message that a name is no model, with similar short names."""
-    close = get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return (
-        f"{name!r} is not a folder with a config.json, a hub id as hub:org/name, or a short name: "
-        f"{hint}Short names: {', '.join(SHORT_NAMES)}"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -18,20 +18,21 @@ TEMPLATE = "a picture of a {}"
 
 
 class ModelError(FedplanError):
-    """A model that cannot be built, changed or loaded with the given settings."""
+    """A model cannot be built, changed or loaded with the given settings."""
 
     code = "model"
 
 
 @final
 class DualEncoder(nn.Module):
-    """Classifies images by their similarity to the texts of the classes.
+    """Classifies images by their similarity to one text per class: `model(pixel_values)` -> logits.
 
-    Build one with `make_dual_encoder` or `load_dual_encoder`. `ids` and `mask` are the tokens and
-    the attention mask of one text per class, `names` the class names. `lead` is the number of
-    tokens of the template before the class name, without the first special token. `prompts`,
-    `fusion` and `prompt_config` are None until `add_prompts`. Raises ModelError if the backbone is
-    no supported dual encoder, or a text is too long.
+    Build one with `make_dual_encoder` or `load_dual_encoder`. `backbone` is a CLIPModel or a
+    VisionTextDualEncoderModel, kept without a copy. `ids` and `mask` are the token ids and the
+    attention mask (classes x tokens) of the texts, `names` the class names, `template` the sentence
+    around a class name. `lead` is the number of tokens of the template before the class name,
+    without the first special token. `prompts`, `fusion` and `prompt_config` are None until
+    `add_prompts`. Raises ModelError if the backbone is of another type, or a text is too long.
     """
 
     ids: Tensor
@@ -80,9 +81,10 @@ class DualEncoder(nn.Module):
         return self
 
     def set_texts(self, ids: Tensor, mask: Tensor) -> None:
-        """Set the tokens and attention mask of the class texts, on the backbone's device.
+        """Replace the token ids and attention mask of the class texts (classes x tokens).
 
-        Raises ModelError if they are longer than the text tower allows.
+        Both are moved to the backbone's device. Raises ModelError if the texts are longer than the
+        text tower allows.
         """
         max_length = int(self.config.text_config.max_position_embeddings)
         if ids.shape[1] > max_length:
@@ -99,7 +101,7 @@ class DualEncoder(nn.Module):
         return self.backbone.get_submodule(TOWERS[stack])
 
     def embeddings(self, stack: str) -> nn.Module:
-        """The module of a tower that makes the input of its first block; ModelError if none."""
+        """The embeddings module of a tower, "text" or "vision"; ModelError if it has none."""
         tower = self.tower(stack)
         if EMBEDDINGS not in dict(tower.named_children()):
             raise ModelError(f"{type(tower).__name__} has no module {EMBEDDINGS!r} to prompt")
@@ -109,10 +111,12 @@ class DualEncoder(nn.Module):
 def make_dual_encoder(
     backbone: nn.Module, tokenizer: Any, names: Sequence[str], template: str = TEMPLATE
 ) -> DualEncoder:
-    """A DualEncoder for classes `names`, with `{}` of the template replaced by each name.
+    """A DualEncoder for classes `names`; a class's text is the template with `{}` replaced.
 
-    `_` in a name becomes a space. Raises ModelError for an invalid template or names, and for a
-    tokenizer whose texts do not start with one special token and the words of the template.
+    `backbone` is a CLIPModel or VisionTextDualEncoderModel, `tokenizer` the Hugging Face tokenizer
+    of the text tower. `_` in a name becomes a space. Raises ModelError if the template does not
+    have `{}` once, names are empty or repeated, or a tokenized text does not start with one special
+    token and the words of the template.
     """
     if template.count("{}") != 1:
         raise ModelError(f"the template {template!r} must have {{}} once, for the class name")
@@ -121,9 +125,8 @@ def make_dual_encoder(
     texts = [template.replace("{}", name.replace("_", " ")) for name in names]
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
     ids, mask = tokens["input_ids"], tokens["attention_mask"]
-    words = template.partition("{}")[0].rstrip()
     lead_ids: list[int] = []
-    if words:
+    if words := template.partition("{}")[0].rstrip():
         lead_ids = tokenizer([words], add_special_tokens=False)["input_ids"][0]
     lead = len(lead_ids)
     if not (mask[:, 0].all() and (ids[:, 1 : 1 + lead] == torch.tensor(lead_ids)).all()):
@@ -145,18 +148,19 @@ def load_dual_encoder(
     bridge: str = "",
     tokenizer: str = "",
 ) -> DualEncoder:
-    """Load a DualEncoder for classes `names` from a CLIP, or from two towers.
+    """Load a DualEncoder for classes `names` from a CLIP (`path`), or from two single models.
 
-    `path` is the folder or hub id of a CLIP; instead, `vision` and `text` are those of two single
-    models, and `bridge` is a safetensors file with the two projections, the logit scale and any
-    weights trained with them; without it the projections are untrained. `tokenizer` defaults to
-    that of `path` or `text`. Raises ModelError if a part cannot be loaded or does not fit.
+    `path`, or else `vision` and `text`, are folders or hub ids (hub:org/name); the template is that
+    of `make_dual_encoder`. `bridge` is a safetensors file for two single models, with the two
+    projections, the logit scale and further trained weights; without a bridge the projections are
+    random. `tokenizer` defaults to the tokenizer of `path` or `text`. Raises ModelError if both or
+    neither source is given, a part cannot be loaded, or the bridge has other names or shapes.
     """
+    import transformers
+
     if bool(path) == bool(vision and text):
         raise ModelError("give the path of a CLIP, or both a vision and a text model")
     backbone = _load_model(path) if path else _join_towers(vision, text, bridge)
-    import transformers
-
     source = tokenizer or path or text
     try:
         loaded_tokenizer = load_pretrained(transformers.AutoTokenizer, source)
@@ -166,20 +170,20 @@ def load_dual_encoder(
 
 
 def _load_model(path: str) -> nn.Module:
-    """The float32 model of a folder or hub id; raises ModelError if it cannot be loaded."""
+    """Load an AutoModel in float32 from a path, a folder or hub id; ModelError if that fails."""
     import transformers
 
     try:
-        model = load_pretrained(transformers.AutoModel, path, dtype=torch.float32)
+        return load_pretrained(transformers.AutoModel, path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(f"there is no model in {path!r}: {str(error).splitlines()[0]}") from error
-    return model
 
 
 def _join_towers(vision: str, text: str, bridge: str) -> nn.Module:
-    """A VisionTextDualEncoderModel of two towers, with the tensors of the file `bridge`, if any.
+    """Load a VisionTextDualEncoderModel of two models, in eval mode, with the tensors of a bridge.
 
-    Raises ModelError if a tower or the bridge cannot be loaded, or the bridge does not fit.
+    `vision` and `text` are folders or hub ids, `bridge` is a safetensors file or empty. Raises
+    ModelError if a file cannot be loaded, or the bridge has unknown tensors or other shapes.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
@@ -205,5 +209,5 @@ def _join_towers(vision: str, text: str, bridge: str) -> nn.Module:
 def _interpolate_positions(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: interpolate position embeddings for images of another size."""
+    """Forward pre-hook of embeddings: return (args, kwargs) that interpolate positions."""
     return args, {**kwargs, "interpolate_pos_encoding": True}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -12,7 +12,7 @@ from typing import Any, cast, final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedplan.models.architectures import DUALS
 from fedplan.models.dual_encoder import DualEncoder, ModelError
@@ -23,20 +23,22 @@ from fedplan.tensors.devices import fork_rng_state
 
 WEIGHTS, SETTINGS = "prompts.safetensors", "prompts.json"
 """The files beside the backbone: values of prompts and fusion, and settings."""
-_ADDED_PREFIXES = ("prompts.", "fusion.")
 
 
 @final
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image is prepared: its size in pixels, and the mean and std of each channel."""
+    """How to prepare an image for a model: call `tensor(path)`.
+
+    `size`: width and height in pixels. `mean`, `std`: of each RGB channel, for values in [0, 1].
+    """
 
     size: int = 224
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def tensor(self, path: str | Path) -> Tensor:
-        """The image in a file as a normalized tensor of shape (3, size, size)."""
+        """The image in a file, resized, as a normalized float tensor of shape (3, size, size)."""
         mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in (self.mean, self.std))
         image = image_tensor(Path(path).read_bytes(), self.size, cubic=True)
         return (image.float() / 255 - mean) / std
@@ -45,33 +47,37 @@ class Preprocessing:
 def save_folder(
     model: DualEncoder, folder: str | Path, *, preprocessing: Preprocessing | None = None
 ) -> None:
-    """Save a model into a folder: the backbone by save_pretrained, prompts and settings beside it.
+    """Save a model into a folder, created if missing; existing files are overwritten.
 
-    `preprocessing` is stored for `predict_classes`; default values if None.
+    Writes the backbone by save_pretrained, the file SETTINGS (JSON) and, if the model has
+    prompts, WEIGHTS (safetensors). `preprocessing` is stored for `predict_classes`; None stores
+    the default values.
     """
     path = Path(folder)
     cast("Any", model.backbone).save_pretrained(path)
-    added = {n: t.detach() for n, t in model.named_parameters() if n.startswith(_ADDED_PREFIXES)}
-    if added:
-        save_file({n: t.contiguous() for n, t in added.items()}, path / WEIGHTS)
+    if added := _added_params(model):
+        save_file({n: t.detach().contiguous() for n, t in added.items()}, path / WEIGHTS)
     settings: dict[str, Any] = {
-        "names": model.names,
-        "template": model.template,
-        "lead": model.lead,
-        "ids": model.ids.tolist(),
-        "mask": model.mask.tolist(),
+        "class_names": model.names,
+        "prompt_template": model.template,
+        "tokens_before_name": model.lead,
+        "input_ids": model.ids.tolist(),
+        "attention_mask": model.mask.tolist(),
         "prompts": asdict(model.prompt_config)
         if isinstance(model.prompt_config, PromptConfig)
         else None,
-        "picture": asdict(preprocessing or Preprocessing()),
+        "image": asdict(preprocessing or Preprocessing()),
     }
     (path / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 def load_folder(folder: str | Path) -> DualEncoder:
-    """Load a model saved by `save_folder`, in eval mode; its logits are bitwise the same.
+    """Load a model saved by `save_folder`, in float32 and eval mode, on the CPU.
 
-    Raises ModelError if the folder has no such model.
+    The logits are bitwise those of the saved model, if that is in float32 and eval mode on the CPU.
+    The global random state is not changed. Raises ModelError if the SETTINGS file is missing or no
+    JSON, the saved backbone is no dual encoder, or the WEIGHTS file is unreadable or does not match
+    the settings.
     """
     import transformers
 
@@ -81,24 +87,39 @@ def load_folder(folder: str | Path) -> DualEncoder:
         raise ModelError(f"{folder} has a {config.model_type}, which is no dual encoder")
     loader = getattr(transformers, DUALS[config.model_type])
     backbone = load_pretrained(loader, str(path), dtype=torch.float32)
-    ids, mask = torch.tensor(settings["ids"]), torch.tensor(settings["mask"])
-    texts = {name: settings[name] for name in ("names", "template", "lead")}
-    model = DualEncoder(backbone, ids, mask, **texts)
+    model = DualEncoder(
+        backbone,
+        torch.tensor(settings["input_ids"]),
+        torch.tensor(settings["attention_mask"]),
+        names=settings["class_names"],
+        template=settings["prompt_template"],
+        lead=settings["tokens_before_name"],
+    )
     if prompts := settings["prompts"]:
         values: dict[str, Any] = {**prompts, "levels": tuple(prompts["levels"])}
         with fork_rng_state():
             attach_prompts(model, PromptConfig(**values))
-        added = {n: t for n, t in model.named_parameters() if n.startswith(_ADDED_PREFIXES)}
-        _load_values(added, path / WEIGHTS)
+        added = _added_params(model)
+        try:
+            saved = load_file(path / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path / WEIGHTS} cannot be read: {error}") from error
+        if {n: t.shape for n, t in added.items()} != {n: t.shape for n, t in saved.items()}:
+            raise ModelError(
+                f"{path / WEIGHTS} does not have the prompts that {SETTINGS} beside it describes"
+            )
+        with torch.no_grad():
+            for name, tensor in added.items():
+                tensor.copy_(saved[name])
     return model.eval()
 
 
 def predict_classes(folder: str | Path, images: Sequence[str | Path]) -> list[str]:
-    """The predicted class name of each image file, by the model saved in a folder.
+    """The predicted class name of each image file, by the model in a folder (`save_folder`).
 
-    Raises ModelError if the folder has no such model.
+    Runs on the CPU, image by image. Raises ModelError as `load_folder`.
     """
-    model, settings = load_folder(folder), _read_settings(folder)["picture"]
+    model, settings = load_folder(folder), _read_settings(folder)["image"]
     preprocessing = Preprocessing(settings["size"], tuple(settings["mean"]), tuple(settings["std"]))
     with torch.no_grad():
         classes = [model(preprocessing.tensor(each)[None]).argmax().item() for each in images]
@@ -106,24 +127,12 @@ def predict_classes(folder: str | Path, images: Sequence[str | Path]) -> list[st
 
 
 def _read_settings(folder: str | Path) -> dict[str, Any]:
-    """The settings file of a folder; raises ModelError if it is missing or no JSON."""
+    """Read the SETTINGS file of a folder; raises ModelError if it is missing or no JSON."""
     try:
         return json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} has no {SETTINGS} of a saved model: {error}") from error
 
 
-def _load_values(added: Mapping[str, Tensor], path: Path) -> None:
-    """Copy the tensors of a safetensors file into `added`.
-
-    Raises ModelError if the file cannot be read, or has other names or shapes.
-    """
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if {n: t.shape for n, t in added.items()} != {n: t.shape for n, t in saved.items()}:
-        raise ModelError(f"{path} does not have the prompts that {SETTINGS} beside it describes")
-    with torch.no_grad():
-        for name, tensor in added.items():
-            tensor.copy_(saved[name])
+def _added_params(model: DualEncoder) -> dict[str, nn.Parameter]:
+    return {n: t for n, t in model.named_parameters() if n.startswith(("prompts.", "fusion."))}

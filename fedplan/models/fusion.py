@@ -30,16 +30,17 @@ def sum_levels(common: Tensor, own: Tensor) -> Tensor:
 
 @final
 class DualFusion(nn.ModuleDict):
-    """The fusion modules by tower."""
+    """The fusion modules of a DualEncoder by tower, "text" and "vision"."""
 
 
 @final
 class AttentionFusion(nn.Module):
     """Fusion by cross-attention F between the prompts: `own + common + gate * F`.
 
-    `size` is the width of the prompts, `width` the inner width (0: `size`). `query` is the level of
-    the queries; with "both", F is the mean of both directions. `gated`: add the gate, which starts
-    at zero; without it the result is F alone. Raises ModelError if heads do not divide the width.
+    `size` is the width of the prompts, `width` the inner width (0: `size`). `query` is the prompt
+    that gives the queries, "own" or "common"; with "both", F is the mean of both directions.
+    `gated` adds the gate, which starts at zero; without a gate the result is F alone. Raises
+    ModelError if `heads` does not divide the width.
     """
 
     def __init__(self, size: int, *, heads: int, width: int, query: str, gated: bool) -> None:
@@ -53,7 +54,7 @@ class AttentionFusion(nn.Module):
         self.gate = nn.Parameter(torch.zeros(())) if gated else None
 
     def forward(self, common: Tensor, own: Tensor) -> Tensor:
-        """The fused prompt."""
+        """The prompt (length x size) fused from a common and an own prompt of that shape."""
         if self.query_level == "both":
             attended = (self._attend(own, common) + self._attend(common, own)) / 2
         else:
@@ -72,28 +73,31 @@ class AttentionFusion(nn.Module):
 class MlpFusion(nn.Module):
     """Fusion by a gated feed-forward layer with as many parameters as AttentionFusion.
 
-    A control: each vector is fused only with the other prompt's vector at the same position.
+    A control experiment: each vector is fused only with the other prompt's vector at the same
+    position. `size` is the width of the prompts, `width` the inner width (0: `size`). The gate
+    starts at zero, so the result starts as the sum of both prompts.
     """
 
     def __init__(self, size: int, *, width: int) -> None:
         super().__init__()
         width = width or size
-        sizes = {"first": (size, width), "second": (size, width), "third": (size, width)}
-        sizes["last"] = (width, size)
-        self.mlp = nn.ModuleDict({name: nn.Linear(*s, bias=False) for name, s in sizes.items()})
+        layers = {n: nn.Linear(size, width, bias=False) for n in ("first", "second", "third")}
+        self.mlp = nn.ModuleDict({**layers, "last": nn.Linear(width, size, bias=False)})
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, common: Tensor, own: Tensor) -> Tensor:
-        """The fused prompt."""
+        """The prompt (length x size) fused from a common and an own prompt of that shape."""
         inner = gelu(self.mlp["first"](own) + self.mlp["second"](common))
         mixed = self.mlp["last"](inner * self.mlp["third"](common))
         return own + common + self.gate * mixed
 
 
 def make_fusion(kind: str, size: int, *, query: str, heads: int, width: int) -> nn.Module | None:
-    """The fusion module of a kind for prompts of width `size`; None for "sum".
+    """Make the fusion module of a kind (one of FUSIONS) for prompts of width `size`.
 
-    Raises ModelError for an unknown kind or query.
+    "attention" is an AttentionFusion with gate, "replace" one without, "mlp" a MlpFusion, and "sum"
+    is None. `query`, `heads` and `width`: see AttentionFusion. Raises ModelError for an
+    unknown kind or query, and if `heads` does not divide the width.
     """
     if kind not in FUSIONS or query not in QUERIES:
         raise ModelError(

@@ -24,10 +24,10 @@ def strip_hub_prefix(name: str) -> str:
 def load_pretrained(
     loader: Any, name: str, *, local_files_only: bool = False, **settings: Any
 ) -> Any:
-    """`loader.from_pretrained` for a folder or a hub id, without running remote code.
+    """Call `loader.from_pretrained` for a folder or hub id (hub:org/name); no remote code runs.
 
-    Only a hub id is downloaded, and none with `local_files_only`. `settings` are passed on. The one
-    place in fedplan that calls `from_pretrained`.
+    A hub id may be downloaded; with `local_files_only` only the local cache is used. `settings`
+    are passed on. The loader's exceptions pass, as OSError for a missing folder.
     """
     return loader.from_pretrained(
         strip_hub_prefix(name),
@@ -39,7 +39,7 @@ def load_pretrained(
 
 @contextmanager
 def no_progress_bars() -> Generator[None]:
-    """Context manager that disables the progress bars of transformers inside it."""
+    """Context manager that disables the progress bars of transformers until exit."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()

@@ -17,9 +17,10 @@ from fedplan.models.hub import is_hub_id, strip_hub_prefix
 def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
     """An image as a uint8 RGB tensor of shape (3, size, size), resized if needed.
 
-    `value` is a PIL image, encoded bytes, an integer array, or a dict with `bytes` or `path`, as in
-    Hugging Face datasets. Resizing is bilinear, or bicubic with `cubic`. Raises ValueError for an
-    array that is not of integers from 0 to 255.
+    `value` is a PIL image, encoded bytes, an array of integers (height x width, with channels last
+    if any), or a dict with `bytes` or `path`, as in Hugging Face datasets. Resizing is bilinear, or
+    bicubic with `cubic`, and does not keep the aspect ratio. Raises ValueError for an array of
+    other numbers than integers from 0 to 255.
     """
     from PIL import Image
 
@@ -31,7 +32,11 @@ def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
     elif isinstance(value, Image.Image):
         image = value
     else:
-        image = Image.fromarray(_uint8_array(np.asarray(value)))
+        array: Any = np.asarray(value)
+        if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
+            raise ValueError(f"an array of {array.dtype} must hold whole numbers from 0 to 255")
+        gray = array.ndim == 3 and array.shape[2] == 1
+        image = Image.fromarray((array[..., 0] if gray else array).astype("uint8"))
     image = image.convert("RGB")
     if image.size != (size, size):
         resampling = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
@@ -40,9 +45,10 @@ def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
 
 
 def image_mean_std(source: str) -> tuple[Tensor, Tensor]:
-    """The image mean and std of a model's preprocessor config, each of shape (3, 1, 1).
+    """Return (mean, std) of a model's preprocessor config, each of shape (3, 1, 1).
 
-    `source` is a folder or a hub id; 0.5 each if it has no preprocessor config.
+    `source` is a folder or a hub id (hub:org/name, may download). Values that the config does not
+    have, and all values of a folder without preprocessor config, are 0.5.
     """
     config: dict[str, Any] = {}
     if Path(source, "preprocessor_config.json").is_file() or is_hub_id(source):
@@ -54,11 +60,3 @@ def image_mean_std(source: str) -> tuple[Tensor, Tensor]:
     stats = (config.get(name, [0.5] * 3) for name in ("image_mean", "image_std"))
     mean, std = (torch.tensor(each).reshape(3, 1, 1) for each in stats)
     return mean, std
-
-
-def _uint8_array(array: Any) -> Any:
-    """An integer array as uint8, a last dimension of 1 dropped; ValueError if out of range."""
-    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
-        raise ValueError(f"an array of {array.dtype} must hold whole numbers from 0 to 255")
-    gray = array.ndim == 3 and array.shape[2] == 1
-    return (array[..., 0] if gray else array).astype("uint8")

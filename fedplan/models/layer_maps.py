@@ -16,7 +16,7 @@ LAYER_MAPS: dict[str, LayerMap] = {}
 
 @contextmanager
 def restore_layer_maps() -> Generator[None]:
-    """Context manager that undoes, on exit, all registrations made inside it."""
+    """Context manager that undoes, on exit, all changes of LAYER_MAPS made in the body."""
     before = dict(LAYER_MAPS)
     try:
         yield
@@ -38,10 +38,11 @@ def register_layer_map(
     beside: Mapping[str, str] | None = None,
     **kinds: str,
 ) -> LayerMap:
-    """Register the layer map of an architecture, replacing any of the same name, and return it.
+    """Register and return the layer map of an architecture; a map of the same name is replaced.
 
     `name` is a `config.model_type`, or the class name of a plain module, alone or with its module,
-    as in `torch.nn.modules.transformer.Transformer`. See `make_layer_map` for the other arguments.
+    as in `torch.nn.modules.transformer.Transformer`. The other arguments (like, blocks, fused,
+    towers, cross, acts_on, tags, beside, kinds) and errors are as in `make_layer_map`.
 
     >>> layers = register_layer_map("my_vit", like="vit", query="attn.to_q", key="attn.to_k")
     """
@@ -71,16 +72,17 @@ def make_layer_map(
     beside: Mapping[str, str] | None = None,
     **kinds: str,
 ) -> LayerMap:
-    """Build a layer map from dotted module paths, without registering it.
+    """Build a layer map from dotted module paths, without registering the map.
 
-    `like` names a registered map to extend: new entries are added or take precedence, and new
-    `blocks` replace the old. `blocks` maps each stack to the path of its list of blocks; each
-    further keyword is a `Kind`, with the paths of its modules. Both take several paths, separated
-    by spaces. `fused` maps the path of a tensor that holds several kinds to its layout, `acts_on`
-    the path of a norm to the kind that it acts on, `towers` a submodule to its stack, `tags` a path
-    to a further word, and `cross` lists the paths of cross-attention. `beside` maps a stack to a
-    list outside the stack that has one module per block.
-    Raises ValueError for an unknown kind, and KeyError for an unknown `like`.
+    Paths match anywhere in a parameter's name (see LayerMap). `like` names a registered map to
+    extend: new entries are added or replace entries of the same path, new `blocks` replace all
+    blocks. `blocks` maps each stack (encoder, decoder, text, vision) to the path of the list of
+    blocks; each further keyword is a `Kind` with the paths of modules, as in `query="attn.q"`;
+    both take several paths, separated by spaces. `fused` maps the path of a tensor that holds
+    several kinds to a FusedLayout, `acts_on` the path of a norm to the kind that the norm acts on,
+    `towers` the name of a submodule to a stack, `tags` a path to a further word; `cross` lists the
+    paths of cross-attention. `beside` maps a stack to a list outside the stack that has one module
+    per block. Raises ValueError for an unknown kind, and KeyError for an unknown `like`.
     """
     tags_by_path = dict.fromkeys(cross.split(), "cross") | dict(tags or {})
     layer_map = LayerMap(
@@ -92,14 +94,21 @@ def make_layer_map(
         tags={split_path(p): tag for p, tag in tags_by_path.items()},
         beside=dict(beside or {}),
     )
-    return _extend(LAYER_MAPS[like], layer_map) if like else layer_map
+    if not like:
+        return layer_map
+    old = LAYER_MAPS[like]
+    names = [f.name for f in fields(LayerMap) if f.name != "library"]
+    merged = {name: getattr(old, name) | getattr(layer_map, name) for name in names}
+    merged["blocks"] = layer_map.blocks or old.blocks
+    return replace(layer_map, **merged)
 
 
 @contextmanager
 def temporary_layer_map(name: str, layer_map: LayerMap) -> Generator[None]:
-    """Context manager that registers a layer map under `name`, for models of any library.
+    """Context manager that registers a layer map under `name` (a model type or class name).
 
-    On exit the earlier entry of that name is restored, or removed if there was none.
+    The map then applies to models of any library. On exit the earlier map of that name, if any, is
+    restored, also after an error.
     """
     earlier = LAYER_MAPS.get(name)
     LAYER_MAPS[name] = replace(layer_map, library="")
@@ -113,27 +122,13 @@ def temporary_layer_map(name: str, layer_map: LayerMap) -> Generator[None]:
 
 
 def find_layer_map(module: object) -> LayerMap | None:
-    """The registered layer map of a module, or None.
+    """The registered layer map of a module itself, not of children or parents; or None.
 
     Looked up by `config.model_type`, then by class name with module, then by bare class name; a map
-    made for a library applies only to classes that come or derive from it.
+    with a `library` applies only to classes that come or derive from that library.
     """
     cls, config = type(module), getattr(module, "config", None)
-    keys = (
-        getattr(config, "model_type", None),
-        f"{cls.__module__}.{cls.__qualname__}",
-        cls.__name__,
-    )
+    model_type = getattr(config, "model_type", None)
+    keys = (model_type, f"{cls.__module__}.{cls.__qualname__}", cls.__name__)
     layer_maps = (LAYER_MAPS[key] for key in keys if key in LAYER_MAPS)
     return next((each for each in layer_maps if each.applies_to(cls)), None)
-
-
-def _extend(old: LayerMap, new: LayerMap) -> LayerMap:
-    """`old` with the entries of `new` added or replaced; `new.blocks`, if any, replace all blocks.
-
-    The result has the library of `new`.
-    """
-    names = [f.name for f in fields(LayerMap) if f.name != "library"]
-    merged = {name: getattr(old, name) | getattr(new, name) for name in names}
-    merged["blocks"] = new.blocks or old.blocks
-    return replace(new, **merged)

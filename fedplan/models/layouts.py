@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedplan.models.params import Kind, Rows
@@ -19,16 +19,17 @@ QKV = (Kind.QUERY, Kind.KEY, Kind.VALUE)
 
 @dataclass(frozen=True)
 class LayerMap:
-    """The layer map of an architecture: the kind of each module path.
+    """The layer map of an architecture: the kind of each module path. Made by `make_layer_map`.
 
-    Paths are relative and match anywhere in a name: `self.query` matches
+    Paths are relative and match anywhere in a parameter's name: `self.query` matches
     `bert.encoder.layer.3.attention.self.query.weight`. The longest matching path wins.
 
-    `blocks`: by stack, the paths of its lists of blocks, separated by spaces.
-    `kinds`: the kind of each path. `fused`: the layout of tensors that hold several kinds.
-    `acts_on`: the kind that a norm acts on. `towers`: the stack of each submodel.
-    `tags`: further words, such as cross. `beside`: by stack, a list outside the stack that has one
-    module per block. `library`: the package of the model classes that the map is for; empty is any.
+    `blocks`: by stack (encoder, vision), the paths of the lists of blocks, separated by spaces.
+    `kinds`: the kind of each path. `fused`: by path, the layout of a tensor that holds several
+    kinds. `acts_on`: by path of a norm, the kind that the norm acts on. `towers`: by name of a
+    submodule, the stack of all tensors inside. `tags`: by path, a further word, as "cross".
+    `beside`: by stack, a list outside the stack that has one module per block. `library`: the
+    package of the model classes that the map is for; empty is any.
     """
 
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -73,11 +74,9 @@ def thirds(config: Any, rows: int) -> dict[Kind, Rows]:
 
 def per_head(config: Any, rows: int) -> dict[Kind, Rows]:
     """Query, key and value interleaved by head: GPT-NeoX, BLOOM, the first Falcons."""
-    step = rows // config.num_attention_heads
-    return {
-        kind: Rows(0, i * step // 3, step // 3, step, config.num_attention_heads)
-        for i, kind in enumerate(QKV)
-    }
+    heads = config.num_attention_heads
+    step = rows // heads
+    return {k: Rows(0, i * step // 3, step // 3, step, heads) for i, k in enumerate(QKV)}
 
 
 def grouped(config: Any, rows: int) -> dict[Kind, Rows]:
@@ -88,16 +87,17 @@ def grouped(config: Any, rows: int) -> dict[Kind, Rows]:
 
 
 def falcon(config: Any, rows: int) -> dict[Kind, Rows]:
-    """The layouts of Falcon: interleaved groups, one shared key-value head, or per head."""
+    """Query, key and value of Falcon, for a tensor of `rows` rows; depends on the config.
+
+    Interleaved by key-value head (new_decoder_architecture); else three ranges, with one key and
+    one value head (multi_query); else interleaved by head.
+    """
     heads = config.num_attention_heads
     if config.new_decoder_architecture:
         step = rows // config.num_kv_heads
         width = step // (heads // config.num_kv_heads + 2)
-        spans = ((0, step - 2 * width), (step - 2 * width, width), (step - width, width))
-        return {
-            kind: Rows(0, start, size, step, config.num_kv_heads)
-            for kind, (start, size) in zip(QKV, spans, strict=True)
-        }
+        ranges = qkv_ranges(step - 2 * width, width, width)
+        return {kind: replace(each, count=config.num_kv_heads) for kind, each in ranges.items()}
     if config.multi_query:
         width = rows // (heads + 2)
         return qkv_ranges(rows - 2 * width, width, width)
@@ -106,29 +106,26 @@ def falcon(config: Any, rows: int) -> dict[Kind, Rows]:
 
 def key_value(config: Any, rows: int) -> dict[Kind, Rows]:
     """Key and value as two equal ranges: GPT-2's cross-attention."""
-    return {
-        Kind.KEY: Rows(0, 0, rows // 2, rows),
-        Kind.VALUE: Rows(0, rows // 2, rows // 2, rows),
-    }
+    half = rows // 2
+    return {Kind.KEY: Rows(0, 0, half, rows), Kind.VALUE: Rows(0, half, half, rows)}
 
 
 def latent(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Key and value interleaved by head, projected from one latent vector: DeepSeek."""
+    """Key and value interleaved by head, projected from one latent vector: DeepSeek.
+
+    The `rows` rows are divided equally among the heads; of each head the first
+    `config.qk_nope_head_dim` rows are key, the others value.
+    """
     heads, width = config.num_attention_heads, config.qk_nope_head_dim
-    step = rows // heads
-    return {
-        Kind.KEY: Rows(0, 0, width, step, heads),
-        Kind.VALUE: Rows(0, width, step - width, step, heads),
-    }
+    value = Rows(0, width, rows // heads - width, rows // heads, heads)
+    return {Kind.KEY: Rows(0, 0, width, rows // heads, heads), Kind.VALUE: value}
 
 
 def qkv_ranges(query: int, key: int, value: int) -> dict[Kind, Rows]:
     """Query, key and value as consecutive ranges of these lengths."""
     total = query + key + value
-    spans = ((0, query), (query, key), (query + key, value))
-    return {
-        kind: Rows(0, start, size, total) for kind, (start, size) in zip(QKV, spans, strict=True)
-    }
+    spans = zip(QKV, (0, query, query + key), (query, key, value), strict=True)
+    return {kind: Rows(0, start, size, total) for kind, start, size in spans}
 
 
 LAYOUTS: dict[str, FusedLayout] = {

@@ -13,17 +13,15 @@ from fedplan.models.params import Param, Params
 if TYPE_CHECKING:
     from torch import Tensor
 
-_A, _B, _HOST = "lora_A", "lora_B", "base_layer.weight"
-_NOT_A_PRODUCT_TAGS = frozenset({"lora_m"})
-"""Tags of tensors that make the change of a layer more than the product B A: DoRA."""
-
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """The params of one LoRA layer.
+    """The params of one LoRA layer: the factors A and B, and the host weight that B A is added to.
 
-    `a`: the input factor. `bs`: the parts of the output factor, several if the host is fused.
-    `hosts`: the host weight's part under each of `bs`; empty if its orientation is unknown.
+    `a`: the input factor A (rank x inputs). `bs`: the parts of the output factor B, several if the
+    host weight is fused. `hosts`: for each of `bs`, the part of the host weight that the product
+    with `a` is added to; empty if a part is missing, or may be transposed or not. `concat_b` and
+    `host_weight` join the values of the parts, `split_b` and `split_host_weight` divide a matrix.
     """
 
     a: Param
@@ -33,7 +31,7 @@ class LoraLayer:
     @property
     def name(self) -> str:
         """The path of the layer."""
-        return self.a.name.partition(f".{_A}")[0]
+        return self.a.name.partition(".lora_A")[0]
 
     @property
     def factors(self) -> Params:
@@ -51,75 +49,70 @@ class LoraLayer:
         return sum(b.numel for b in self.bs) // self.rank * self.a.shape[1]
 
     def concat_b(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The output factor B (outputs x rank): the values of `bs`, concatenated."""
+        """The factor B (outputs x rank), concatenated from the values of `bs` by key."""
         import torch
 
         return torch.cat([values[b.key].reshape(-1, self.rank) for b in self.bs])
 
     def split_b(self, factor: Tensor) -> dict[str, Tensor]:
-        """The values of `bs`, by key, of an output factor B: the inverse of `concat_b`."""
-        parts = self._split(factor)
+        """Split a factor B into views, the values of `bs` by key: the inverse of `concat_b`."""
+        parts = self._split_outputs(factor)
         return {b.key: part.reshape(b.shape) for b, part in zip(self.bs, parts, strict=True)}
 
-    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Split a tensor with a row for each output into the parts of `bs`."""
+    def _split_outputs(self, matrix: Tensor) -> tuple[Tensor, ...]:
         sizes = [b.numel // self.rank for b in self.bs]
-        return cast("tuple[Tensor, ...]", rows.split(sizes))
+        return cast("tuple[Tensor, ...]", matrix.split(sizes))
 
     def host_weight(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The host weight (outputs x inputs), aligned with B A, from the values of `hosts`."""
+        """The host weight (outputs x inputs, as B A), from the values of `hosts` by key."""
         import torch
 
-        pairs = zip(self.hosts, self.bs, strict=True)
-        parts = (
-            _outputs_first(values[h.key], is_transposed=_is_transposed(h, b, self.a))
-            for h, b in pairs
-        )
-        return torch.cat([part.reshape(-1, self.a.shape[1]) for part in parts])
+        parts: list[Tensor] = []
+        for host, b in zip(self.hosts, self.bs, strict=True):
+            value = values[host.key]
+            is_transposed = _is_transposed(host, b, self.a)
+            value = value.reshape(value.shape[0], -1).T if is_transposed else value
+            parts.append(value.reshape(-1, self.a.shape[1]))
+        return torch.cat(parts)
 
     def split_host_weight(self, weight: Tensor) -> dict[str, Tensor]:
-        """The values of `hosts`, by key, of a host weight: the inverse of `host_weight`."""
-        triples = zip(self.hosts, self.bs, self._split(weight), strict=True)
-        parts = (
-            (h, part.T.contiguous() if _is_transposed(h, b, self.a) else part)
-            for h, b, part in triples
-        )
-        return {host.key: part.reshape(host.shape) for host, part in parts}
+        """Split a host weight into the values of `hosts` by key: the inverse of `host_weight`."""
+        values: dict[str, Tensor] = {}
+        for host, b, part in zip(self.hosts, self.bs, self._split_outputs(weight), strict=True):
+            part = part.T.contiguous() if _is_transposed(host, b, self.a) else part
+            values[host.key] = part.reshape(host.shape)
+        return values
 
 
 def lora_layers(params: Params) -> tuple[LoraLayer, ...]:
-    """The LoRA layers among params, without DoRA and AdaLoRA, which are no plain products."""
+    """The plain LoRA layers among a model's params, in order; DoRA and AdaLoRA are left out."""
     by_key = {p.key: p for p in params}
+    # The change of these layers is more than the product B A.
     not_products = {
-        p.name.partition(".lora_")[0]
-        for p in params
-        if p.tags & _NOT_A_PRODUCT_TAGS or ".lora_E" in p.name
+        p.name.partition(".lora_")[0] for p in params if "lora_m" in p.tags or ".lora_E" in p.name
     }
     has_transposed = any(p.rows and p.rows.dim == 1 and len(p.shape) > 2 for p in params)
     layers = list[LoraLayer]()
     for a in params:
-        bs = _b_parts(a, params) if "lora_a" in a.tags and len(a.shape) == 2 else ()
+        if "lora_a" not in a.tags or len(a.shape) != 2:
+            continue
+        name = a.name.replace("lora_embedding_A", "lora_embedding_B").replace("lora_A", "lora_B")
+        bs = tuple(b for b in params if b.name == name != a.name and b.shape[-1:] == a.shape[:1])
         if bs and a.name.partition(".lora_")[0] not in not_products:
-            hosts = _hosts(a, bs, by_key, has_transposed=has_transposed)
-            layers.append(LoraLayer(a, bs, hosts))
+            layers.append(LoraLayer(a, bs, _hosts(a, bs, by_key, has_transposed=has_transposed)))
     return tuple(layers)
-
-
-def _b_parts(a: Param, params: Params) -> tuple[Param, ...]:
-    """The parts of the output factor that belongs to the input factor `a`."""
-    name = a.name.replace("lora_embedding_A", "lora_embedding_B").replace(_A, _B)
-    return tuple(b for b in params if b.name == name != a.name and b.shape[-1:] == a.shape[:1])
 
 
 def _hosts(
     a: Param, bs: tuple[Param, ...], by_key: Mapping[str, Param], *, has_transposed: bool
 ) -> tuple[Param, ...]:
-    """The part of the host weight under each of `bs`; () if one is missing or ambiguous.
+    """For each of `bs`, the part of the host weight that the product with `a` is added to.
 
-    `has_transposed`: the model has transposed weights (GPT-2), so the orientation of a square one
-    is unknown.
+    Returns () if a part is missing, or if `has_transposed` and the weight is square. `by_key` are
+    all params of the model. `has_transposed`: the model has transposed weights (GPT-2), so the
+    orientation of a square weight is ambiguous.
     """
-    name = f"{a.name.partition('.lora_')[0]}.{_HOST}"
+    name = f"{a.name.partition('.lora_')[0]}.base_layer.weight"
     candidates = [by_key.get(f"{name}[{'+'.join(sorted(b.on))}]" if b.rows else name) for b in bs]
     hosts = tuple(h for h in candidates if h is not None)
     matching = len(hosts) == len(bs) and all(
@@ -130,10 +123,6 @@ def _hosts(
 
 
 def _is_transposed(host: Param, b: Param, a: Param) -> bool:
-    """Whether a host weight is inputs x outputs, unlike the product B A."""
+    """Whether a host weight (or part) is inputs x outputs, unlike the product B A."""
     outputs_first = host.shape == (*b.shape[:-1], a.shape[1])
     return not outputs_first or bool(host.rows and host.rows.dim)
-
-
-def _outputs_first(value: Tensor, *, is_transposed: bool) -> Tensor:
-    return value.reshape(value.shape[0], -1).T if is_transposed else value

@@ -16,14 +16,22 @@ _DEFAULTS = {f.name: f.default for f in fields(Param)}
 
 def manifest_json(params: Params) -> str:
     """The params as a JSON list, one per line; fields with default values are left out."""
-    return "[\n" + ",\n".join(json.dumps(_as_json(p)) for p in params) + "\n]\n"
+    lines = list[str]()
+    for param in params:
+        values = {f.name: getattr(param, f.name) for f in fields(Param)}
+        values |= {"tags": sorted(param.tags), "on": sorted(param.on), "shape": list(param.shape)}
+        values["rows"] = asdict(param.rows) if param.rows else None
+        values |= {"tied": list(param.tied), "uncertain": sorted(param.uncertain)}
+        kept = {k: v for k, v in values.items() if v not in (_DEFAULTS[k], []) or k == "shape"}
+        lines.append(json.dumps(kept))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def read_manifest(file: Path) -> Params:
-    """The params in a manifest file.
+    """Read the params of a manifest file, as written by `manifest_json`.
 
-    Raises UnknownModel, with the file and the entry, if the file cannot be read, has an invalid or
-    repeated param, or only empty ones.
+    Raises UnknownModel, with the file and the number of the param, if the file cannot be read, is
+    no JSON list, or has an invalid or repeated param, or only params without elements.
     """
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
@@ -41,57 +49,45 @@ def read_manifest(file: Path) -> Params:
     return params
 
 
-def _as_json(param: Param) -> dict[str, Any]:
-    """The fields of a param that differ from their defaults, and its shape, as JSON values."""
-    values = {f.name: getattr(param, f.name) for f in fields(Param)}
-    values |= {"tags": sorted(param.tags), "on": sorted(param.on), "shape": list(param.shape)}
-    values["rows"] = asdict(param.rows) if param.rows else None
-    values |= {"tied": list(param.tied), "perhaps": sorted(param.perhaps)}
-    return {k: v for k, v in values.items() if v not in (_DEFAULTS[k], []) or k == "shape"}
-
-
 def _from_json(entry: Any, location: str) -> Param:
-    """The param of a JSON entry; raises UnknownModel, with `location`, if it is invalid."""
+    """Make a param from a JSON object, the `entry` of a manifest.
+
+    Raises UnknownModel, starting with `location`, if a field is missing, unknown or of a wrong type
+    or value, or if fields contradict each other.
+    """
     try:
         values = dict(entry)
+        rows = values.get("rows")
         values |= {
             "kind": Kind(values["kind"]),
             "shape": tuple(_require_size(size, "shape") for size in values["shape"]),
-            "rows": _rows(values["rows"]) if values.get("rows") is not None else None,
+            "rows": None
+            if rows is None
+            else Rows(**{name: _require_size(value, name) for name, value in rows.items()}),
             "tags": frozenset(_require_strings(values.get("tags", []))),
             "on": frozenset(Kind(k) for k in values.get("on", [])),
             "tied": _require_strings(values.get("tied", [])),
-            "perhaps": frozenset(_require_strings(values.get("perhaps", []))),
+            "uncertain": frozenset(_require_strings(values.get("uncertain", []))),
         }
-        return _require_consistent(Param(**values))
+        param = Param(**values)
+        _require_strings([param.name, param.stack, param.dtype])
+        block, depth = param.block, _require_size(param.depth, "depth")
+        if not param.name or not param.name.isprintable():
+            raise ValueError(f"name {param.name!r}")
+        if param.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype {param.dtype!r}")
+        if block is not None and _require_size(block, "block") >= depth:
+            raise ValueError(f"block {block} of {depth}")
+        if len(param.shape) > 16 or param.nbytes >= 2**62:
+            raise ValueError(f"shape {param.shape}")
+        part = param.rows
+        if part and part.start + part.size > part.step:
+            raise ValueError(f"rows {part}")
+        if part and param.shape[part.dim : part.dim + 2] != (part.count, part.size):
+            raise ValueError(f"rows {part} of shape {param.shape}")
+        return param
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UnknownModel(f"{location} is not a param: {error!r}") from error
-
-
-def _require_consistent(param: Param) -> Param:
-    """The param itself; raises ValueError if a field has a wrong type or value."""
-    _require_strings([param.name, param.stack, param.dtype])
-    block, depth = param.block, _require_size(param.depth, "depth")
-    if not param.name or not param.name.isprintable():
-        raise ValueError(f"name {param.name!r}")
-    if param.dtype not in ITEMSIZE:
-        raise ValueError(f"dtype {param.dtype!r}")
-    if block is not None and _require_size(block, "block") >= depth:
-        raise ValueError(f"block {block} of {depth}")
-    if len(param.shape) > 16 or param.nbytes >= 2**62:
-        raise ValueError(f"shape {param.shape}")
-    rows = param.rows
-    if rows and param.shape[rows.dim : rows.dim + 2] != (rows.count, rows.size):
-        raise ValueError(f"rows {rows} of shape {param.shape}")
-    return param
-
-
-def _rows(entry: Any) -> Rows:
-    """The Rows of a JSON entry; raises ValueError or TypeError if they are invalid."""
-    rows = Rows(**{name: _require_size(value, name) for name, value in entry.items()})
-    if rows.start + rows.size > rows.step:
-        raise ValueError(f"rows {rows}")
-    return rows
 
 
 def _require_size(value: Any, name: str) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import prod
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def index_in(holder: nn.Module, segment: str) -> int:
-    """The index of the child named `segment` in a list, dict or sequence of modules."""
+    """The index of the child named `segment` in a ModuleList, ModuleDict or Sequential."""
     if isinstance(holder, nn.ModuleDict):
         return list(holder.keys()).index(segment)
     names = [name for name, _ in holder.named_children()]
@@ -33,15 +34,14 @@ def is_norm(module: nn.Module) -> bool:
 def input_embeddings(module: nn.Module) -> nn.Module | None:
     """The input embeddings of a Hugging Face model; None for other modules, or if undefined."""
     get_embeddings = getattr(module, "get_input_embeddings", None)
-    try:
+    with suppress(NotImplementedError, AttributeError):
         embeddings = get_embeddings() if callable(get_embeddings) else None
-    except (NotImplementedError, AttributeError):
-        return None
-    return embeddings if isinstance(embeddings, nn.Module) else None
+        return embeddings if isinstance(embeddings, nn.Module) else None
+    return None
 
 
 def may_be_norm(owner: nn.Module) -> bool:
-    """Whether a module is of a class outside torch, without children, and has only vectors."""
+    """Whether a module could be a norm: a class outside torch, no children, vectors only."""
     if type(owner).__module__.startswith("torch.") or any(True for _ in owner.children()):
         return False
     shapes = (tuple(tensor.shape) for tensor in owner.parameters(recurse=False))
@@ -51,9 +51,11 @@ def may_be_norm(owner: nn.Module) -> bool:
 def find_backbones(
     modules: Mapping[str, nn.Module], embeddings: Mapping[str, nn.Module | None]
 ) -> dict[str, str]:
-    """The path of the backbone of each Hugging Face model that has one, by the model's path.
+    """The path of the backbone of each Hugging Face model that has a backbone, by model path.
 
-    `embeddings` are the input embeddings by path of a model; a backbone must contain them.
+    `modules` are all modules by path; `embeddings` has the input embeddings of each module, or
+    None. A backbone is the child named by `base_model_prefix`, unless the model has input
+    embeddings outside that child.
     """
     backbones = dict[str, str]()
     for name, module in modules.items():

@@ -68,11 +68,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a fused tensor: along `dim`, in each of `count` groups of `step` rows, `size` rows
-    from `start`.
+    """Which rows of a fused tensor belong to one kind; `view(tensor)` selects the rows.
 
-    One group is a contiguous range; one group per head is the interleaved layout of GPT-NeoX.
-    The pattern is regular, so the rows are a view and never copied.
+    Dimension `dim` is divided into `count` groups of `step` rows; of each group the `size` rows
+    from `start` on are selected. One group is a contiguous range; one group per head is the
+    interleaved layout of GPT-NeoX. The pattern is regular, so a view needs no copy.
     """
 
     dim: int
@@ -97,13 +97,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Param:
-    """A tensor of a model, or rows of a fused one, with its kind and position.
+    """A parameter of a model, or rows of a fused one, with kind and position; holds no values.
 
-    `name`: its name in `named_parameters`. `shape`: of its own rows only, if it has `rows`.
-    `block`: the index of its block in `stack`, or None; `depth`: the number of blocks of the stack.
-    `rows`: its part of a fused tensor. `tags`: further words, such as bias or lora_a.
-    `on`: the kinds that an adapter or norm acts on. `tied`: other names of the same tensor.
-    `perhaps`: words of which it is unknown whether they apply, where there is no layer map.
+    `name`: the name in `named_parameters`. `rows`: the part of a fused tensor; None is the whole
+    tensor. `shape`, `dtype` (as "float32"): of the tensor, or of `rows`. `block`: the index of the
+    block in `stack` (encoder, vision ...), None outside blocks; `depth`: the number of blocks of
+    the stack. `tags`: further words of the plan language, as bias or lora_a. `on`: the kinds that
+    an adapter or norm acts on. `tied`: other names of the same tensor. `uncertain`: words that may
+    or may not apply, because no layer map covers the param. Use `key` to identify a param.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Param:
     tags: frozenset[str] = frozenset()
     on: frozenset[Kind] = frozenset()
     tied: tuple[str, ...] = ()
-    perhaps: frozenset[str] = frozenset()
+    uncertain: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         # A turn looks up thousands of params, and hashing all twelve fields is slow.
@@ -152,18 +153,15 @@ class Param:
             words.add(self.stack)
         if self.block is not None:
             words.add("body")
-        if self._in_attention_kernel():
+        kernel = {Kind.QUERY, Kind.KEY, Kind.POSITION}
+        if self.kind in kernel or not kernel.isdisjoint(self.on):
             words.add("kernel")
         return frozenset(words)
 
     @cached_property
     def uncertain_words(self) -> frozenset[str]:
         """Words that may apply; adapters and norms that act on an unknown may be kernel."""
-        return self.perhaps | {"kernel"} if Kind.UNKNOWN in self.on else self.perhaps
-
-    def _in_attention_kernel(self) -> bool:
-        kernel = {Kind.QUERY, Kind.KEY, Kind.POSITION}
-        return self.kind in kernel or not kernel.isdisjoint(self.on)
+        return self.uncertain | {"kernel"} if Kind.UNKNOWN in self.on else self.uncertain
 
     def view(self, tensor: Tensor) -> Tensor:
         """A view of the param's values in `tensor`, the model's tensor of its name."""

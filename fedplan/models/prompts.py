@@ -24,7 +24,11 @@ INIT_STD = 0.02
 @final
 @dataclass(frozen=True)
 class PromptConfig:
-    """The settings of `add_prompts`, with the same meaning; raises ModelError for invalid ones."""
+    """The settings of `add_prompts` as a value; each field is the argument of that name.
+
+    Raises ModelError for invalid lengths (`text`, `vision`), `levels`, `start`, and for `vision_at`
+    together with `deep`; `fusion`, `query`, `heads` and `width` are checked by `attach_prompts`.
+    """
 
     text: int = 4
     vision: int = 4
@@ -58,9 +62,10 @@ class PromptConfig:
 
 @final
 class Prompt(nn.Module):
-    """The prompts at the input of one block: `length` vectors of width `size` per level.
+    """The prompts at the input of one block: `length` vectors of width `size` for each level.
 
-    Newly drawn from torch's global generator.
+    `levels` are "common", "own" or both; each is a parameter of that name, drawn from
+    N(0, INIT_STD squared) with torch's global generator. A missing level is None.
     """
 
     def __init__(self, length: int, size: int, levels: tuple[str, ...]) -> None:
@@ -70,7 +75,7 @@ class Prompt(nn.Module):
             self.register_parameter(level, values)
 
     def vectors(self, fuse: Fuse) -> Tensor:
-        """The vectors to insert: those of the only level, or both levels fused by `fuse`."""
+        """The vectors (length x size) of the only level, or of both levels fused by `fuse`."""
         levels = dict(self.named_parameters())
         return fuse(**levels) if len(levels) == len(LEVELS) else next(iter(levels.values()))
 
@@ -94,15 +99,17 @@ def add_prompts(
     start: str = "words",
     vision_at: int = 0,
 ) -> DualEncoder:
-    """Add prompts to a DualEncoder, in place, and return it; existing weights do not change.
+    """Add prompts to a DualEncoder `dual`, in place, and return `dual`; weights do not change.
 
-    `text` and `vision` are the numbers of prompts. Text prompts replace the words of the template
-    after the first token (texts are lengthened if there are too few); image prompts are inserted
-    between the class token and the patches, before block `vision_at`. `levels`: "common", "own" or
-    both, combined by `fusion` (with `query`, `heads`, `width`: see `make_fusion`). `deep`: separate
-    prompts for each block. `start`: "words" initializes the first level with the embeddings of the
-    words that it replaces; all else is drawn from N(0, 0.02²) with torch's global generator. Raises
-    ModelError if the model is no DualEncoder or has prompts, and for invalid settings.
+    `text` and `vision` are the numbers of prompts; 0 adds none there. Text prompts replace the
+    words of the template after the first token (texts are lengthened if there are too few); image
+    prompts are inserted between the class token and the patches, before block `vision_at`.
+    `levels`: "common", "own" or both, combined by `fusion` (with `query`, `heads`, `width`: see
+    `make_fusion`). `deep`: separate prompts for each block. `start` "words" sets the common text
+    prompts (the own ones if there are no common ones) to the hidden vectors of the replaced words;
+    with "noise" these, and always all other prompts, are drawn from N(0, 0.02²) with torch's global
+    generator. Raises ModelError if `dual` is no DualEncoder or has prompts, and for invalid
+    settings.
     """
     if not isinstance(dual, DualEncoder) or dual.prompts is not None:
         raise ModelError(
@@ -110,7 +117,11 @@ def add_prompts(
             'in a study use task.kind = "image-text"'
         )
     config = PromptConfig(text, vision, levels, deep, fusion, query, heads, width, start, vision_at)
-    _require_block(dual, vision_at)
+    depth = sum(block.stack == "vision" for block in block_modules(dual.backbone))
+    if not 0 <= vision_at < depth:
+        raise ModelError(
+            f"vision_at is {vision_at}, but the vision tower has the blocks 0 to {depth - 1}"
+        )
     lengthen_texts(dual, text)
     words = _word_vectors(dual, text, deep) if text and start == "words" else []
     attach_prompts(dual, config)
@@ -121,122 +132,95 @@ def add_prompts(
     return dual
 
 
-def _require_block(dual: DualEncoder, number: int) -> None:
-    """Raise ModelError unless the vision tower has a block of this number."""
-    depth = sum(block.stack == "vision" for block in block_modules(dual.backbone))
-    if not 0 <= number < depth:
-        raise ModelError(
-            f"vision_at is {number}, but the vision tower has the blocks 0 to {depth - 1}"
-        )
-
-
 def lengthen_texts(dual: DualEncoder, length: int) -> None:
-    """Lengthen the class texts in place, so that the template has `length` words before the name.
+    """Lengthen the class texts of `dual` in place, to `length` tokens before the class name.
 
-    The added tokens repeat the first word. Does nothing if there are enough.
+    The added tokens repeat the second token of the first text: a word, not a special token. Does
+    nothing if `length` is not above `dual.lead`. Raises ModelError if the texts become too long for
+    the text tower.
     """
     # Never a special token: masks and poolers depend on those.
     missing = length - dual.lead
     if missing <= 0:
         return
-    first, rest = dual.ids[:, :1], dual.ids[:, 1:]
-    fillers = dual.ids[:1, 1:2].expand(len(first), missing)
-    ids = torch.cat([first, fillers, rest], 1)
+    fillers = dual.ids[:1, 1:2].expand(len(dual.ids), missing)
+    ids = torch.cat([dual.ids[:, :1], fillers, dual.ids[:, 1:]], 1)
     mask = torch.cat([dual.mask[:, :1].expand(-1, missing), dual.mask], 1)
     dual.set_texts(ids, mask)
     dual.lead = length
 
 
 def attach_prompts(dual: DualEncoder, config: PromptConfig) -> None:
-    """Add newly drawn prompts and fusion modules to a model, in place, and hook them in."""
+    """Add newly drawn prompts and fusion modules to `dual`, in place, as `config` says.
+
+    Forward hooks on the backbone insert the prompts. Raises ModelError for an invalid fusion.
+    """
     reference = next(dual.backbone.parameters())
     blocks = block_modules(dual.backbone)
     dual.prompt_config, dual.prompts, fusions = config, DualPrompts(), DualFusion()
+    towers = {"text": dual.config.text_config, "vision": dual.config.vision_config}
     for stack, length in config.lengths.items():
-        size = _hidden_size(dual, stack)
-        depth = sum(block.stack == stack for block in blocks)
-        count = depth if config.deep else 1
+        size = int(towers[stack].hidden_size)
+        count = sum(block.stack == stack for block in blocks) if config.deep else 1
         prompts = [Prompt(length, size, config.levels) for _ in range(count)]
         dual.prompts.add_module(stack, nn.ModuleList(prompts) if config.deep else prompts[0])
-        fusion = _fusion(config, size)
-        if fusion is not None:
-            fusions[stack] = fusion
+        if len(config.levels) == len(LEVELS):
+            query, heads, width = config.query, config.heads, config.width
+            fusion = make_fusion(config.fusion, size, query=query, heads=heads, width=width)
+            if fusion is not None:
+                fusions[stack] = fusion
     if fusions:
         dual.fusion = fusions
     for module in (dual.prompts, fusions):
         module.to(reference.device, reference.dtype)
     by_stack = dict(fusions.named_children())
-    for stack in config.lengths:
-        first_block = config.vision_at if stack == "vision" else 0
-        _hook_tower(dual, stack, by_stack.get(stack, sum_levels), first_block)
-
-
-def _fusion(config: PromptConfig, size: int) -> nn.Module | None:
-    """A fusion module for prompts of width `size`; None for a single level or a sum."""
-    if len(config.levels) < len(LEVELS):
-        return None
-    return make_fusion(
-        config.fusion, size, query=config.query, heads=config.heads, width=config.width
-    )
-
-
-def _hook_tower(dual: DualEncoder, stack: str, fuse: Fuse | nn.Module, first_block: int) -> None:
-    """Register the hooks that insert the prompts of a tower, from `first_block` on."""
     # A partial survives a deep copy with its arguments; a closure would keep the old ones.
-    blocks, (first, *deeper) = block_modules(dual.backbone), _tower_prompts(dual, stack)
-    if first_block:
-        block = blocks[Block(stack, first_block)]
-        block.register_forward_pre_hook(partial(_insert_in_input, first, fuse))
-        return
-    hook = _replace if stack == "text" else _insert
-    dual.embeddings(stack).register_forward_hook(partial(hook, first, fuse))
-    for number, prompt in enumerate(deeper, 1):
-        block = blocks[Block(stack, number)]
-        block.register_forward_pre_hook(partial(_replace_in_input, prompt, fuse))
+    for stack in config.lengths:
+        fuse, (first, *deeper) = by_stack.get(stack, sum_levels), _tower_prompts(dual, stack)
+        if stack == "vision" and config.vision_at:
+            block = blocks[Block(stack, config.vision_at)]
+            block.register_forward_pre_hook(partial(_prompt_input, first, fuse, False))
+            continue
+        hook = partial(_prompt_output, first, fuse, stack == "text")
+        dual.embeddings(stack).register_forward_hook(hook)
+        for number, prompt in enumerate(deeper, 1):
+            block = blocks[Block(stack, number)]
+            block.register_forward_pre_hook(partial(_prompt_input, prompt, fuse, True))
 
 
-def _replace(prompt: Prompt, fuse: Fuse, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Forward hook: replace the vectors after the first one by the prompt."""
+def _prompt_output(
+    prompt: Prompt, fuse: Fuse, replaces: bool, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    """Forward hook: return `output` (batch x tokens x size) with the prompt after token 0.
+
+    `replaces`: the prompt replaces the tokens after token 0; if False, the prompt is inserted, and
+    `output` becomes longer. `fuse` combines both levels of the prompt.
+    """
     vectors = prompt.vectors(fuse)
-    rest = output[:, 1 + len(vectors) :]
+    rest = output[:, 1 + len(vectors) if replaces else 1 :]
     return torch.cat([output[:, :1], vectors.expand(len(output), -1, -1), rest], 1)
 
 
-def _insert(prompt: Prompt, fuse: Fuse, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Forward hook: insert the prompt between the first vector and the others."""
-    vectors = prompt.vectors(fuse).expand(len(output), -1, -1)
-    return torch.cat([output[:, :1], vectors, output[:, 1:]], 1)
-
-
-def _insert_in_input(
-    prompt: Prompt, fuse: Fuse, module: nn.Module, args: tuple[Any, ...]
+def _prompt_input(
+    prompt: Prompt, fuse: Fuse, replaces: bool, module: nn.Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    return (_insert(prompt, fuse, module, (), args[0]), *args[1:])
-
-
-def _replace_in_input(
-    prompt: Prompt, fuse: Fuse, module: nn.Module, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    return (_replace(prompt, fuse, module, (), args[0]), *args[1:])
+    """Forward pre-hook: return `args` with the first changed as by `_prompt_output`."""
+    return (_prompt_output(prompt, fuse, replaces, module, (), args[0]), *args[1:])
 
 
 def _tower_prompts(dual: DualEncoder, stack: str) -> list[Prompt]:
-    """The prompts of a tower in the order of its blocks; empty if it has none."""
+    """The prompts of a tower ("text" or "vision") by block; empty if the tower has none."""
     prompts = dict(cast("nn.Module", dual.prompts).named_children()).get(stack)
     if isinstance(prompts, nn.ModuleList):
         return [cast("Prompt", prompt) for prompt in prompts]
     return [cast("Prompt", prompts)] if prompts is not None else []
 
 
-def _hidden_size(dual: DualEncoder, stack: str) -> int:
-    towers = {"text": dual.config.text_config, "vision": dual.config.vision_config}
-    return int(towers[stack].hidden_size)
-
-
 def _word_vectors(dual: DualEncoder, length: int, deep: bool) -> list[Tensor]:
-    """The text tower's vectors at the positions of the prompts, averaged over the classes.
+    """The hidden vectors of the words that `length` text prompts replace, averaged over classes.
 
-    At the input of the first block, or with `deep` of each block: (length, size) each.
+    Runs the text tower of `dual` once, in eval mode. Returns a (length, size) tensor for the input
+    of the first block, or with `deep` for the input of each block.
     """
     inputs = list[Any]()
     tower, training = dual.tower("text"), dual.tower("text").training

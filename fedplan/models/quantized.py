@@ -16,14 +16,21 @@ QUANTIZATIONS = ("nf4", "fp4", "int8")
 
 
 def quantization_config(kind: str, dtype: torch.dtype) -> Any:
-    """The BitsAndBytesConfig of a format; layers compute in `dtype`.
+    """The BitsAndBytesConfig of a format, `kind` in QUANTIZATIONS; layers compute in `dtype`.
 
-    Four bits are as in QLoRA: blocks of 64 elements, with double quantization. Raises FedplanError
-    if bitsandbytes or accelerate is not installed.
+    nf4 and fp4 are as in QLoRA: blocks of 64 elements, with double quantization; int8 ignores
+    `dtype`. Raises FedplanError if bitsandbytes or accelerate is not installed.
     """
     import transformers
 
-    _require_library(kind)
+    try:
+        import accelerate as _accelerate
+        import bitsandbytes as _bitsandbytes
+    except ImportError as error:
+        raise FedplanError(
+            f"a model in {kind} needs bitsandbytes and accelerate: pip install fedplan[quantized]"
+        ) from error
+    del _accelerate, _bitsandbytes
     if kind == "int8":
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
     return transformers.BitsAndBytesConfig(
@@ -34,38 +41,23 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
     )
 
 
-def _require_library(kind: str) -> None:
-    """Raise FedplanError if bitsandbytes or accelerate is not installed."""
-    try:
-        import accelerate as _accelerate
-        import bitsandbytes as _bitsandbytes
-    except ImportError as error:
-        raise FedplanError(
-            f"a model in {kind} needs bitsandbytes and accelerate: pip install fedplan[quantized]"
-        ) from error
-    del _accelerate, _bitsandbytes
-
-
 def pin_packed_layout(model: nn.Module) -> nn.Module:
-    """Keep the memory layout of packed weights fixed, and return the model, changed in place.
+    """Keep bitsandbytes from repacking packed weights at the first evaluation; return the model.
 
-    Raises FedplanError if packed weights are stored as floats.
+    Sets a flag of each packed layer, in place; otherwise digests would change on some CPUs. Raises
+    FedplanError if packed weights are stored as floats (bnb_4bit_quant_storage).
     """
     # On some CPUs bitsandbytes repacks weights when a model is first evaluated, and digests change.
     for name, tensor in model.named_parameters():
         if is_packed(tensor):
-            _require_integer_storage(name, tensor)
+            if tensor.is_floating_point():
+                raise FedplanError(
+                    f"{name!r} is packed and stored as {tensor.dtype}, which looks trainable: "
+                    "quantize the model with bnb_4bit_quant_storage uint8"
+                )
             layer = cast("Any", model.get_submodule(name.rpartition(".")[0]))
             layer.support_avx512bf16_for_cpu = False
     return model
-
-
-def _require_integer_storage(name: str, weight: Tensor) -> None:
-    if weight.is_floating_point():
-        raise FedplanError(
-            f"{name!r} is packed and stored as {weight.dtype}, which looks trainable: "
-            "quantize the model with bnb_4bit_quant_storage uint8"
-        )
 
 
 def is_packed(tensor: Tensor) -> bool:
@@ -79,45 +71,46 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def param_value(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
-    """The value of a param in a model; `tensor` is the model's tensor of its name.
+    """The detached value of a param; `tensor` is the model's parameter named `param.name`.
 
-    A view for ordinary tensors. For a packed weight, a new uint8 tensor of its bytes and those of
-    its quantization state (scales, code, block size), so that a digest covers both.
+    A view for ordinary tensors. For a packed weight, a new uint8 tensor: the bytes of the weight
+    and of the quantization state (scales, code, block size), so that a digest covers both.
     """
     view = param.view(tensor.detach())
     if not is_packed(tensor):
         return view
-    state = _quantization_state(model.get_submodule(param.name.rpartition(".")[0]))
+    layer = cast("Any", model.get_submodule(param.name.rpartition(".")[0]))
+    four_bit_state = getattr(layer.weight, "quant_state", None)
+    state: dict[str, Tensor]
+    if four_bit_state is not None:
+        state = four_bit_state.as_dict(packed=True)
+    else:
+        # In its first forward pass an int8 layer moves the scales from its weight to its state.
+        scales = getattr(layer.weight, "SCB", None)
+        state = {"SCB": layer.state.SCB if scales is None else scales}
     # Parts of the state stay on the CPU wherever the weight is.
     state_bytes = (_bytes(state[name]).to(view.device) for name in sorted(state))
     return torch.cat([_bytes(view), *state_bytes])
 
 
 def mixes_examples(layer: nn.Module) -> bool:
-    """Whether the output of a layer for one example depends on the other examples of its batch.
+    """Whether the output of a layer for one example depends on the other examples of the batch.
 
-    True for int8 layers with an outlier threshold: a large value in any example moves that column
-    of all examples to higher precision (on a CPU in eval mode, on other devices in training too).
+    True for int8 layers with an outlier threshold, else False.
     """
+    # A large value in any example moves that column of all examples to higher precision (on a CPU
+    # in eval mode, on other devices in training too).
     # Only own params: an adapter also exposes the weight of the layer inside it.
     is_int8 = any(is_packed(t) and t.dtype == torch.int8 for t in layer.parameters(recurse=False))
     return is_int8 and cast("Any", layer).state.threshold > 0
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """The model with packed weights converted to floats; for models without adapters."""
+    """Convert packed weights to floats; a model without packed weights is returned unchanged.
+
+    For models without adapters: see `merge_and_dequantize`.
+    """
     return cast("Any", model).dequantize() if is_quantized(model) else model
-
-
-def _quantization_state(layer: nn.Module) -> dict[str, Tensor]:
-    """The tensors that unpack the weight of a packed layer, by name."""
-    packed = cast("Any", layer)
-    four_bit_state = getattr(packed.weight, "quant_state", None)
-    if four_bit_state is not None:
-        return four_bit_state.as_dict(packed=True)
-    # In its first forward pass an int8 layer moves the scales from its weight to its state.
-    scales = getattr(packed.weight, "SCB", None)
-    return {"SCB": packed.state.SCB if scales is None else scales}
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ class PrivacyError(FedplanError):
 
 
 def import_extra(module: str, purpose: str) -> Any:
-    """Import and return an optional module.
+    """Import and return an optional module, such as "dp_accounting.rdp".
 
-    Raises a PrivacyError "`purpose` needs PACKAGE: pip install ..." if it is not installed.
+    Raises a PrivacyError "`purpose` needs PACKAGE: pip install ..." if the module is not installed.
     """
     try:
         return import_module(module)

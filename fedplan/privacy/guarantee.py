@@ -17,17 +17,18 @@ COUNT_NOISE = 10.0
 
 @dataclass(frozen=True)
 class Guarantee:
-    """The (epsilon, delta) guarantee of a run and its mechanism. Public; server and clients agree.
+    """Differential privacy settings of a run, public and agreed by server and clients.
 
-    unit: "client" (client-level DP: each client's change is clipped, and noise is added to their
-        sum) or "example" (example-level DP: DP-SGD at each client).
-    epsilon, delta: the privacy budget of the whole run.
-    clipping_norm: its initial value if `clipping_quantile` is set.
-    noise_multiplier: stddev of the noise divided by `clipping_norm`.
+    unit: "client" (client-level DP: each client's change is clipped, and noise is added to the sum)
+    or "example" (example-level DP: DP-SGD at each client).
+    epsilon, delta: the privacy budget of the whole run, for each unit (client or example).
+    clipping_norm: the first round's norm if `clipping_quantile` is set, else of all rounds.
+    noise_multiplier: stddev of the noise divided by the clipping norm of the round.
     sampling_rate: Poisson sampling rate, of clients per round or of examples per step; None: no
-        sampling, all clients take part.
+    sampling, all take part.
     steps, batch_size: DP-SGD steps per turn, and the expected batch size. Unit "example" only.
-    vote_noise_multiplier: of the vote on blocks, 0 without votes; held every `vote_every` rounds.
+    vote_noise_multiplier: noise multiplier of the votes on blocks, which are held in round 1 and
+    every `vote_every` rounds after it; 0: no votes.
     clipping_quantile: quantile of client norms that the clipping norm follows; 0: a fixed norm.
     max_weight: clients are weighted by min(examples, max_weight); 0: all have the same weight.
     """
@@ -51,10 +52,11 @@ class Guarantee:
         return self.vote_noise_multiplier > 0 and is_voting_round(round, self.vote_every)
 
     def round_events(self, round: int, name: str) -> dict[str, Event]:
-        """Privacy events of one round for a unit that takes part in it, by the name of the release.
+        """Privacy events of one round for a client or example that takes part, by release name.
 
         The key `name` is the main release (one noisy sum, or the DP-SGD steps of one turn). In a
-        voting round `vote_name(name)` comes before it.
+        voting round the key `vote_name(name)` comes first. Raises a PrivacyError for settings that
+        cannot be accounted for.
         """
         # Examples are sampled anew for each step and for the vote. Clients are sampled once a
         # round, for both the vote and the sum: charged separately, the sum may claim its sampling
@@ -62,34 +64,27 @@ class Guarantee:
         # without it, and q the rate. The ratio of both is 1 - q + qvs; what is charged is that of
         # v(1 - q + qs). Both are linear in v with the same mean, and the latter is steeper: so it
         # is the larger for every convex divergence of the two neighbouring distributions.
-        main = Release(self._noise, self.sampling_rate)
+        noise, rate = self.noise_multiplier, self.sampling_rate
         if self.unit == "example":
-            main = DPSGDSteps(self.noise_multiplier, self.sampling_rate or 1.0, self.steps)
-        vote = (
-            Release(
-                self.vote_noise_multiplier, self.sampling_rate if self.unit == "example" else None
-            )
-            if self.vote_noise_multiplier
-            else 0
-        )
-        votes = {vote_name(name): vote} if vote and self.is_voting_round(round) else {}
-        return {**votes, name: main}
-
-    @property
-    def _noise(self) -> float:
-        """Noise multiplier of a round's sum, together with the count for adaptive clipping."""
-        return (
-            combined_noise(self.noise_multiplier, COUNT_NOISE)
-            if self.clipping_quantile
-            else self.noise_multiplier
-        )
+            main, vote_rate = DPSGDSteps(noise, rate or 1.0, self.steps), rate
+        else:
+            # With adaptive clipping, the sum and the count of unclipped clients are one release.
+            noise = combined_noise(noise, COUNT_NOISE) if self.clipping_quantile else noise
+            main, vote_rate = Release(noise, rate), None
+        if not self.vote_noise_multiplier:
+            return {name: main}
+        vote = Release(self.vote_noise_multiplier, vote_rate)
+        return {vote_name(name): vote, name: main} if self.is_voting_round(round) else {name: main}
 
     def forecast_epsilon(self, rounds: int) -> float:
         """Epsilon after `rounds` rounds for a unit that takes part in all of them."""
         return epsilon(self._events(rounds), self.delta)
 
     def with_calibrated_noise(self, rounds: int) -> Guarantee:
-        """Copy with the smallest noise multiplier that keeps `rounds` rounds within epsilon."""
+        """Copy with the smallest noise multiplier that keeps `rounds` rounds within epsilon.
+
+        Counts a unit that takes part in all rounds. Raises a PrivacyError as `calibrate` does.
+        """
 
         def events(noise: float) -> list[Event]:
             return replace(self, noise_multiplier=noise)._events(rounds)

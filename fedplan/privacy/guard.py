@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,11 +42,16 @@ SECRET_FILE, CHARGES_FILE = "secret", "charges.jsonl"
 
 
 class Guard:
-    """A guarantee with its secret and its budget of charges, both kept in a folder.
+    """Base of guards: a guarantee with the noise secret and the privacy budget in a folder.
 
-    The folder is created if missing. It may hold the charges of many runs: the names of this run's
-    charges start with `run`, and they stay within the guarantee's epsilon. All charges in the
-    folder stay within `limit`, an epsilon at `delta` set by the folder's owner; 0 is no limit.
+    folder: created if missing, with the file SECRET_FILE; the first charge creates CHARGES_FILE.
+    One folder may serve many runs.
+    run: prefix of the names of this run's charges, which stay within the guarantee's epsilon.
+    limit: largest epsilon of all charges in the folder at `delta` (0: the guarantee's delta), set
+    by the folder's owner; 0: no limit. encryption: of the secret's file.
+    Releasing methods first write a charge (an entry that pays for the release) to `budget`, and
+    raise as `Budget.charge` does if the budget does not allow the release. The constructor raises a
+    PrivacyError for damaged files, and StoreError if the secret cannot be decrypted.
     """
 
     def __init__(
@@ -77,10 +83,10 @@ class Guard:
         return self.budget.epsilon_spent_under(self._cap)
 
     def require_affordable_round(self, round: int, name: str) -> None:
-        """Raise a PrivacyError if the budget does not cover the releases of a round.
+        """Raise a PrivacyError if the budget does not cover a round's releases. Writes nothing.
 
-        Releases already charged under their name count as paid, whatever their content: a charge of
-        another content under that name is checked when it is made.
+        round, name: number and name of the round. A release counts as paid if a charge has its
+        name; other content under the same name is checked when it is released.
         """
         paid = {charge.name for charge in self.budget.charges}
         events = self.guarantee.round_events(round, name).items()
@@ -102,13 +108,13 @@ class Guard:
         clipping_norm: float = 0.0,
         noise_shares: int = 0,
     ) -> GaussianMechanism:
-        """Gaussian mechanism of one round of client-level DP.
+        """Make the Gaussian mechanism of one round of client-level DP.
 
         shared: a tensor of the right shape and dtype for each name that any client may send.
         clients: size of the roster; the divisor is this times the sampling rate.
-        clipping_norm: the norm of this round; 0 is the guarantee's.
-        noise_shares: number of clients whose shares add up to the whole noise; 0: the server adds
-            all of it.
+        clipping_norm: the norm of this round; 0: the guarantee's.
+        noise_shares: number of clients that together add the whole noise; 0: the server adds all
+        noise. Raises a PrivacyError as GaussianMechanism does.
         """
         guarantee = self.guarantee
         return GaussianMechanism(
@@ -130,7 +136,8 @@ class Guard:
     ) -> dict[T, float]:
         """Charge a vote under `name`, then return the noisy count of ballots for each block.
 
-        `content` is a digest of everything that the ballots depend on.
+        content: digest of everything that the ballots depend on. Raises a PrivacyError if the
+        budget does not allow the vote.
         """
         counts = count_ballots(ballots, blocks, vote.k)
         digest = vote.digest(counts, self._secret, name, content)
@@ -139,7 +146,11 @@ class Guard:
 
 
 class ServerGuard(Guard):
-    """The server's guard for client-level DP: it adds noise to the sum of a round."""
+    """The server's guard for client-level DP: samples cohorts, and adds noise to a round's sum.
+
+    Per round: `sample_cohort`, `release_votes` in voting rounds, then `release_mean` (or
+    `release_noisy_sum` if clients add the noise) and `next_clipping_norm`.
+    """
 
     def sample_cohort(self, roster: Iterable[str], number: int) -> list[str]:
         """Clients of round `number`: Poisson-sampled by the secret, or all without a rate."""
@@ -149,25 +160,23 @@ class ServerGuard(Guard):
     def release_votes(
         self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, name: str
     ) -> dict[T, float]:
-        """Charge a vote, then return the noisy number of clients that named each block.
+        """Charge a vote as `vote_name(name)`; return the noisy number of clients for each block.
 
-        A ballot has at most `k` blocks. `name` is the round's; the charge is `vote_name(name)`.
+        ballots: one per client, at most `k` different ones of `blocks` each; other ballots are
+        ignored. name: of the round. Raises a PrivacyError if the budget does not allow the vote.
         """
         vote = NoisyVote(k, self.guarantee.vote_noise_multiplier)
         return self._noisy_counts(vote, ballots, blocks, vote_name(name), "")
 
     def release_mean(
-        self,
-        mechanism: GaussianMechanism,
-        total: ExactSum,
-        round: int,
-        name: str,
-        within: str = "",
+        self, mechanism: GaussianMechanism, total: ExactSum, round: int, name: str, within: str = ""
     ) -> dict[str, Tensor]:
-        """Charge a round, then return the noisy mean of the clipped changes in `total`.
+        """Charge a round as `name`, then return the noisy mean of the clipped changes in `total`.
 
-        With adaptive clipping the same charge pays for the count of unclipped clients, so its
-        digest covers `within`, a text that says that count.
+        mechanism: the one that summed `total`; round: number of the round. within: with adaptive
+        clipping, a text with the numbers of unclipped and of all clients: the charge pays for the
+        next clipping norm too, and the text is part of its digest. Raises a PrivacyError if the
+        budget does not allow the round.
         """
         digest = mechanism.digest(total, self._secret, name)
         if self.guarantee.clipping_quantile:
@@ -178,13 +187,13 @@ class ServerGuard(Guard):
     def simulate_noisy_share(
         self, mechanism: GaussianMechanism, change: Change, name: str
     ) -> ExactSum:
-        """One client's clipped change with its share of noise, as in a simulation. Not charged."""
+        """One client's clipped change plus its share of noise, for simulations. Charges nothing."""
         return mechanism.add_noise(mechanism.clipped_sum(change), self._secret, name)
 
     def release_noisy_sum(
         self, mechanism: GaussianMechanism, total: ExactSum, round: int, name: str
     ) -> Tensors:
-        """Charge a round, then return the mean of a sum to which the clients added the noise."""
+        """Charge a round as `name`, then return the mean of a sum to which clients added noise."""
         digest = mechanism.digest(total, self._secret, name)
         self.budget.charge(self.guarantee.round_events(round, name)[name], name, digest=digest)
         return mechanism.divide(total)
@@ -192,10 +201,10 @@ class ServerGuard(Guard):
     def next_clipping_norm(
         self, mechanism: GaussianMechanism, within: int, cohort: int, name: str
     ) -> float:
-        """Adaptive clipping norm of the next round, 0.0 if the guarantee sets no quantile.
+        """Adaptive clipping norm of the next round; 0.0 if the guarantee sets no quantile.
 
-        within: number of the `cohort` clients whose change was not clipped. Paid for by the charge
-        of `release_mean`.
+        mechanism: of the current round; within: number of the `cohort` clients with an unclipped
+        change; name: the round's, decides the noise. Charges nothing: `release_mean` has paid.
         """
         quantile = self.guarantee.clipping_quantile
         if not quantile:
@@ -208,15 +217,17 @@ class ServerGuard(Guard):
 
 
 class ClientGuard(Guard):
-    """A client's guard for example-level DP: it trains by DP-SGD."""
+    """A client's guard for example-level DP: `make_fit` for training by DP-SGD, `release_votes`."""
 
     def release_votes(
         self, inputs: ProbeInput, probe: Probe, k: int, name: str, content: str
     ) -> dict[Block, float]:
-        """Charge a vote, then return the noisy number of sampled examples that named each block.
+        """Charge a vote as `vote_name(name)`; return the noisy number of examples for each block.
 
-        Each example sampled names the `k` blocks of its highest probe scores. `content` is a digest
-        of everything that the scores depend on. The charge is `vote_name(name)`.
+        inputs: model, examples and blocks. Examples are sampled at the guarantee's rate, by the
+        secret and `name`; each one votes for the `k` blocks of its highest scores by `probe`. name:
+        of the turn. content: digest of everything that the scores depend on. Raises a PrivacyError
+        if the budget does not allow the vote.
         """
         # The noise depends on `content`: by the counts alone, equal bytes would tell that two
         # counts are equal. The sample depends on the name: votes of one name are charged as sums
@@ -233,7 +244,7 @@ class ClientGuard(Guard):
         return self._noisy_counts(vote, ballots, inputs.blocks, name, content)
 
     def require_affordable_turn(self, round: int, name: str, content: str) -> None:
-        """Raise a PrivacyError if the turn is neither charged already nor within the budget."""
+        """Raise a PrivacyError if a turn is neither charged already nor within the budget."""
         self.budget.require_affordable(self._charge(round, name, content))
 
     def _charge(self, round: int, name: str, content: str) -> Charge:
@@ -241,20 +252,17 @@ class ClientGuard(Guard):
         return Charge(self.guarantee.round_events(round, name)[name], name, digest)
 
     def make_fit(self, round: int, name: str, content: str) -> Fit:
-        """Charge one turn under `name`, then return the fit that trains it by DP-SGD.
+        """Charge a turn (a client's work in a round) as `name`; return the fit that trains it.
 
-        `content` is a digest of everything that the turn depends on (examples, values, settings).
-        The noise follows from the secret and from `content`, not from `name`: the same turn again
-        draws the same noise.
+        round: number of the round. content: digest of everything that the turn depends on
+        (examples, values, settings). The noise of DP-SGD follows from the secret and `content`, not
+        from `name`: the same turn again draws the same noise. Call the fit once. Raises a
+        PrivacyError if the budget does not allow the turn.
         """
         guarantee = self.guarantee
         charge = self._charge(round, name, content)
         self.budget.charge(charge.event, name, digest=charge.digest)
         noise = NoiseStream.for_release(self._secret, "turn", content)
-
-        def normal(shape: tuple[int, ...]) -> Tensor:
-            return noise.gaussian(shape, 1.0)
-
         config = DPSGDConfig(
             max_grad_norm=guarantee.clipping_norm,
             noise_multiplier=guarantee.noise_multiplier,
@@ -262,6 +270,7 @@ class ClientGuard(Guard):
             sampling_rate=guarantee.sampling_rate or 1.0,
             steps=guarantee.steps,
         )
+        normal = partial(noise.gaussian, stddev=1.0)
         return dp_sgd(config, normal=normal, uniform=self._uniform(noise))
 
     @staticmethod
@@ -273,9 +282,9 @@ class ClientGuard(Guard):
 
 
 class DistributedGuard(Guard):
-    """A client's guard for distributed DP: it adds a share of the noise before secure aggregation.
+    """A client's guard for distributed DP: `noisy_share` adds a share of the noise to its update.
 
-    The server never sees a sum without noise.
+    The sum is by secure aggregation, so the server never sees a sum without noise.
     """
 
     def require_charged(self, name: str) -> None:
@@ -294,10 +303,12 @@ class DistributedGuard(Guard):
         name: str,
         terms_digest: bytes,
     ) -> ExactSum:
-        """Charge a round, then return this client's clipped change with its share of the noise.
+        """Charge a round as `name`; return this client's clipped change plus a share of the noise.
 
-        Another attempt at the round, with another `terms_digest` and the same change, is charged
-        once and has other noise. The same arguments give the same bits.
+        mechanism: of the round, with noise_shares; round: the round's number. Another attempt at
+        the round, with another `terms_digest` (of secure aggregation) and the same change, adds no
+        charge and has other noise. The same arguments give the same bits. Raises a PrivacyError if
+        the budget does not allow the round.
         """
         # One charge is enough: at most one attempt's sum is ever unmasked.
         clipped = mechanism.clipped_sum(change)
@@ -308,7 +319,7 @@ class DistributedGuard(Guard):
 
 @dataclass(frozen=True)
 class _OneExample:
-    """One example of a client as a data set of length 1: every index is this example."""
+    """Example `index` of a client's `examples` as a data set of length 1, for any index."""
 
     examples: Examples
     index: int

@@ -10,50 +10,59 @@ from typing import Any
 
 from fedplan.privacy.accounting.accountant import accountant_version
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap
-from fedplan.privacy.accounting.events import Charge, charge_to_json
+from fedplan.privacy.accounting.events import charge_to_json
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee, vote_name
 from fedplan.privacy.guard import CHARGES_FILE
 
-# The texts below are written into files of a run: they change with the formats, not with the code.
-
-DISTRIBUTED = "client, in shares"
+DISTRIBUTED = "client, distributed"
 """Kind of client-level DP whose noise the clients add in shares, under secure aggregation."""
 NEIGHBOURS = {
-    "client": "two federations of one public roster, in one of which one client never answers",
-    "example": "two federations, in one of which one client lacks one row",
-    DISTRIBUTED: "two federations of the same clients, in one of which all that one of them adds "
-    "to any sum is its noise,",
+    "client": "two federations with the same public roster of clients that differ in one client: "
+    "it responds in the one and never in the other (add or remove one client)",
+    "example": "two federations that differ in one example of one client (add or remove one "
+    "example)",
+    DISTRIBUTED: "two federations with the same clients that differ in one client: in one of them "
+    "it contributes only its noise to every sum (zero out one client)",
 }
 """Definition of neighbouring data sets, by kind of guarantee."""
 TRUST = {
-    "client": "the server sees each client's update without noise, adds the noise, and keeps to "
-    "itself who was drawn: its folder, with the ledger, is no part of what is released",
-    "example": "nobody but the site sees anything of its rows without noise",
-    DISTRIBUTED: "its own site, to clip and to add noise; the folder of keys, which came by hand; "
-    "and that no more sites than were said work with the server, or add no noise. Not the server: "
-    "it opens sums that have their noise, and a lie of it over rounds is within epsilon",
+    "client": "the server is trusted. It sees each client's update without noise, adds the noise, "
+    "and keeps secret which clients were sampled. Its run folder with the ledger is not part of "
+    "the release and must stay secret",
+    "example": "only the client itself sees values without noise. The server and the other clients "
+    "see noisy values only",
+    DISTRIBUTED: "each client relies on its own software to clip its update and to add its noise. "
+    "The clients' public keys, which were exchanged without the server, are trusted to be genuine. "
+    "At most the stated number of clients collude with the server or leave out their noise. The "
+    "server is not trusted: it can unmask only sums that contain noise, and what it learns over "
+    "all rounds, even if it deviates from the protocol, is within epsilon",
 }
 """Trust assumptions, by kind of guarantee."""
+SPENT = "Epsilon spent"
+"""Start of the line of a statement's text that has the epsilon spent."""
 EXCLUDED = (
-    "models that a client keeps for itself: who gets one can learn from it",
-    "scores of tests on clients' rows, printed by a simulation",
-    "how the settings were found, if private rows were used to find them",
-    "how long a turn or a round takes, and the sizes of messages, for who watches the line",
+    "personal models and parameters that a client keeps, for anyone who obtains them",
+    "metrics on the clients' examples that a simulation prints",
+    "the choice of settings (hyperparameter tuning), if private examples were used for it",
+    "timing and message sizes, for an observer of the network",
 )
 """What no guarantee covers."""
 EXCLUDED_DISTRIBUTED = (
-    "who takes part, fails or refuses, and which rounds are given up: the roster tells it"
+    "participation: which clients take part, drop out or refuse, and which rounds fail, is public"
 )
 """What distributed DP does not cover in addition."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """The guarantee of a run, and the epsilon spent by the client that has spent most.
+    """Privacy statement of a run: the guarantee, and the epsilon spent so far.
 
-    rounds: rounds of the whole run; charges: that client's charges, as JSON; noise_shares: with
-    distributed DP, a text that says how much noise each client adds, else "".
+    rounds: rounds of the whole run.
+    epsilon_spent: the largest epsilon of all privacy budgets (the server's one, or one per client).
+    charges: the run's entries in the privacy budget with this epsilon, as JSON.
+    noise_shares: with distributed DP, a text on how much noise each client adds, else "".
+    Make one with `of`; `json` and `text` give the two forms for readers.
     """
 
     guarantee: Guarantee
@@ -71,10 +80,13 @@ class Statement:
         run: str = "",
         noise_shares: str = "",
     ) -> Statement:
-        """Statement of a run by the charge files in and below a folder; without one, nothing spent.
+        """Make the statement of a run from the privacy budget files in and below `folder`.
 
-        run: prefix of the names of this run's charges, where a file has those of many runs.
-        Raises a PrivacyError if a charge does not follow from the guarantee.
+        Without a folder or files nothing is spent. rounds, noise_shares: as the fields. run: prefix
+        of the names of this run's charges, in files with charges of many runs. Reads only. Raises a
+        PrivacyError if a file is damaged or of another unit, or if a charge of the run in the file
+        with the largest epsilon is not one that the guarantee promises; charges of other files are
+        not compared.
         """
         cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)
         files = sorted(folder.rglob(CHARGES_FILE)) if folder else []
@@ -84,7 +96,13 @@ class Statement:
             return Statement(guarantee, rounds, 0.0, [], noise_shares)
         charges = [charge for charge in largest.charges if charge.name.startswith(run)]
         for charge in charges:
-            _require_promised(guarantee, charge)
+            name = charge.name.removesuffix(vote_name(""))
+            promised = guarantee.round_events(1, name).get(charge.name)
+            if charge.event != promised:
+                raise PrivacyError(
+                    f"{charge.name} was charged as {charge.event}, and the study promises "
+                    f"{promised}: this is the folder of another study, or it was changed"
+                )
         spent, lines = largest.epsilon_spent_under(cap), [charge_to_json(c) for c in charges]
         return Statement(guarantee, rounds, spent, lines, noise_shares)
 
@@ -100,89 +118,99 @@ class Statement:
     @property
     def sampler(self) -> str:
         """How clients or examples are sampled, in words."""
-        guarantee = self.guarantee
-        if guarantee.sampling_rate is None:
-            return "all clients in every round: nothing is claimed of chance"
-        if guarantee.unit == "client":
-            sampled = "each client of the roster"
-            return f"Poisson: {sampled}, by a secret, with chance {guarantee.sampling_rate:g}"
-        sampled = "each row into each step"
-        return f"Poisson: {sampled}, by a secret, with chance {guarantee.sampling_rate:.4g}"
+        rate = self.guarantee.sampling_rate
+        if rate is None:
+            return (
+                "no sampling: all clients take part in every round, and no privacy amplification "
+                "is claimed"
+            )
+        unit, period = (
+            ("client", "round") if self.guarantee.unit == "client" else ("example", "step")
+        )
+        return (
+            f"Poisson sampling: each {unit} joins each {period} with probability {rate:.4g}, drawn "
+            "from a secret key"
+        )
 
     @property
     def clipping(self) -> str:
         """The clipping norm, in words."""
         guarantee = self.guarantee
+        value = "each client's update" if guarantee.unit == "client" else "each example's gradient"
         if guarantee.clipping_quantile:
-            share = f"{guarantee.clipping_quantile:g} of the lengths, counted with noise"
-            return f"starts at {guarantee.clipping_norm:g} and follows the quantile {share}"
-        return f"fixed, {guarantee.clipping_norm:g}, over all that is sent, as one vector"
+            return (
+                f"{value} is clipped to an L2 norm that starts at {guarantee.clipping_norm:g} and "
+                f"follows the {guarantee.clipping_quantile:g} quantile of the norms, estimated "
+                "from noisy counts"
+            )
+        norm = f"an L2 norm of {guarantee.clipping_norm:g}"
+        return f"{value} is clipped to {norm}, over all params together"
 
     @property
-    def vote(self) -> str:
+    def layer_selection(self) -> str:
         """How blocks are voted on, in words."""
         guarantee = self.guarantee
         if not guarantee.vote_noise_multiplier:
-            return "no layers are chosen by private rows"
-        each = f"each {guarantee.unit} has a ballot, every {guarantee.vote_every} rounds"
-        return f"{each}; counts have noise of {guarantee.vote_noise_multiplier:g} times a ballot"
+            return "does not depend on private examples"
+        return (
+            f"by a vote every {guarantee.vote_every} rounds, in which each {guarantee.unit} has "
+            "one ballot; the counts have Gaussian noise with a noise multiplier of "
+            f"{guarantee.vote_noise_multiplier:g}"
+        )
+
+    @property
+    def weights(self) -> str:
+        """How clients are weighted, in words."""
+        cap = self.guarantee.max_weight
+        return f"by number of examples, at most {cap}" if cap else "equal weights"
 
     def json(self) -> dict[str, Any]:
-        """The statement as a JSON object: `privacy.json` of a run."""
+        """Contents of a run's `privacy.json`, as a JSON object.
+
+        Raises a PrivacyError if dp-accounting is not installed.
+        """
         guarantee = self.guarantee
         return {
             "unit": guarantee.unit,
             "neighbours": NEIGHBOURS[self._kind],
-            "epsilon": self.epsilon_spent,
-            "budget": guarantee.epsilon,
-            "forecast": guarantee.forecast_epsilon(self.rounds),
+            "epsilon": guarantee.epsilon,
+            "epsilon_spent": self.epsilon_spent,
+            "epsilon_forecast": guarantee.forecast_epsilon(self.rounds),
             "delta": guarantee.delta,
             "rounds": self.rounds,
             "mechanism": asdict(guarantee),
-            "clip": self.clipping,
-            **({"shares": self.noise_shares} if self.noise_shares else {}),
-            "vote": self.vote,
-            "weights": f"by rows, up to {guarantee.max_weight}"
-            if guarantee.max_weight
-            else "all alike",
+            "clipping": self.clipping,
+            **({"noise_shares": self.noise_shares} if self.noise_shares else {}),
+            "layer_selection": self.layer_selection,
+            "weights": self.weights,
             "sampler": {"used": self.sampler, "assumed": self.sampler},
             "accountant": accountant_version(),
             "trust": TRUST[self._kind],
-            "charged": list(self.charges),
+            "charges": list(self.charges),
             "excluded": list(self.excluded),
-            "randomness": "AES-256 in counter mode, keyed by 32 bytes of the system's source",
+            "randomness": "AES-256 in counter mode, with a 32-byte key from the operating system's "
+            "random number generator",
         }
 
     def text(self) -> str:
-        """The statement as lines of text."""
+        """The main facts of `json` as lines of text for people. Raises as `json` does."""
         guarantee = self.guarantee
         forecast = guarantee.forecast_epsilon(self.rounds)
         return "\n".join(
             (
-                f"This run hides each {guarantee.unit}: {NEIGHBOURS[self._kind]} can be told "
-                f"apart no better than epsilon {guarantee.epsilon:g} at delta {guarantee.delta:g} "
-                "allows.",
-                f"Spent so far: epsilon {self.epsilon_spent:.4f}, {len(self.charges)} charges. "
-                f"All {self.rounds} rounds: {forecast:.4f}.",
-                f"How: Gaussian noise of {guarantee.noise_multiplier:.4g} times the clip, which is "
-                f"{self.clipping}.",
-                *([f"In shares: {self.noise_shares}."] if self.noise_shares else []),
-                f"Layers: {self.vote}.",
-                f"Who is drawn: {self.sampler}.",
-                f"Whom one must trust: {TRUST[self._kind]}.",
-                f"Accounted by {accountant_version()}.",
+                f"{guarantee.unit.capitalize()}-level differential privacy: epsilon "
+                f"{guarantee.epsilon:g}, delta {guarantee.delta:g}.",
+                f"Neighbours: {NEIGHBOURS[self._kind]}.",
+                f"{SPENT}: {self.epsilon_spent:.4f}, in {len(self.charges)} charges. Forecast for "
+                f"all {self.rounds} rounds: {forecast:.4f}.",
+                "Mechanism: Gaussian noise with a noise multiplier of "
+                f"{guarantee.noise_multiplier:.4g}; {self.clipping}.",
+                *([f"Distributed noise: {self.noise_shares}."] if self.noise_shares else []),
+                f"Layer selection: {self.layer_selection}.",
+                f"{self.sampler[0].upper()}{self.sampler[1:]}.",
+                f"Trust: {TRUST[self._kind]}.",
+                f"Accountant: {accountant_version()}.",
                 "Not covered:",
                 *(f"  - {each}" for each in self.excluded),
             )
-        )
-
-
-def _require_promised(guarantee: Guarantee, charge: Charge) -> None:
-    """Raise a PrivacyError if a charge's event is not the guarantee's event of that release."""
-    name = charge.name.removesuffix(vote_name(""))
-    promised = guarantee.round_events(1, name).get(charge.name)
-    if charge.event != promised:
-        raise PrivacyError(
-            f"{charge.name} was charged as {charge.event}, and the study promises "
-            f"{promised}: this is the folder of another study, or it was changed"
         )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -36,7 +36,7 @@ SKEW_LEVELS = (
 
 @dataclass(frozen=True)
 class ClientData:
-    """A client's numbers of training examples, held-out examples, and examples by label."""
+    """The number of a client's examples: for training, held out, and of both by label."""
 
     client: str
     train: int
@@ -46,7 +46,11 @@ class ClientData:
 
 @dataclass(frozen=True)
 class DataDistribution:
-    """The data of all clients of a study, all labels in order, and the size of the common test."""
+    """The distribution of a study's examples over clients; print with rich, or `json`, `figure`.
+
+    `study` is the name, `labels` all labels in order (empty for tasks without labels), and `test`
+    the number of examples in the common test set, 0 for none.
+    """
 
     study: str
     clients: tuple[ClientData, ...]
@@ -55,31 +59,33 @@ class DataDistribution:
 
     @property
     def label_skew(self) -> float | None:
-        """The mean total variation distance between clients' labels and all labels, by examples.
+        """The mean total variation distance of a client's labels from all labels.
 
-        It is 0 if all clients have the same distribution, near 1 if no two clients share a label,
-        and None without labels.
+        Clients are weighted by their number of labels. The skew is 0 if all clients have the same
+        distribution, 1 - 1/n for n clients of equal size without a common label, and None without
+        labels.
         """
         overall = sum((Counter(client.labels) for client in self.clients), Counter[str]())
         total = overall.total()
         if not total:
             return None
-        return (
-            fsum(
-                _total_variation(client.labels, overall) * sum(client.labels.values())
-                for client in self.clients
+        distances = list[float]()
+        for labels in (client.labels for client in self.clients if any(client.labels.values())):
+            count = sum(labels.values())
+            distance = (
+                fsum(abs(labels.get(k, 0) / count - n / total) for k, n in overall.items()) / 2
             )
-            / total
-        )
+            distances.append(distance * count)
+        return fsum(distances) / total
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences on client sizes, label skew and the common test set; some are empty."""
+        """Yield sentences on client sizes, label skew and the common test set; may yield ""."""
         sizes = sorted(client.train for client in self.clients)
         yield f"{len(sizes)} clients with {sizes[0]} to {sizes[-1]} training examples each."
         if self.label_skew is not None:
             level = next(text for bound, text in SKEW_LEVELS if self.label_skew < bound)
             yield (
-                f"Label skew {self.label_skew:.2f} (0: same labels everywhere, 1: no label in "
+                f"Label skew {self.label_skew:.2f} (0: same labels everywhere, near 1: no label in "
                 f"common): {level}."
             )
             single = sum(len(+Counter(client.labels)) == 1 for client in self.clients)
@@ -91,17 +97,13 @@ class DataDistribution:
         )
 
     def json(self) -> dict[str, Any]:
-        """Return the distribution as plain values."""
+        """Return the distribution as JSON values."""
         clients = [
             {"client": c.client, "train": c.train, "held_out": c.held_out, "labels": dict(c.labels)}
             for c in self.clients
         ]
-        return {
-            "study": self.study,
-            "test": self.test,
-            "unlike": self.label_skew,
-            "clients": clients,
-        }
+        about = {"study": self.study, "test": self.test, "label_skew": self.label_skew}
+        return {**about, "clients": clients}
 
     def __rich__(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -114,24 +116,25 @@ class DataDistribution:
         largest = max((client.train for client in self.clients), default=1)
         for client in self.clients[:MAX_CLIENTS]:
             bar = "█" * max(1, round(BAR_WIDTH * client.train / max(1, largest)))
+            total = sum(client.labels.values()) or 1
+            shares = (client.labels.get(label, 0) / total for label in self.labels[:MAX_LABELS])
+            # A share above 0 gets a visible bar.
+            bars = [BAR_CHARS[max(bool(x), round(x * (len(BAR_CHARS) - 1)))] for x in shares]
             cells = [Text(client.client), str(client.train), str(client.held_out), bar]
-            table.add_row(
-                *cells, *([_label_bars(client.labels, self.labels)] if self.labels else [])
-            )
-        more = len(self.clients) - MAX_CLIENTS
+            table.add_row(*cells, *(["".join(bars)] if self.labels else []))
         parts: list[RenderableType] = [table]
-        parts += [Text(f"and {more} more clients: --json lists all")] if more > 0 else []
-        parts += (
-            [Text(f"\nlabels, from left to right: {_label_list(self.labels)}")]
-            if self.labels
-            else []
-        )
+        if (more := len(self.clients) - MAX_CLIENTS) > 0:
+            parts.append(Text(f"and {more} more clients: --json lists all"))
+        if self.labels:
+            more = len(self.labels) - MAX_LABELS
+            names = ", ".join(self.labels[:MAX_LABELS]) + (f" and {more} more" if more > 0 else "")
+            parts.append(Text(f"\nlabels, from left to right: {names}"))
         return Group(*parts, Text("\n" + "\n".join(filter(None, self.sentences()))))
 
     def figure(self) -> Drawing:
-        """Return a chart with a dot per client and label, its area the number of examples.
+        """Return a chart with a dot per client and label; the dot's area is the number of examples.
 
-        Without labels it is a bar chart of the examples of each client.
+        Without labels, return a bar chart of the examples of each client.
         """
         title = f"{self.study}: examples by client"
         sums = {client.client: client.train + client.held_out for client in self.clients}
@@ -144,50 +147,17 @@ class DataDistribution:
 
 
 def data_distribution(study: Study | Path) -> DataDistribution:
-    """Read and split the data of a study, or of a study file, without training."""
+    """Load and split the data of a study, or of a study file, as a simulation does; no training.
+
+    Raises ConfigError for an invalid file, DataError without `data.path` or for unusable data.
+    """
     study = read_study(study) if isinstance(study, Path) else study
-    split = compute_split(study)
-    clients = tuple(
-        ClientData(
-            name,
-            len(train),
-            len(split.client_tests[name]),
-            _count_labels(split.labels, train, split.client_tests[name]),
-        )
-        for name, train in split.train.items()
-    )
+    split, clients = compute_split(study), list[ClientData]()
+    for name, train in split.train.items():
+        held_out = split.client_tests[name]
+        indices = (*train, *held_out) if split.labels else ()
+        counts = Counter(label for index in indices for label in split.labels[index])
+        labels = {label: counts[label] for label in sorted(counts, key=label_sort_key)}
+        clients.append(ClientData(name, len(train), len(held_out), labels))
     labels = sorted({label for client in clients for label in client.labels}, key=label_sort_key)
-    return DataDistribution(study.name, clients, tuple(labels), split.common_test_size)
-
-
-def _count_labels(labels: Sequence[Sequence[str]], *splits: Sequence[int]) -> dict[str, int]:
-    """Return the number of examples by label; `splits` are indices, `labels` are by example."""
-    if not labels:
-        return {}
-    counts = Counter(label for split in splits for index in split for label in labels[index])
-    return {label: counts[label] for label in sorted(counts, key=label_sort_key)}
-
-
-def _total_variation(client: Mapping[str, int], overall: Mapping[str, int]) -> float:
-    """Return the total variation distance between two label distributions; 0 without examples."""
-    client_sum, overall_sum = sum(client.values()), sum(overall.values())
-    if not client_sum:
-        return 0.0
-    return (
-        fsum(abs(client.get(k, 0) / client_sum - n / overall_sum) for k, n in overall.items()) / 2
-    )
-
-
-def _label_bars(counts: Mapping[str, int], labels: Sequence[str]) -> str:
-    """Return a bar character per label: the share of the examples that have it."""
-    total = sum(counts.values()) or 1
-    shares = [counts.get(label, 0) / total for label in labels[:MAX_LABELS]]
-    # A share above 0 gets a visible bar.
-    top = len(BAR_CHARS) - 1
-    return "".join(BAR_CHARS[max(bool(share), round(share * top))] for share in shares)
-
-
-def _label_list(labels: Sequence[str]) -> str:
-    """Return the first labels joined by commas, and the number of further ones."""
-    more = f" and {len(labels) - MAX_LABELS} more" if len(labels) > MAX_LABELS else ""
-    return ", ".join(labels[:MAX_LABELS]) + more
+    return DataDistribution(study.name, tuple(clients), tuple(labels), split.common_test_size)

@@ -28,10 +28,12 @@ def explain_plan(
 ) -> Explanation:
     """Explain a plan's text, or a method given by name, on a model; no weights are loaded.
 
-    Give `plan` or `method`, not both. `settings` are texts NAME=VALUE of the method; `phases` are
-    texts NAME=ROUND, the round after which the server announces a phase of the plan. `task` and
-    `labels` replace the model's usual head. With `step` the memory of a training step is estimated
-    too. Raises FedplanError if the arguments contradict each other or a text has another form.
+    Give `plan` or `method`, not both. `settings` are texts NAME=VALUE for the method, with a JSON
+    value or a plain text; `phases` are texts NAME=ROUND: the phase NAME of the plan begins after
+    that round. `task` and `labels` replace the model's usual head; `dtype` is the dtype of
+    the weights. With `step`, the memory of a training step is estimated too. Raises FedplanError if
+    the arguments contradict each other or a text is malformed, PlanError if the plan names parts
+    that the model lacks.
     """
     if method and plan:
         raise FedplanError(f"the method {method} has its own plan: omit {plan!r}")
@@ -56,13 +58,18 @@ def explain_plan(
         )
     if not plan:
         raise FedplanError(f"give a plan for {model}, for example 'share()', or name a study.toml")
-    phase_rounds = dict(map(_parse_phase, phases))
+    phase_rounds = dict[str, int]()
+    for text in phases:
+        name, _, after = text.partition("=")
+        if not name or not after.isdecimal():
+            raise FedplanError(f"--phase takes NAME=ROUND, for example frozen=20, not {text!r}")
+        phase_rounds[name] = int(after)
     params = params_of(model, task=task, labels=labels, dtype=dtype)
     return explain(parse(plan), params, rounds=rounds, phases=phase_rounds, step=step)
 
 
 def _parse_setting(text: str) -> tuple[str, object]:
-    """Split NAME=VALUE; the value is decoded as JSON, or stays a string if it is no JSON.
+    """Split a text NAME=VALUE into name and value, which is decoded from JSON or stays a string.
 
     Raises FedplanError if there is no name or no `=`.
     """
@@ -73,11 +80,3 @@ def _parse_setting(text: str) -> tuple[str, object]:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def _parse_phase(text: str) -> tuple[str, int]:
-    """Split NAME=ROUND into a phase and a round; raises FedplanError if it has another form."""
-    name, _, after = text.partition("=")
-    if not name or not after.isdecimal():
-        raise FedplanError(f"--phase takes NAME=ROUND, for example frozen=20, not {text!r}")
-    return name, int(after)

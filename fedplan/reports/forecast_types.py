@@ -17,13 +17,15 @@ ByteRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageForecast:
-    """Rounds in which the same steps of a plan apply to a client.
+    """The rounds in which the same steps of a plan apply to a client, with roles and bytes.
 
-    `certain` are the roles if layer scores choose no block, `permitted` if they choose every block,
-    and `heaviest` if they choose the blocks with the most bytes. `upload_range` is the upload of a
-    client per round; `download_range` are the global params that each round updates, which the
-    client downloads at its next turn. `trained_params` counts values and
-    `optimizer_bytes` is AdamW's state, both for the largest choice.
+    `name` is "rounds 1-20" or the like; `rounds` are the numbers, empty for a phase whose start is
+    not known. `steps` are the active steps of the plan. The roles of all params: `certain` if layer
+    scores choose no block, `permitted` if layer scores choose every block, `heaviest` if layer
+    scores choose the blocks with the most bytes to upload. `upload_range` is the upload of a client
+    per round; `download_range` the global params that one round updates (a client downloads these
+    in the next turn). `trained_params` is the number of trained values, `optimizer_bytes` the size
+    of AdamW's state; both are maxima over the choices of blocks.
     """
 
     name: str
@@ -43,22 +45,12 @@ class StageForecast:
         return self.upload_range[1]
 
     @property
-    def min_upload(self) -> int:
-        """The least bytes that a client uploads in a round."""
-        return self.upload_range[0]
-
-    @property
     def max_download(self) -> int:
-        """The most bytes to download of a round's updates, if clients choose different blocks."""
+        """The most bytes of global params that one round updates."""
         return self.download_range[1]
 
-    @property
-    def min_download(self) -> int:
-        """The least bytes to download of a round's updates."""
-        return self.download_range[0]
-
     def choosing_step(self, param: Param) -> Best | None:
-        """Return the `best` step that decides whether a param is trained; None if no scores do."""
+        """Return the `best` step whose layer scores decide a param's role; None if no step does."""
         if self.certain[param] is self.permitted[param]:
             return None
         deciding = [s for s in self.steps if isinstance(s, Best) and s.part.holds(param)]
@@ -67,9 +59,11 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class ClientForecast:
-    """The forecast for one class of clients, for a client that takes part in every round.
+    """The forecast for a class of clients, for a client that takes part in every round.
 
-    `client_class` describes the class; `uploads` and `downloads` are bytes by round.
+    `client_class` describes the class in words. `stages` cover all rounds of the run, then the
+    phases whose start is not known. `uploads` and `downloads` have (least, most) bytes of each
+    round, in order.
     """
 
     client_class: str
@@ -105,7 +99,11 @@ class ClientForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of a plan on a model over a run, with notes for the reader."""
+    """The forecast of `plan` on a model over a run of `rounds` rounds.
+
+    `params` are all params of the model, `clients` one forecast per class of clients, `notes`
+    sentences on limits of the forecast, and `wire_cost` the assumed compression of uploads.
+    """
 
     plan: Plan
     params: Params

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from fedplan.errors import PlanError
 from fedplan.federation.wire_cost import WireCost
@@ -25,7 +25,7 @@ from fedplan.language.resolution import (
     resolve,
 )
 from fedplan.language.turn import After, Turn
-from fedplan.models.params import Block, Param, Params
+from fedplan.models.params import Param, Params
 from fedplan.reports.forecast_types import ByteRange, ClientForecast, Forecast, StageForecast
 
 ADAM_STATES = 2
@@ -46,10 +46,11 @@ def forecast(
 ) -> Forecast:
     """Forecast the roles and bytes of every round of a run, without training.
 
-    `phases` maps each phase of the plan to the round after which the server announces it. Without
-    `participants`, clients of every class that the plan distinguishes are assumed; without
-    `wire_cost`, uploads are uncompressed. Raises PlanError if the plan does not fit the params, if
-    `rounds` is below 1, or if the plan has no such phase.
+    `phases` maps phases of the plan to the round after which each begins; the totals leave out all
+    other phases. Without `participants`, a client of every class that the plan distinguishes is
+    assumed; without `wire_cost`, uploads are uncompressed. Classes of clients with equal forecasts
+    are merged. Raises PlanError if the plan names parts or phases that do not exist, or if `rounds`
+    is below 1.
     """
     check_plan(plan, params)
     if rounds < 1:
@@ -61,15 +62,23 @@ def forecast(
     classes = client_classes(plan, participants)
     cost = wire_cost or WireCost()
     forecaster = _Forecaster(plan, params, rounds, announced, classes, participants, cost)
-    clients = _merge_equal(forecaster.client_forecast(name, turn) for name, turn in classes)
+    merged: dict[tuple[object, ...], ClientForecast] = {}
+    for name, turn in classes:
+        client = forecaster.client_forecast(name, turn)
+        stages = tuple((s.name, s.steps, s.upload_range, s.download_range) for s in client.stages)
+        key = (stages, client.uploads, client.downloads)
+        if same := merged.get(key):
+            client = replace(client, client_class=f"{same.client_class}; {name}")
+        merged[key] = client
+    clients = tuple(merged.values())
     return Forecast(plan, params, rounds, clients, tuple(forecaster.notes()), cost)
 
 
 @dataclass(frozen=True)
 class _TurnRoles:
-    """The roles of all params in a turn, by the steps of the plan that are active.
+    """The roles of all params in a client's turn, and the active `steps` of the plan.
 
-    `certain` are the roles if layer scores choose no block, `permitted` if they choose every one.
+    `certain` are the roles if layer scores choose no block, `permitted` if every block.
     """
 
     steps: tuple[Step, ...]
@@ -79,7 +88,11 @@ class _TurnRoles:
     @cached_property
     def shared(self) -> ParamSets:
         """The params that are shared for certain, and all that may be shared."""
-        return _shared_params(self.certain), _shared_params(self.permitted)
+        certain, permitted = (
+            frozenset(p for p in roles if roles[p] is Role.SHARE)
+            for roles in (self.certain, self.permitted)
+        )
+        return certain, permitted
 
     @cached_property
     def global_params(self) -> frozenset[Param]:
@@ -89,11 +102,13 @@ class _TurnRoles:
 
 @dataclass
 class _ClientVersions:
-    """The round in which a client last received each param and its auxiliary tensors.
+    """The params that a simulated client has, and the round in which each was last received.
 
-    `personal` are the params that the client has as its own; `initial` are the keys of params that
-    it has from the start, until the server changes them. A forecast keeps two of these: one assumes
-    that the client received all that it may have (least bytes), one only the certain (most bytes).
+    `last_received` is the round of each param, `last_aux` of a param's auxiliary tensors (for
+    example control variates). `personal` are the params that the client owns; `initial` are the
+    keys of params that every client has from the start, until the server changes the param. Per
+    round, sum `missing_bytes` over the params, then call `record_turn`. A forecast has two objects,
+    for the least and for the most bytes of downloads.
     """
 
     last_received: dict[Param, int] = field(default_factory=dict[Param, int])
@@ -102,9 +117,10 @@ class _ClientVersions:
     initial: frozenset[str] = frozenset()
 
     def missing_bytes(self, param: Param, role: Role, updated: int, aux_count: int) -> int:
-        """Return the bytes to download of a param that was last updated in round `updated`.
+        """Return the bytes of a param that the client must download in a turn with this role.
 
-        A shared param has `aux_count` auxiliary tensors of the same size.
+        `updated` is the round of the param's last update by the server, 0 for none. A shared param
+        has `aux_count` auxiliary tensors of the same size. Changes nothing.
         """
         received, personal = param in self.last_received, role.is_personal
         first = not personal and not received and param.key not in self.initial
@@ -114,10 +130,12 @@ class _ClientVersions:
         return param.nbytes * (needed + aux_count * aux_needed)
 
     def record_turn(self, roles: Roles, number: int, updated: Mapping[Param, int]) -> None:
-        """Record that the client took part in round `number` with these roles.
+        """Record in this object that the client took part in round `number` with these roles.
 
-        `updated` has the params that the server had updated by then. A param that becomes personal
-        counts as received only if it was received before or was ever updated.
+        All params that are not personal count as received in the round, and of SHARE params the
+        auxiliary tensors, too. A param that is personal for the first time counts as received only
+        if the client received the param before, or if the param is in `updated`. `updated` maps
+        each param that the server updated before round `number` to the round of the last update.
         """
         new = (p for p, role in roles.items() if role.is_personal and p not in self.personal)
         received = [p for p in new if p in self.last_received or p in updated]
@@ -128,10 +146,12 @@ class _ClientVersions:
 
 
 class _Forecaster:
-    """Forecasts a run for each class of clients; the roles of equal turns are resolved once.
+    """Computes the forecast of a run; call `client_forecast` per class of clients, then `notes`.
 
-    `announced` maps phases to the rounds after which they begin; `classes` are the classes of
-    clients by name, each with a turn of one of its clients.
+    `plan`, `params`, `rounds` and `wire_cost` are as in `forecast`. `announced` maps each phase of
+    known start to the round after which the phase begins; `classes` has (name, turn) of each class
+    of clients, with a turn of one client of the class. `participants` None means that the clients
+    are not known. Roles are resolved once for each set of active steps.
     """
 
     def __init__(
@@ -158,7 +178,7 @@ class _Forecaster:
         return self.participants is not None and not self.participants.full_participation
 
     def turn_roles(self, turn: Turn) -> _TurnRoles:
-        """Return the roles of all params in a turn."""
+        """Return the roles of all params in a turn; cached by the active steps of the plan."""
         steps = self.plan.active_steps(turn)
         if steps not in self._roles:
             certain = certain_roles(self.plan, self.params, turn)
@@ -167,20 +187,25 @@ class _Forecaster:
         return self._roles[steps]
 
     def turns(self, turn: Turn) -> Iterator[tuple[str, Turn]]:
-        """Yield ("", turn) of each round, then (stage name, turn) of each phase never announced."""
+        """Yield (label, turn) of a client per round, then per phase without a known start.
+
+        `turn` gives the client and its traits. Turns of the rounds 1 to `rounds` have the label ""
+        and the phase of `announced` that began last, or "". The phases of the plan that are not in
+        `announced` follow, with a label 'phase "NAME"' and the number of the last round.
+        """
         for number in range(1, self.rounds + 1):
-            yield "", replace(turn, round=number, phase=self._phase(number))
+            entered = [(after, name) for name, after in self.announced.items() if after < number]
+            yield "", replace(turn, round=number, phase=max(entered, default=(0, ""))[1])
         for phase in phase_names(self.plan):
             if phase not in self.announced:
                 yield f'phase "{phase}"', replace(turn, round=self.rounds, phase=phase)
 
-    def _phase(self, number: int) -> str:
-        """Return the phase of a round: the last one announced before it, or ""."""
-        entered = [(after, name) for name, after in self.announced.items() if after < number]
-        return max(entered, default=(0, ""))[1]
-
     def updated_params(self, turn: Turn) -> ParamSets:
-        """Return the params that the server updates in a turn's round: certain, and possible."""
+        """Return the params that the server updates in the round of a turn, as two sets.
+
+        The first has the params that are certainly updated, the second all that may be updated:
+        layer scores and the clients that take part decide.
+        """
         if (turn.round, turn.phase) not in self._updated:
             others = (replace(turn, client=t.client, traits=t.traits) for _, t in self.classes)
             shared = {self.turn_roles(other).shared for other in others}
@@ -194,7 +219,7 @@ class _Forecaster:
         return frozenset() if self._partial else certain, possible
 
     def client_forecast(self, client_class: str, turn: Turn) -> ClientForecast:
-        """Return the forecast for a class of clients; `turn` is a turn of one of them."""
+        """Return the forecast for a class of clients, given a turn of one client of the class."""
         turns_by_stage: dict[tuple[str, tuple[Step, ...]], list[Turn]] = {}
         for name, each in self.turns(turn):
             turns_by_stage.setdefault((name, self.plan.active_steps(each)), []).append(each)
@@ -209,7 +234,10 @@ class _Forecaster:
         )
 
     def _downloads(self, turns: list[Turn]) -> Iterator[ByteRange]:
-        """Yield the bytes that a client downloads in each turn: params updated since its last."""
+        """Yield the least and most bytes that a client downloads in each turn, in order of rounds.
+
+        These are the params that the server has updated since the client's last turn.
+        """
         last_updates: tuple[dict[Param, int], dict[Param, int]] = ({}, {})
         initial = self.wire_cost.server_merged
         copies = (_ClientVersions(initial=initial), _ClientVersions(initial=initial))
@@ -224,72 +252,67 @@ class _Forecaster:
                 )
                 for copy, last in zip(copies, last_updates, strict=True)
             )
-            returned = self._returned_bytes(before, now, turn.round - 1, last_updates[0])
-            yield least + returned, most
+            if before is not None and not self._partial:
+                # The blocks that scores chose in the last round come back, changed by the server.
+                chosen = (before.shared[1] - before.shared[0]) & now.global_params
+                outdated = {p for p in chosen if last_updates[0].get(p, 0) < turn.round - 1}
+                least += self._chosen_range(
+                    before.steps, outdated, partial(self._download_bytes, now)
+                )[0]
+            yield least, most
             for copy, last in zip(copies, reversed(last_updates), strict=True):
                 copy.record_turn(roles, turn.round, last)
             for last, updated in zip(last_updates, self.updated_params(turn), strict=True):
                 last |= dict.fromkeys(updated, turn.round)
             before = now
 
-    def _returned_bytes(
-        self, before: _TurnRoles | None, now: _TurnRoles, number: int, certain: Mapping[Param, int]
-    ) -> int:
-        """Return the least bytes to download of the blocks that the client trained in `number`.
-
-        `before` are its roles in that round, `now` in the next; `certain` has the rounds of the
-        last certain updates. It is 0 in the first round and under partial participation.
-        """
-        if before is None or self._partial:
-            return 0
-        chosen = (before.shared[1] - before.shared[0]) & now.global_params
-        outdated = {p for p in chosen if certain.get(p, 0) < number}
-        return self._chosen_range(before.steps, outdated, lambda p: self._download_bytes(now, p))[0]
-
     def _download_bytes(self, roles: _TurnRoles, param: Param) -> int:
-        """Return the bytes to download of an updated param with its auxiliary tensors."""
-        return param.nbytes * (
-            1 + self.wire_cost.aux_count * (roles.permitted[param] is Role.SHARE)
-        )
+        """Return the bytes of an updated param; auxiliary tensors count if it may be shared."""
+        aux_count = self.wire_cost.aux_count * (roles.permitted[param] is Role.SHARE)
+        return param.nbytes * (1 + aux_count)
 
     def _stage(self, name: str, turns: list[Turn]) -> StageForecast:
-        """Return the forecast of turns with the same roles; without a name, of their rounds."""
+        """Return the forecast of a stage, given its turns, which have equal active steps.
+
+        `name`: the name of a phase of unknown start; with "", the stage is named by its rounds.
+        """
         roles = self.turn_roles(turns[0])
         rounds = () if name else tuple(t.round for t in turns)
         trained = self._range(roles, lambda role: role.is_trained, lambda p: p.numel)
         states = self._range(roles, lambda role: role.is_trained, lambda p: ADAM_STATES * p.nbytes)
-        downloads = [self._stage_download(turn) for turn in turns]
+        upload = self._range(roles, lambda role: role is Role.SHARE, self.wire_cost.upload_bytes)
+        downloads = [
+            [
+                sum(self._download_bytes(roles, p) for p in updated & roles.global_params)
+                for updated in self.updated_params(turn)
+            ]
+            for turn in turns
+        ]
+        # If scores choose the blocks with the most bytes to upload, the roles are the heaviest.
+        sizes = dict.fromkeys((p.block_id for p in self.params if p.block_id), 0.0)
+        for p in roles.shared[1] - roles.shared[0]:
+            assert p.block_id is not None  # layer scores choose blocks
+            sizes[p.block_id] += self.wire_cost.upload_bytes(p)
         return StageForecast(
             name=name or _round_text(rounds),
             rounds=rounds,
             steps=roles.steps,
             certain=roles.certain,
             permitted=roles.permitted,
-            heaviest=self._largest_roles(roles, turns[0]),
-            upload_range=self._range(
-                roles, lambda role: role is Role.SHARE, self.wire_cost.upload_bytes
-            ),
-            download_range=(
-                min(least for least, _ in downloads),
-                max(most for _, most in downloads),
-            ),
+            heaviest=resolve(self.plan, self.params, replace(turns[0], scores=sizes)),
+            upload_range=upload,
+            download_range=(min(low for low, _ in downloads), max(high for _, high in downloads)),
             trained_params=trained[1],
             optimizer_bytes=states[1],
         )
 
-    def _stage_download(self, turn: Turn) -> ByteRange:
-        """Return the bytes of a turn's global params that its round updates."""
-        roles = self.turn_roles(turn)
-        least, most = (
-            sum(self._download_bytes(roles, p) for p in updated & roles.global_params)
-            for updated in self.updated_params(turn)
-        )
-        return least, most
-
     def _range(
         self, roles: _TurnRoles, counts: Callable[[Role], bool], size: Callable[[Param], int]
     ) -> ByteRange:
-        """Return the summed sizes of params whose role counts, for the least and largest choice."""
+        """Return the least and the largest sum of `size(param)`, over the choices of layer scores.
+
+        A param counts if `counts(role)` is true for its role.
+        """
         certain = sum(size(p) for p, role in roles.certain.items() if counts(role))
         open_params = {
             p for p in self.params if counts(roles.permitted[p]) and not counts(roles.certain[p])
@@ -300,26 +323,31 @@ class _Forecaster:
     def _chosen_range(
         self, steps: tuple[Step, ...], params: set[Param], size: Callable[[Param], int]
     ) -> ByteRange:
-        """Return the summed sizes of params in the blocks that scores choose, least and most."""
+        """Return the least and the largest sum of `size(param)` in blocks that layer scores choose.
+
+        `steps` are the active steps of the plan; `params` are those whose role depends on scores.
+        """
         least, most = 0, 0
-        for best, reached in _scored_steps(steps, params):
+        for i, best in enumerate(steps):
+            if not isinstance(best, Best):
+                continue
+            later = [each.part for each in steps[i + 1 :] if isinstance(each, Assign)]
             sizes = dict.fromkeys(candidate_blocks(best, self.params), 0)
-            for p in reached:
-                sizes[_block(p)] += size(p)
+            for p in params:
+                overridden = any(part.holds(p) for part in later)
+                if p.block_id is not None and best.part.holds(p) and not overridden:
+                    sizes[p.block_id] += size(p)
             order = sorted(sizes.values())
             least = max(least, sum(order[: best.count]))
             most += sum(order[-best.count :])
         return least, min(most, sum(map(size, params)))
 
-    def _largest_roles(self, roles: _TurnRoles, turn: Turn) -> Roles:
-        """Return the roles in a turn if scores choose the blocks with the most bytes to upload."""
-        sizes = dict.fromkeys((p.block_id for p in self.params if p.block_id), 0.0)
-        for p in roles.shared[1] - roles.shared[0]:
-            sizes[_block(p)] += self.wire_cost.upload_bytes(p)
-        return resolve(self.plan, self.params, replace(turn, scores=sizes))
-
     def notes(self) -> Iterator[str]:
-        """Yield notes for the reader on rounds and phases that the totals leave out."""
+        """Yield sentences on limits of the forecast.
+
+        These are phases of unknown start, `after(N)` beyond the last round, and partial
+        participation.
+        """
         for phase in phase_names(self.plan):
             if phase not in self.announced:
                 yield f'the totals leave out phase "{phase}": give the round after which it starts'
@@ -330,42 +358,8 @@ class _Forecaster:
             yield "partial participation: the totals are for a client that takes part every round"
 
 
-def _scored_steps(
-    steps: tuple[Step, ...], params: set[Param]
-) -> Iterator[tuple[Best, list[Param]]]:
-    """Yield each `best` step with the params that it decides, as no later step overrides it."""
-    for i, step in enumerate(steps):
-        if isinstance(step, Best):
-            later = [each.part for each in steps[i + 1 :] if isinstance(each, Assign)]
-            matching = [p for p in params if p.block_id is not None and step.part.holds(p)]
-            yield step, [p for p in matching if not any(part.holds(p) for part in later)]
-
-
-def _block(param: Param) -> Block:
-    """Return the block of a param that is in one."""
-    assert param.block_id is not None
-    return param.block_id
-
-
-def _shared_params(roles: Roles) -> frozenset[Param]:
-    """Return the params with the role SHARE."""
-    return frozenset(p for p in roles if roles[p] is Role.SHARE)
-
-
-def _merge_equal(forecasts: Iterable[ClientForecast]) -> tuple[ClientForecast, ...]:
-    """Merge forecasts that differ in the name of their class only; the names are joined by `;`."""
-    merged: dict[tuple[object, ...], ClientForecast] = {}
-    for client in forecasts:
-        stages = tuple((s.name, s.steps, s.upload_range, s.download_range) for s in client.stages)
-        key = (stages, client.uploads, client.downloads)
-        if same := merged.get(key):
-            client = replace(client, client_class=f"{same.client_class}; {client.client_class}")
-        merged[key] = client
-    return tuple(merged.values())
-
-
 def _round_text(rounds: tuple[int, ...]) -> str:
-    """Return round numbers in short: `rounds 1-20`, `round 7`, `rounds 1, 13, 25 ... 97`."""
+    """Return round numbers (at least one) in short: `rounds 1-20`, `rounds 1, 13, 25 ... 97`."""
     if len(rounds) == 1:
         return f"round {rounds[0]}"
     if rounds[-1] - rounds[0] == len(rounds) - 1:

@@ -32,19 +32,22 @@ Member = tuple[Study, str, Path]
 
 
 def study_fields(study: Study) -> dict[str, Any]:
-    """Return the fields of a study by dotted name, without those of IGNORED_FIELDS."""
+    """Return the fields of a study by dotted name, such as "train.lr", without IGNORED_FIELDS."""
     return flatten_fields(study.model_dump(mode="json", exclude=IGNORED_FIELDS))
 
 
 def differing_fields(studies: Iterable[Study]) -> list[str]:
-    """Return the dotted names of the fields in which studies differ, without IGNORED_FIELDS."""
+    """Return the dotted names of fields in which studies differ, in order of first occurrence.
+
+    IGNORED_FIELDS are left out; a field that a study lacks counts as None.
+    """
     fields = [study_fields(each) for each in studies]
     names = dict.fromkeys(name for each in fields for name in each)
     return [name for name in names if any(f.get(name) != fields[0].get(name) for f in fields)]
 
 
 def group_by_seed(runs: Iterable[T], member: Callable[[T], Member]) -> list[tuple[str, list[T]]]:
-    """Return (name, runs) for each group of runs that differ only in their seed.
+    """Group runs that differ only in their seed, or in IGNORED_FIELDS; return (name, runs) of each.
 
     `member` returns the study, plan text and folder of a run. Groups are in the order of their
     first runs; the names are distinct.
@@ -60,10 +63,10 @@ def group_by_seed(runs: Iterable[T], member: Callable[[T], Member]) -> list[tupl
 
 
 def _names(firsts: Sequence[Member]) -> list[str]:
-    """Return distinct names of groups, each given by its run of the lowest seed.
+    """Return distinct names of groups, given the run with the lowest seed of each group.
 
-    The first of these that is distinct: differing fields, study name, folder name, folder path,
-    study name with a number.
+    Tries in turn: differing fields, study names, folder names, folder paths, each cut to
+    MAX_NAME_LENGTH; takes the first for which all names differ, else study names with a number.
     """
     fields = differing_fields(study for study, _, _ in firsts)
     namings: tuple[Callable[[Member], str], ...] = (
@@ -80,17 +83,17 @@ def _names(firsts: Sequence[Member]) -> list[str]:
     return [f"{study.name} ({number})" for number, (study, _, _) in enumerate(firsts, 1)]
 
 
-def _label(study: Mapping[str, Any], plan: str, fields: Sequence[str]) -> str:
-    """Return a group's values of the differing fields: only the value if there is one field."""
-    values = {**study, **{name: plan for name in PLAN_FIELDS if study.get(name) not in UNSET}}
-    if len(fields) == 1:
-        value = values.get(fields[0])
-        return "not set" if value in UNSET else str(value)
-    present = [name for name in fields if values.get(name) not in UNSET]
+def _label(values: Mapping[str, Any], plan: str, differing: Sequence[str]) -> str:
+    """Return the differing fields of a study as a label: `fedavg, rank=8`.
+
+    `values` are the `study_fields` of the study; PLAN_FIELDS are shown as the text `plan`. If only
+    one field differs, the label is its value without the name, or "not set".
+    """
+    values = {**values, **{name: plan for name in PLAN_FIELDS if values.get(name) not in UNSET}}
+    present = [name for name in differing if values.get(name) not in UNSET]
+    if len(differing) == 1:
+        return str(values[differing[0]]) if present else "not set"
     leading = [name for name in ("method.name", *PLAN_FIELDS) if name in present]
-    rest = [
-        f"{name.removeprefix(SETTINGS_PREFIX)}={values[name]}"
-        for name in present
-        if name not in leading
-    ]
-    return ", ".join([*(str(values[name]) for name in leading), *rest])
+    rest = [name for name in present if name not in leading]
+    settings = [f"{name.removeprefix(SETTINGS_PREFIX)}={values[name]}" for name in rest]
+    return ", ".join([*(str(values[name]) for name in leading), *settings])

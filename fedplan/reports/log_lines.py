@@ -17,7 +17,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 def format_log_entry(entry: LogEntry) -> Text:
-    """Return a coloured line: local time, round, site, event and text of an entry."""
+    """Return a log entry as a coloured line: local time, round, site, event and text."""
     when = f"{datetime.fromisoformat(entry.time).astimezone():%Y-%m-%d %H:%M:%S}"
     number = f"round {entry.round:<4d}" if entry.round else " " * 10
     event = entry.event.removeprefix("site ") if entry.site else entry.event
@@ -29,9 +29,10 @@ def format_log_entry(entry: LogEntry) -> Text:
 
 
 def parse_since(text: str) -> str:
-    """Return the time of --since as a log writes it, in UTC; empty for an empty text.
+    """Return the time of a --since text in ISO format and UTC, as in logs; "" for an empty text.
 
-    The text is an age (10m, 2h, 3d) or an ISO time. Raises FedplanError for other texts.
+    The text is an age (10m, 2h, 3d) or an ISO time; a time without a time zone is local. Raises
+    FedplanError for other texts.
     """
     if not text:
         return ""

@@ -25,9 +25,10 @@ Samples = list[tuple[Labels, float | None]]
 
 @contextmanager
 def serve_metrics(status: StatusReporter, port: int) -> Generator[int]:
-    """Serve `/metrics` and `/health` in a thread while the context is open; yield the port.
+    """Serve `/metrics` and `/health` of a run's status while the context is open; yield the port.
 
-    Port 0 takes any free port. Raises FedplanError if the port cannot be bound.
+    Listens on 127.0.0.1 in a daemon thread; port 0 takes any free port. Raises FedplanError if the
+    port cannot be bound.
     """
     try:
         server = ThreadingHTTPServer((HOST, port), _handler(status))
@@ -46,79 +47,66 @@ def serve_metrics(status: StatusReporter, port: int) -> Generator[int]:
 
 
 def prometheus_text(status: RunStatus, *, healthy: bool) -> str:
-    """Return a run's status in Prometheus's text format.
+    """Return a run's status in Prometheus's text format; `healthy` becomes a metric.
 
-    Under client-level differential privacy there are no metrics of single sites.
+    Metrics without a value are left out; under client-level differential privacy also all metrics
+    of single sites.
     """
-    return "".join(_format_metric(*metric) for metric in _metrics(status, healthy=healthy))
+    lines = list[str]()
+    for name, kind, text, samples in _metrics(status, healthy=healthy):
+        present = [(labels, value) for labels, value in samples if value is not None]
+        if present:
+            lines += [f"# HELP fedplan_{name} {text}", f"# TYPE fedplan_{name} {kind}"]
+        for labels, value in present:
+            pairs = ",".join(
+                '{}="{}"'.format(
+                    label, each.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+                )
+                for label, each in labels.items()
+            )
+            lines.append(f"fedplan_{name}{f'{{{pairs}}}' if pairs else ''} {value!r}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _metrics(status: RunStatus, *, healthy: bool) -> Iterator[tuple[str, str, str, Samples]]:
-    """Yield the metrics of a run: name, type, help text and samples."""
+    """Yield (name, type, help text, samples) of each metric of a run's status."""
     labels = {"study": status.study, "run": status.run}
-    states = tuple(RunState)
+    states = _one_hot({}, status.state, tuple(RunState))
     yield "run_info", "gauge", "Study and run id.", [(labels, 1.0)]
-    yield (
-        "run_state",
-        "gauge",
-        "1 for the current state of the run.",
-        _one_hot({}, status.state, states),
-    )
+    yield "run_state", "gauge", "1 for the current state of the run.", states
     yield "healthy", "gauge", "1 while the run makes progress.", [({}, float(healthy))]
     yield "round", "gauge", "The last closed round.", [({}, float(status.round))]
     yield "rounds", "gauge", "The number of rounds of the run.", [({}, float(status.rounds))]
     yield "loss", "gauge", "The training loss of the last round.", [({}, status.loss)]
     scores: Samples = [({"name": name}, value) for name, value in status.scores.items()]
     yield "score", "gauge", "The last scores by name.", scores
-    yield "round_seconds", "gauge", "Seconds per round, recently.", [({}, status.seconds)]
-    yield "left_seconds", "gauge", "Estimated seconds left.", [({}, status.left)]
-    yield "epsilon_spent", "gauge", "Epsilon spent so far.", [({}, status.spent)]
-    yield "epsilon_promised", "gauge", "Epsilon guaranteed at the end.", [({}, status.promised)]
-    if not status.hidden:
-        yield from _site_metrics(status)
-
-
-def _site_metrics(status: RunStatus) -> Iterator[tuple[str, str, str, Samples]]:
-    """Yield the metrics of each site: name, type, help text and samples."""
+    yield "round_seconds", "gauge", "Seconds per round, recently.", [({}, status.round_seconds)]
+    yield "remaining_seconds", "gauge", "Estimated seconds left.", [({}, status.seconds_left)]
+    yield "epsilon_spent", "gauge", "Epsilon spent so far.", [({}, status.epsilon_spent)]
+    yield "epsilon", "gauge", "Epsilon guaranteed at the end.", [({}, status.epsilon)]
+    if status.client_level_dp:
+        return
     sites = [({"site": name}, site) for name, site in status.sites.items()]
     states = [s for labels, site in sites for s in _one_hot(labels, site.state, tuple(SiteState))]
     yield "site_state", "gauge", "1 for the current state of each site.", states
     rounds: Samples = [(labels, float(site.round)) for labels, site in sites]
     yield "site_round", "gauge", "The last round that a site has answered.", rounds
-    up: Samples = [(labels, float(site.up)) for labels, site in sites]
-    yield "site_up_bytes_total", "counter", "Bytes of values uploaded by a site.", up
-    down: Samples = [(labels, float(site.down)) for labels, site in sites]
-    yield "site_down_bytes_total", "counter", "Bytes of values downloaded by a site.", down
+    up: Samples = [(labels, float(site.upload_bytes)) for labels, site in sites]
+    yield "site_upload_bytes_total", "counter", "Bytes of values uploaded by a site.", up
+    down: Samples = [(labels, float(site.download_bytes)) for labels, site in sites]
+    yield "site_download_bytes_total", "counter", "Bytes of values downloaded by a site.", down
 
 
 def _one_hot(labels: Labels, current: str, states: tuple[str, ...]) -> Samples:
-    """Return a sample for each state: 1 for the current one, 0 for the others."""
+    """Return a sample with `labels` for each state: 1 for the current state, 0 for the others."""
     return [({**labels, "state": state}, float(state == current)) for state in states]
 
 
-def _format_metric(name: str, kind: str, text: str, samples: Samples) -> str:
-    """Return the lines of a metric; empty if no sample has a value."""
-    present = [(labels, value) for labels, value in samples if value is not None]
-    if not present:
-        return ""
-    lines = [f"# HELP fedplan_{name} {text}", f"# TYPE fedplan_{name} {kind}"]
-    lines += [f"fedplan_{name}{_labels(labels)} {value!r}" for labels, value in present]
-    return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Labels) -> str:
-    """Return labels in braces, or an empty text."""
-    pairs = ",".join(f'{name}="{_escape_label(value)}"' for name, value in labels.items())
-    return f"{{{pairs}}}" if pairs else ""
-
-
-def _escape_label(value: str) -> str:
-    """Escape backslashes, quotes and newlines of a label's value."""
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
 def _handler(status: StatusReporter) -> type[BaseHTTPRequestHandler]:
-    """Return a handler class that answers from a run's status."""
+    """Return an HTTP handler class that serves the current status of a run.
+
+    `/health` has HTTP status 200 if the run is healthy and 503 if not; other paths have 404.
+    """
 
     class StatusHandler(BaseHTTPRequestHandler):
         timeout = 10.0

@@ -26,10 +26,11 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """How a run is monitored: the port of its metrics, webhook URLs, and certificates.
+    """How a run is monitored from outside.
 
-    `metrics_port` None serves no metrics. `certificates` is a federation's folder, whose
-    certificates are checked daily; those that expire within 30 days are reported.
+    `metrics_port` serves Prometheus metrics on this machine (None: not served). `webhooks` are URLs
+    that receive events. `certificates` is a federation's folder: certificates there that expire
+    within 30 days are reported daily (None: not checked).
     """
 
     metrics_port: int | None = None
@@ -39,38 +40,41 @@ class MonitoringConfig:
 
 @contextmanager
 def start_monitoring(folder: Path, config: MonitoringConfig) -> Generator[StatusReporter]:
-    """Yield the status of the run in a folder; serve, send and check as configured meanwhile.
+    """Yield a status reporter for the run in a folder, and monitor the run as `config` says.
 
-    Inside of the context, in the main thread, SIGTERM ends the run as Ctrl-C does.
+    Serving metrics, sending events and checking certificates stop when the context ends. Inside of
+    the context, in the main thread, SIGTERM raises KeyboardInterrupt as Ctrl-C does. Raises
+    FedplanError if the port cannot be bound or a webhook is no URL.
     """
     hooks = Webhooks(config.webhooks)
     status = StatusReporter(folder, [hooks] if config.webhooks else [])
-    with _sigterm_as_interrupt(), ExitStack() as stack:
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, previous)
         stack.callback(hooks.close)
         if config.metrics_port is not None:
             stack.enter_context(serve_metrics(status, config.metrics_port))
-        if config.certificates is not None:
-            stack.enter_context(_check_certificates(status, config.certificates))
+        if (certificates := config.certificates) is not None:
+            ended = threading.Event()
+
+            def check() -> None:
+                pause = 1.0  # the run has its id by then
+                while not ended.wait(pause):
+                    report_expiries(status, certificates)
+                    pause = DAY
+
+            thread = threading.Thread(target=check, name="certificates", daemon=True)
+            thread.start()
+            stack.callback(thread.join, 1.0)
+            stack.callback(ended.set)
         yield status
 
 
-@contextmanager
-def _sigterm_as_interrupt() -> Generator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, so that the status shows the stop; main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def certificate_expiries(folder: Path) -> dict[str, datetime]:
-    """Return when each certificate in a federation's folder expires, without missing files.
+    """Return when each certificate file in a federation's folder expires, by file name, in UTC.
 
-    Raises FedplanError if a file cannot be read as a certificate.
+    Missing files are left out. Raises FedplanError if a file cannot be read as a certificate.
     """
     from cryptography import x509
 
@@ -87,28 +91,12 @@ def certificate_expiries(folder: Path) -> dict[str, datetime]:
     return expiries
 
 
-@contextmanager
-def _check_certificates(status: StatusReporter, folder: Path) -> Generator[None]:
-    """Report expiring certificates now and daily, in a thread, while the context is open."""
-    ended = threading.Event()
-
-    def check() -> None:
-        pause = 1.0  # the run has its id by then
-        while not ended.wait(pause):
-            report_expiries(status, folder)
-            pause = DAY
-
-    thread = threading.Thread(target=check, name="certificates", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(1.0)
-
-
 def report_expiries(status: StatusReporter, folder: Path) -> None:
-    """Report each certificate that expires within 30 days, has expired, or cannot be read."""
+    """Notify `status` of each certificate that has expired or expires within 30 days.
+
+    `folder` is the federation's. If a certificate cannot be read, only that is reported; missing
+    files are ignored.
+    """
     try:
         expiries = certificate_expiries(folder)
     except FedplanError as error:

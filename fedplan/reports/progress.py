@@ -23,7 +23,10 @@ from fedplan.studies.schema import Study
 
 
 class _ClientsColumn(ProgressColumn):
-    """The number of clients that have answered in the open round, and the time left of the run."""
+    """A column of a progress bar: the clients that have answered in the open round, the time left.
+
+    Reads the current status of the run from `status` whenever the bar is drawn.
+    """
 
     def __init__(self, status: StatusReporter) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class _ClientsColumn(ProgressColumn):
         """Return the text for the current status."""
         now = self.status.current
         texts = [answered_text(now)] if now.requested else []
-        texts += [f"{duration(now.left)} left"] if now.left is not None else []
+        texts += [f"{duration(now.seconds_left)} left"] if now.seconds_left is not None else []
         return Text("  ".join(texts))
 
 
@@ -46,9 +49,11 @@ def run_with_progress(
     workers: PoolConfig | None = None,
     console: Console | None = None,
 ) -> None:
-    """Simulate a study in a run folder, or resume it, and print a line for each round.
+    """Simulate a study in a run folder, or resume the run there; print a line for each round.
 
-    `earlier` is passed to `Simulation`. Ctrl-C prints how to resume and raises SystemExit(130).
+    Blocks until the run has ended. `earlier` is passed to `Simulation`; `monitoring` is off and
+    `workers` (worker processes) are none by default; `console` defaults to stdout. Ctrl-C prints
+    how to resume, and raises SystemExit(130).
     """
     with start_monitoring(folder, monitoring or MonitoringConfig()) as status:
         simulation = Simulation(
@@ -58,7 +63,10 @@ def run_with_progress(
 
 
 def progress_bar(status: StatusReporter, console: Console) -> Progress:
-    """Return the bar of rounds, with the clients of the open one; it is off without a terminal."""
+    """Return a bar of rounds, with the clients of the open round from `status`.
+
+    Use the bar as a context manager. Nothing is shown if the console is no terminal.
+    """
     return Progress(
         TextColumn("round {task.completed}/{task.total}"),
         BarColumn(),
@@ -70,10 +78,22 @@ def progress_bar(status: StatusReporter, console: Console) -> Progress:
 
 
 def _show_progress(simulation: Simulation, console: Console) -> None:
-    """Run a simulation, and print its heading, a line for each round and how it ended."""
-    study, folder = simulation.study, simulation.folder
-    console.print(f"{_heading(simulation, folder)}\n\n[bold]{HEADING}[/bold]")
-    primary = simulation.scoring.primary
+    """Run a simulation to the end; print a heading, a line for each round, and how the run ended.
+
+    With differential privacy, writes and prints the privacy statement. Ctrl-C prints how to resume,
+    and raises SystemExit(130).
+    """
+    study, folder, scoring = simulation.study, simulation.folder, simulation.scoring
+    agreement = simulation.federation.agreement
+    sizes = sorted(map(len, simulation.data.train.values()))
+    notes = (*simulation.data.notes, score_note(scoring.primary, scoring.higher_is_better))
+    console.print(
+        f"[bold]{escape(study.name)}[/bold]  {escape(agreement.method.plan.text)}\n"
+        f"{millions(sum(p.numel for p in agreement.params))} params, {len(sizes)} clients with "
+        f"{sizes[0]} to {sizes[-1]} examples, seed {study.seed}, in {escape(str(folder))}"
+        + "".join(f"\n{escape(note)}" for note in notes)
+        + f"\n\n[bold]{HEADING}[/bold]"
+    )
     with progress_bar(simulation.status, console) as bar:
         done = simulation.federation.global_state.round
         task = bar.add_task("", total=study.train.rounds, completed=done)
@@ -81,18 +101,15 @@ def _show_progress(simulation: Simulation, console: Console) -> None:
             for closed in simulation.rounds():
                 bar.update(task, completed=closed.round)
                 spent = simulation.federation.epsilon_spent
-                console.print(simulation_line(closed.row, spent, primary=primary))
+                console.print(simulation_line(closed.row, spent, primary=scoring.primary))
         except KeyboardInterrupt:
-            done = simulation.federation.global_state.round
+            number = simulation.federation.global_state.round + 1
             resume = f"fedplan run --resume {folder}"
-            console.print(f"Stopped in round {done + 1}. To continue: {resume}", markup=False)
+            console.print(f"Stopped in round {number}. To continue: {resume}", markup=False)
             raise SystemExit(130) from None
     if simulation.stopped:
-        console.print(
-            f"Stopped after round {simulation.federation.global_state.round}: "
-            f"{simulation.stopped}.",
-            markup=False,
-        )
+        done = simulation.federation.global_state.round
+        console.print(f"Stopped after round {done}: {simulation.stopped}.", markup=False)
     if study.privacy is not None:
         console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
     done = "" if simulation.stopped else "Done. "
@@ -107,9 +124,10 @@ def run_flower_with_progress(
     monitoring: MonitoringConfig | None = None,
     console: Console | None = None,
 ) -> None:
-    """Run a study on the sites of a Flower SuperLink, and print a line for each round.
+    """Run a study on the sites of a Flower SuperLink; print a line for each round until the end.
 
-    `server` is the folder of the federation. Ctrl-C prints how to resume, raises SystemExit(130).
+    `folder` is the run's, `server` the federation's (with the SuperLink's address); `monitoring` is
+    off and `console` is stdout by default. Ctrl-C prints how to resume, and raises SystemExit(130).
     """
     from fedplan.runners.flower.superlink import read_superlink
     from fedplan.runners.flower.superlink_run import run_on_superlink
@@ -129,23 +147,7 @@ def run_flower_with_progress(
     except KeyboardInterrupt:
         console.print("Stopped. To continue: run the same command with --resume", markup=False)
         raise SystemExit(130) from None
+    end = f"Done. To check it: fedplan verify {folder}"
     if status.stop_text:
-        console.print(
-            f"Stopped after round {status.current.round}: {status.stop_text}.", markup=False
-        )
-        return
-    console.print(f"Done. To check it: fedplan verify {folder}", markup=False)
-
-
-def _heading(simulation: Simulation, folder: Path) -> str:
-    """Return the first lines of the output, with rich markup: study, plan, sizes and notes."""
-    agreement, scoring = simulation.federation.agreement, simulation.scoring
-    sizes = sorted(map(len, simulation.data.train.values()))
-    return (
-        f"[bold]{escape(simulation.study.name)}[/bold]  {escape(agreement.method.plan.text)}\n"
-        f"{millions(sum(p.numel for p in agreement.params))} params, {len(sizes)} clients with "
-        f"{sizes[0]} to {sizes[-1]} examples, seed {simulation.study.seed}, "
-        f"in {escape(str(folder))}"
-        + "".join(f"\n{escape(note)}" for note in simulation.data.notes)
-        + f"\n{score_note(scoring.primary, scoring.higher_is_better)}"
-    )
+        end = f"Stopped after round {status.current.round}: {status.stop_text}."
+    console.print(end, markup=False)

@@ -30,9 +30,10 @@ BEFORE = (Kind.EMBED, Kind.PROMPT)
 
 @dataclass(frozen=True)
 class RoleFigure:
-    """A model under a plan in one turn, to be drawn with a title.
+    """The roles of a model's params in one turn of a plan, to be drawn by `draw_roles`.
 
-    If the turn has no layer scores, blocks that scores may choose are drawn as chosen.
+    `params` are the model's, from `describe`. `turn` is a client in a round, by default an unnamed
+    client in the first; without layer scores, blocks that scores may choose are drawn as chosen.
     """
 
     title: str
@@ -47,9 +48,10 @@ class RoleFigure:
 
 
 def draw_roles(figures: Sequence[RoleFigure], output: Path) -> None:
-    """Draw figures one below the other into a file; its suffix (.svg, .png, .pdf) sets the format.
+    """Draw figures one below the other into the file `output`, which is overwritten.
 
-    Raises FedplanError if matplotlib is missing or the file cannot be written.
+    The suffix (.svg, .png, .pdf) sets the format. Selects matplotlib's backend "agg" for the
+    process. Raises FedplanError if matplotlib is missing or the file cannot be written.
     """
     try:
         import matplotlib
@@ -88,24 +90,25 @@ def draw_roles(figures: Sequence[RoleFigure], output: Path) -> None:
 
 
 class _Grid:
-    """The layout of a figure: a band per stack, with a column per block and a row per kind."""
+    """The layout of a figure: a band per stack, with a column per block and a row per kind.
+
+    Reserve `height` rows on matplotlib axes, then call `draw`.
+    """
 
     def __init__(self, figure: RoleFigure) -> None:
         self.figure, self.roles = figure, figure.roles()
-        self.stacks = list(dict.fromkeys(p.stack for p in figure.params if p.stack)) or [""]
         self.depth = max(1, *(p.depth for p in figure.params))
-        self.kinds = {s: self._kinds(s) for s in self.stacks}
+        stacks = list(dict.fromkeys(p.stack for p in figure.params if p.stack)) or [""]
+        # The last stack also has the params without a stack; the head is drawn beside the band.
+        self.params = {
+            s: [p for p in figure.params if p.stack == s or (s == stacks[-1] and not p.stack)]
+            for s in stacks
+        }
+        self.kinds = dict[str, list[Kind]]()
+        for stack, params in self.params.items():
+            present = {p.kind for p in params if p.block_id or not p.depth} - {Kind.HEAD}
+            self.kinds[stack] = [kind for kind in Kind if kind in present]
         self.height = sum(len(k) + 0.5 for k in self.kinds.values()) + 2.5
-
-    def _kinds(self, stack: str) -> list[Kind]:
-        """Return the kinds that have a row in a stack's band; the head is drawn beside it."""
-        present = {p.kind for p in self._stack_params(stack) if p.block_id or not p.depth}
-        return [kind for kind in Kind if kind in present and kind is not Kind.HEAD]
-
-    def _stack_params(self, stack: str) -> list[Param]:
-        """Return the params of a stack; the last stack also has the params without a stack."""
-        last = stack == self.stacks[-1]
-        return [p for p in self.figure.params if p.stack == stack or (last and not p.stack)]
 
     def draw(self, ax: Axes) -> None:
         """Draw the title, the plan and all bands onto matplotlib axes, from the top down."""
@@ -115,31 +118,31 @@ class _Grid:
         ax.text(-3.7, -0.9, self.figure.title, fontsize=11, fontweight="bold", va="center")
         ax.text(-3.7, -1.8, self.figure.plan.text, fontsize=7.5, family="monospace", va="center")
         top = -2.4
-        for stack in self.stacks:
-            top = self._band(ax, stack, top)
-
-    def _band(self, ax: Axes, stack: str, top: float) -> float:
-        """Draw the band of a stack below `top`; return the top of the next band."""
-        kinds, params = self.kinds[stack], self._stack_params(stack)
-        for i, kind in enumerate(kinds):
-            y = top - i - 1
-            label = f"{stack} {kind}" if len(self.stacks) > 1 else str(kind)
-            ax.text(-1.7, y + 0.5, label, fontsize=7.5, va="center", ha="right")
-            for block in range(self.depth):
-                here = [p for p in params if p.kind is kind and p.block == block]
-                self._cell(ax, here, block, y, 1, 1)
-            if not any(p.block_id for p in params):
-                self._cell(ax, [p for p in params if p.kind is kind], 0, y, self.depth, 1)
-        bottom = top - len(kinds)
-        outside = [p for p in params if p.block is None and p.depth] + [
-            p for p in params if not p.stack and p.block is None
-        ]
-        self._side(ax, [p for p in outside if p.kind in BEFORE], -1.5, top, bottom)
-        self._side(ax, [p for p in outside if p.kind not in BEFORE], self.depth + 0.2, top, bottom)
-        return bottom - 0.5
+        for stack, params in self.params.items():
+            kinds = self.kinds[stack]
+            bottom = top - len(kinds)
+            for i, kind in enumerate(kinds):
+                y = top - i - 1
+                label = f"{stack} {kind}" if len(self.params) > 1 else str(kind)
+                ax.text(-1.7, y + 0.5, label, fontsize=7.5, va="center", ha="right")
+                for block in range(self.depth):
+                    here = [p for p in params if p.kind is kind and p.block == block]
+                    self._cell(ax, here, block, y, 1, 1)
+                if not any(p.block_id for p in params):
+                    self._cell(ax, [p for p in params if p.kind is kind], 0, y, self.depth, 1)
+            outside = [p for p in params if p.block is None and p.depth]
+            outside += [p for p in params if not p.stack and p.block is None]
+            left = [p for p in outside if p.kind in BEFORE]
+            self._side(ax, left, -1.5, top, bottom)
+            right = [p for p in outside if p.kind not in BEFORE]
+            self._side(ax, right, self.depth + 0.2, top, bottom)
+            top = bottom - 0.5
 
     def _side(self, ax: Axes, params: list[Param], x: float, top: float, bottom: float) -> None:
-        """Draw params outside of blocks at `x`: one cell for each kind and each prompt level."""
+        """Draw params outside of blocks at `x`, from `top` to `bottom`.
+
+        Each kind gets one labelled cell; params tagged "common" and "own" get separate cells.
+        """
         groups: dict[str, list[Param]] = {}
         for p in params:
             groups.setdefault(" ".join([*sorted(p.tags & {"common", "own"}), p.kind]), []).append(p)
@@ -155,13 +158,14 @@ class _Grid:
     def _cell(
         self, ax: Axes, params: list[Param], x: float, y: float, width: float, height: float
     ) -> None:
-        """Draw a rectangle in the colour of its params' role, split if they have several roles."""
+        """Draw a rectangle in the colour of the params' role; several roles split its width.
+
+        `x`, `y` is the lower left corner. Draws nothing without params.
+        """
         from matplotlib.patches import Rectangle
 
         roles = sorted({self.roles[p] for p in params}, key=list(Role).index)
         for i, role in enumerate(roles):
-            part = width / len(roles)
-            color = light_color(ROLE_PAINTS[role])
-            ax.add_patch(
-                Rectangle((x + i * part, y), part, height, facecolor=color, edgecolor="white")
-            )
+            part, color = width / len(roles), light_color(ROLE_PAINTS[role])
+            corner = (x + i * part, y)
+            ax.add_patch(Rectangle(corner, part, height, facecolor=color, edgecolor="white"))

@@ -26,7 +26,7 @@ SCORE_LABELS = {
 
 
 def score_note(primary: str, higher: bool | None = None) -> str:
-    """Return the sentence that names the metric of all scores, and the better direction."""
+    """Return the sentence that names the metric of all scores, and its direction if given."""
     better = "" if higher is None else f": {'higher' if higher else 'lower'} is better"
     return f"Scores are {primary}{better}."
 
@@ -34,7 +34,8 @@ def score_note(primary: str, higher: bool | None = None) -> str:
 def simulation_line(row: Mapping[str, float], spent: float | None = None, *, primary: str) -> str:
     """Return the line of a simulated round under HEADING, with rich markup.
 
-    `row` are the round's metrics, `spent` the epsilon spent so far, `primary` the score's metric.
+    `row` are the round's metrics, `spent` the epsilon spent so far (None: no epsilon), `primary`
+    the name of the metric that scores show.
     """
     prefix = next((prefix for prefix in PERSONAL if f"{prefix}{primary}" in row), "")
     mean, std, worst = (row.get(f"{prefix}{primary}{end}", 0.0) for end in ("", "_std", "_worst"))
@@ -45,7 +46,7 @@ def simulation_line(row: Mapping[str, float], spent: float | None = None, *, pri
         f"{row['loss']:6.3f}" if "loss" in row else "     -",
         f"{_score(row, primary, 'global.', 'sites.global.'):>6}",
         f"{personal:>14}  {f'{worst:.3f}' if prefix else '':>12}",
-        f"{megabytes(int(row['up'])):>9}  {megabytes(int(row['down'])):>11}",
+        f"{megabytes(int(row['upload_bytes'])):>9}  {megabytes(int(row['download_bytes'])):>11}",
         f"  [yellow]{rejected} not aggregated[/yellow]" if rejected else "",
         f"  epsilon {spent:.3f}" if spent is not None else "",
     )
@@ -53,9 +54,10 @@ def simulation_line(row: Mapping[str, float], spent: float | None = None, *, pri
 
 
 def sites_line(record: RoundRecord, row: Mapping[str, float], *, primary: str) -> str:
-    """Return the line of a round of real sites, with the sites not aggregated and the reasons.
+    """Return the line of a round of real sites, escaped for rich: sizes, scores, rejected sites.
 
-    `record` is the round's ledger record, `row` its metrics, `primary` the score's metric.
+    `record` is the round's ledger record, `row` its metrics, `primary` the name of the metric that
+    scores show.
     """
     rejected = ", ".join(f"{name} ({why})" for name, why in record.rejected.items())
     loss = f"  loss {row['loss']:.3f}" if "loss" in row else ""
@@ -65,13 +67,14 @@ def sites_line(record: RoundRecord, row: Mapping[str, float], *, primary: str) -
         if (score := _score(row, primary, f"{prefix}."))
     )
     return escape(
-        f"round {record.round:3d}{loss}{scores}  {len(record.counted)} aggregated  "
-        f"upload {megabytes(record.up)} MB  download {megabytes(record.down)} MB"
+        f"round {record.round:3d}{loss}{scores}  {len(record.aggregated)} aggregated  "
+        f"upload {megabytes(record.upload_bytes)} MB  "
+        f"download {megabytes(record.download_bytes)} MB"
         + (f"  not aggregated: {rejected}" if rejected else "")
     )
 
 
 def _score(row: Mapping[str, float], primary: str, *prefixes: str) -> str:
-    """Return the primary score under the first prefix that has it, or an empty text."""
+    """Return the score under the first prefix of metrics that has it, as text; empty for none."""
     scores = [row[f"{prefix}{primary}"] for prefix in prefixes if f"{prefix}{primary}" in row]
     return f"{scores[0]:.3f}" if scores else ""

@@ -25,7 +25,6 @@ from fedplan.federation.run_states import (
     RunState,
     RunStatus,
     SiteState,
-    SiteStatus,
     ask_to_stop,
     read_status,
 )
@@ -39,7 +38,6 @@ from fedplan.reports.round_lines import (
 )
 from fedplan.reports.units import duration, megabytes
 from fedplan.studies.run import RunAdvanced, open_run
-from fedplan.studies.schema import Study
 
 DEAD = "died"
 """The state of a run whose process is gone without a final status: it was killed."""
@@ -48,16 +46,16 @@ UNTOLD = "no status"
 RED = (DEAD, RunState.FAILED, SiteState.FAILED, SiteState.REFUSED)
 YELLOW = (
     *(RunState.STOPPED, SiteState.AWAY, SiteState.APPROVAL),
-    *(SiteState.NOT_COME, SiteState.LEFT_OUT),
+    *(SiteState.NOT_CONNECTED, SiteState.NOT_AGGREGATED),
 )
-GREEN = (RunState.RUNNING, RunState.DONE, SiteState.ANSWERED)
+GREEN = (RunState.RUNNING, RunState.DONE, SiteState.RESPONDED)
 STATE_STYLES = {
     **dict.fromkeys(RED, "red"),
     **dict.fromkeys(YELLOW, "yellow"),
     **dict.fromkeys(GREEN, "green"),
-    SiteState.ASKED: "cyan",
+    SiteState.REQUESTED: "cyan",
 }
-ORDER = (*RED[2:], *YELLOW[1:], SiteState.ASKED, SiteState.ANSWERED, SiteState.THERE)
+ORDER = (*RED[2:], *YELLOW[1:], SiteState.REQUESTED, SiteState.RESPONDED, SiteState.CONNECTED)
 """The order of sites by state: sites with problems come first."""
 POLL_SECONDS = 1.0
 """Seconds between two reads of a run's status."""
@@ -65,10 +63,10 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment: the last status of its process, its state, and its last closed round.
+    """A run at one moment, as read from its folder; print with rich, or call `json`.
 
-    `state` and `round` are checked against the folder, as the process may have been killed after
-    its last status.
+    `status` is the last status that the run's process wrote. `state` and `round` (the last closed
+    round) are up to date even if the process was killed since.
     """
 
     folder: Path
@@ -86,72 +84,76 @@ class RunSnapshot:
         return {**self.status.json(), "state": self.state, "round": self.round}
 
     def __rich__(self) -> RenderableType:
-        parts = [self._headline(), self._bar(), self._numbers(), Text()]
-        if self.status.sites:
-            parts += [self._site_counts(), self._table(), Text()]
+        status, style = self.status, STATE_STYLES.get(self.state, "cyan")
+        headline = Text.assemble(
+            (status.study or self.folder.name, "bold"),
+            "  ",
+            (self.state, f"bold {style}"),
+            f"  round {self.round} of {status.rounds}" if status.rounds else "",
+            f"  {answered_text(status)}" if self.live and status.requested else "",
+        )
+        if status.reason:
+            headline.append(f"\n{status.reason}", style=STATE_STYLES.get(self.state, ""))
+        done = BAR_WIDTH * self.round // max(1, status.rounds)
+        bar = Text.assemble(("━" * done, style), ("─" * (BAR_WIDTH - done), "dim"))
+        parts = [headline, bar, Text("   ".join(self._numbers())), Text()]
+        parts += [*self._site_table(), Text()] if status.sites else []
         return Group(*parts, *(Text(line, style="bold") for line in self._advice()))
 
-    def _headline(self) -> RenderableType:
-        """Return study, state, round and clients of the open round, then the reason of a stop."""
-        headline = Text.assemble(
-            (self.status.study or self.folder.name, "bold"),
-            "  ",
-            (self.state, f"bold {STATE_STYLES.get(self.state, 'cyan')}"),
-            f"  round {self.round} of {self.status.rounds}" if self.status.rounds else "",
-            f"  {answered_text(self.status)}" if self.live and self.status.requested else "",
-        )
-        if self.status.why:
-            headline.append(f"\n{self.status.why}", style=STATE_STYLES.get(self.state, ""))
-        return headline
-
-    def _bar(self) -> Text:
-        """Return a bar of the closed rounds."""
-        done = BAR_WIDTH * self.round // max(1, self.status.rounds)
-        style = STATE_STYLES.get(self.state, "cyan")
-        return Text.assemble(("━" * done, style), ("─" * (BAR_WIDTH - done), "dim"))
-
-    def _numbers(self) -> Text:
-        """Return loss, scores, seconds per round, time left, epsilon and age of the status."""
+    def _numbers(self) -> Iterator[str]:
+        """Yield texts on loss, scores, times, epsilon and the age of the status, if known."""
         status = self.status
-        texts = [f"loss {status.loss:.3f}" if status.loss is not None else ""]
-        texts += list(score_texts(status))
-        texts += [f"{duration(status.seconds)} per round" if status.seconds is not None else ""]
-        if self.live and status.left is not None:
-            texts.append(f"{duration(status.left)} left")
-        if status.promised:
-            texts.append(f"epsilon spent {status.spent or 0.0:.2f} of {status.promised:g}")
-        if status.changed:
-            texts.append(f"updated {time_ago(status.changed)}")
-        return Text("   ".join(filter(None, texts)))
+        if status.loss is not None:
+            yield f"loss {status.loss:.3f}"
+        yield from score_texts(status)
+        if status.round_seconds is not None:
+            yield f"{duration(status.round_seconds)} per round"
+        if self.live and status.seconds_left is not None:
+            yield f"{duration(status.seconds_left)} left"
+        if status.epsilon:
+            yield f"epsilon spent {status.epsilon_spent or 0.0:.2f} of {status.epsilon:g}"
+        if status.updated_at:
+            yield f"updated {time_ago(status.updated_at)}"
 
-    def _site_counts(self) -> Text:
-        """Return the number of sites in each state."""
+    def _site_table(self) -> tuple[Text, Table]:
+        """Return the number of sites by state, and a table of the sites, with problems first."""
+
+        def order(state: str) -> int:
+            return ORDER.index(state) if state in ORDER else len(ORDER)
+
         states = Counter(site.state for site in self.status.sites.values())
         when = "" if self.live else " at the last update"
         counts = Text(f"{len(self.status.sites)} sites{when}: ")
-        for place, state in enumerate(sorted(states, key=_state_order)):
+        for place, state in enumerate(sorted(states, key=order)):
             counts.append(", " if place else "")
             counts.append(f"{states[state]} {state}", style=STATE_STYLES.get(state, ""))
-        return counts
-
-    def _table(self) -> Table:
-        """Return a table with a row per site, sites with problems first."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in ("site", "state", "since", "round", "upload MB", "download MB", "last error"):
             right = name in ("round", "upload MB", "download MB")
             wrap = name == "last error"  # only this column shrinks in a narrow terminal
             table.add_column(name, justify="right" if right else "left", no_wrap=not wrap)
-        sites = sorted(
-            self.status.sites.items(), key=lambda each: (_state_order(each[1].state), each[0])
-        )
+        sites = sorted(self.status.sites.items(), key=lambda each: (order(each[1].state), each[0]))
         for name, site in sites[:MAX_SITES]:
-            table.add_row(*_row(name, site))
+            error = ""
+            if site.error and site.error != site.state:  # else the state shows the error already
+                error = f"{site.error.partition(' (')[0]}, {time_ago(site.error_at)}"
+            table.add_row(
+                Text(name),
+                Text(site.state, style=STATE_STYLES.get(site.state, "")),
+                time_ago(site.since) if site.since else "",
+                str(site.round or "-"),
+                *(
+                    megabytes(count) if count else "-"
+                    for count in (site.upload_bytes, site.download_bytes)
+                ),
+                Text(error),
+            )
         if more := sites[MAX_SITES:]:
             table.add_row(f"and {len(more)} more: --json lists all")
-        return table
+        return counts, table
 
     def _advice(self) -> Iterator[str]:
-        """Yield the commands that an operator can run next."""
+        """Yield sentences with the commands that an operator can run next."""
         if waiting := [n for n, s in self.status.sites.items() if s.state == SiteState.APPROVAL]:
             yield f"{', '.join(waiting)}: waiting for `fedplan site approve` at the site."
         if self.live:
@@ -167,9 +169,11 @@ MAX_SITES, BAR_WIDTH = 40, 60
 
 
 def run_snapshot(folder: Path | str) -> RunSnapshot:
-    """Read the current status of a run from its folder, without changing it or calling the run.
+    """Read the current status of a run from its folder; neither folder nor run is changed.
 
-    A run without a status file is done or has no status; one whose process is gone has died.
+    A run without a status file (started from Python) is in state "done" or "no status"; a run in
+    progress of which the process is gone is in state "died". Raises FedplanError if there is no
+    run.
     """
     folder = Path(folder)
     run, status = open_run(folder), read_status(folder)
@@ -177,28 +181,21 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
         rounds = run.study.train.rounds
         state = RunState.DONE if run.round >= rounds else UNTOLD
         status = RunStatus(study=run.study.name, rounds=rounds, state=state, round=run.round)
-        return RunSnapshot(folder, _with_primary(status, run.study), state, run.round)
-    died = status.state in LIVE and status.driver.alive is False
-    return RunSnapshot(
-        folder, _with_primary(status, run.study), DEAD if died else status.state, run.round
-    )
-
-
-def _with_primary(status: RunStatus, study: Study) -> RunStatus:
-    """Return a status with the name of the task's main metric, which is unset before a round.
-
-    It is the loss for a task given from Python, whose study does not name a metric.
-    """
-    if status.primary:
-        return status
-    custom = study.task.kind == OWN_TASK
-    return replace(status, primary="loss" if custom else task_class(study.task.kind).primary)
+    else:
+        died = status.state in LIVE and status.driver.alive is False
+        state = DEAD if died else status.state
+    if not status.primary_metric:  # unset before round 1; a task from Python has no class to ask
+        kind = run.study.task.kind
+        primary = "loss" if kind == OWN_TASK else task_class(kind).primary
+        status = replace(status, primary_metric=primary)
+    return RunSnapshot(folder, status, state, run.round)
 
 
 def stop_run(folder: Path | str, *, at_once: bool = False) -> RunSnapshot:
-    """Request a run to stop after its open round, or `at_once` without it; return its snapshot.
+    """Ask a run in progress to stop after its open round; do not wait for the stop.
 
-    The run can be resumed with bit-identical results. Raises FedplanError if it is not running.
+    Returns the snapshot before the stop. `at_once` drops the open round, which a resumed run
+    repeats from the start. Raises FedplanError if the run is not in progress.
     """
     snapshot = run_snapshot(folder)
     if not snapshot.live:
@@ -208,7 +205,7 @@ def stop_run(folder: Path | str, *, at_once: bool = False) -> RunSnapshot:
 
 
 def watch(folder: Path | str) -> Iterator[RunSnapshot]:
-    """Yield a snapshot of a run every second until it is no longer in progress."""
+    """Yield a snapshot of a run every second; the last one is no longer in progress."""
     while True:
         yield (snapshot := run_snapshot(folder))
         if not snapshot.live:
@@ -217,83 +214,57 @@ def watch(folder: Path | str) -> Iterator[RunSnapshot]:
 
 
 def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
-    """Pass the line of each closed round, and of each new one, to `show` until the run ends.
+    """Pass the line of each closed round to `show`, as `fedplan run` prints it, until the run ends.
 
-    Returns the last snapshot. The lines are those of `fedplan run`.
+    Starts with round 1, after a heading if the run is a simulation. Blocks while the run is in
+    progress, and returns the last snapshot. Raises FedplanError if there is no run.
     """
     folder, after = Path(folder), 0
     if open_run(folder).study.has_central_data:
-        show(f"{score_note(run_snapshot(folder).status.primary)}\n{HEADING}")
+        show(f"{score_note(run_snapshot(folder).status.primary_metric)}\n{HEADING}")
     while True:
         snapshot = run_snapshot(folder)
-        with suppress(RunAdvanced):
-            after = _show_rounds(folder, after, snapshot.status, show)
+        status, primary = snapshot.status, snapshot.status.primary_metric
+        with suppress(RunAdvanced):  # a round was closed while the folder was read: read again
+            run = open_run(folder)
+            rows = [row for row in run.metrics if row["round"] > after]
+            records = {each.round: each for each in run.records if isinstance(each, RoundRecord)}
+            for row in rows:
+                number = int(row["round"])
+                if run.study.has_central_data:
+                    spent = status.epsilon_spent if number == status.round else None
+                    show(simulation_line(row, spent, primary=primary))
+                else:
+                    show(sites_line(records[number], row, primary=primary))
+            after = run.round
         if not snapshot.live and after >= snapshot.round:
             return snapshot
         time.sleep(POLL_SECONDS)
 
 
-def _show_rounds(folder: Path, after: int, status: RunStatus, show: Callable[[str], None]) -> int:
-    """Pass the lines of closed rounds past round `after` to `show`; return the last round."""
-    run = open_run(folder)
-    rows = [row for row in run.metrics if row["round"] > after]
-    records = {record.round: record for record in run.records if isinstance(record, RoundRecord)}
-    for row in rows:
-        number = int(row["round"])
-        spent = status.spent if number == status.round else None
-        if run.study.has_central_data:
-            show(simulation_line(row, spent, primary=status.primary))
-        else:
-            show(sites_line(records[number], row, primary=status.primary))
-    return run.round
-
-
-def _row(name: str, site: SiteStatus) -> tuple[RenderableType, ...]:
-    """Return the cells of a site in the table of sites."""
-    state = Text(site.state, style=STATE_STYLES.get(site.state, ""))
-    return (
-        Text(name),
-        state,
-        time_ago(site.since) if site.since else "",
-        str(site.round or "-"),
-        megabytes(site.up) if site.up else "-",
-        megabytes(site.down) if site.down else "-",
-        Text(_last_error(site)),
-    )
-
-
-def _last_error(site: SiteStatus) -> str:
-    """Return the code and age of a site's last error, empty if its state shows it already."""
-    if not site.fault or site.fault == site.state:
-        return ""
-    return f"{site.fault.partition(' (')[0]}, {time_ago(site.fault_at)}"
-
-
 def answered_text(status: RunStatus) -> str:
     """Return how many clients of the open round have answered: `2 of 3 clients`."""
-    return f"{status.answered} of {status.requested} clients"
+    return f"{status.responded} of {status.requested} clients"
 
 
 def score_texts(status: RunStatus) -> Iterator[str]:
-    """Yield the last scores of the task's main metric: global, personal mean and worst client."""
+    """Yield the last scores in a status of the task's main metric: global, personal, worst client.
+
+    Scores that were not measured are left out.
+    """
     for prefix, label in SCORE_LABELS.items():
-        if (value := status.scores.get(f"{prefix}.{status.primary}")) is not None:
-            yield f"{label.format(status.primary)} {value:.3f}"
+        if (value := status.scores.get(f"{prefix}.{status.primary_metric}")) is not None:
+            yield f"{label.format(status.primary_metric)} {value:.3f}"
     for prefix in PERSONAL:
         mean, worst = (
-            status.scores.get(f"{prefix}{status.primary}{end}") for end in ("", "_worst")
+            status.scores.get(f"{prefix}{status.primary_metric}{end}") for end in ("", "_worst")
         )
         if mean is not None and worst is not None:
-            yield f"personal {status.primary} {mean:.3f}, worst client {worst:.3f}"
-
-
-def _state_order(state: str) -> int:
-    """Return the place of a site's state in the table; unknown states come last."""
-    return ORDER.index(state) if state in ORDER else len(ORDER)
+            yield f"personal {status.primary_metric} {mean:.3f}, worst client {worst:.3f}"
 
 
 def time_ago(when: str) -> str:
-    """Return the time since an ISO time: `4 s ago`."""
+    """Return the time since an ISO time with a time zone: `4 s ago`; 0.0 s for a future time."""
     seconds = (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds()
     return f"{duration(max(0.0, seconds))} ago"
 
@@ -301,6 +272,5 @@ def time_ago(when: str) -> str:
 def make_console() -> Console:
     """Return a console for status tables, at least 100 wide if the output is no terminal."""
     console = Console(highlight=False)
-    if console.is_terminal:
-        return console
-    return Console(highlight=False, width=max(100, console.width))
+    width = None if console.is_terminal else max(100, console.width)
+    return Console(highlight=False, width=width)

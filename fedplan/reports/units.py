@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 def millions(count: int) -> str:
-    """Return a count in short: 85.8 M, 12.4 k, 512."""
+    """Return a count in short, with three digits: 85.8 M, 12.4 k, 512."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g} {letter}"

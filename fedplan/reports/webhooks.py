@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from http.client import HTTPException
 from queue import Full, Queue
 from urllib.request import Request, urlopen
@@ -37,74 +38,63 @@ RETRY_SECONDS = 1.0
 
 
 class Webhooks:
-    """URLs that receive events, each from a thread of its own; call it with a log entry to send.
+    """Sends events of a run to `urls`; call an instance with a log entry to queue the entry.
 
-    `timeout` is in seconds per request, `tries` the most requests per event. Raises FedplanError if
-    a URL is not http or https.
+    Each URL has a daemon thread and a queue of MAX_QUEUED entries. `timeout` is in seconds per
+    request, `tries` the most requests per entry. Call `close` at the end. Raises FedplanError if a
+    URL is not http or https.
     """
 
     def __init__(self, urls: Sequence[str], *, timeout: float = 5.0, tries: int = 3) -> None:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise FedplanError(f"--webhook is {url!r}: use a URL with http:// or https://")
-        self._queues = [_WebhookQueue(url, timeout, tries) for url in urls]
+        self._senders = list[tuple[str, Queue[LogEntry | None], threading.Thread]]()
+        for url in urls:
+            queue = Queue[LogEntry | None](MAX_QUEUED)
+            work = partial(_send_all, url, queue, timeout, tries)
+            thread = threading.Thread(target=work, name="webhook", daemon=True)
+            thread.start()
+            self._senders.append((url, queue, thread))
 
     def __call__(self, entry: LogEntry) -> None:
-        """Queue an entry for all URLs if its event is one of SENT_EVENTS."""
-        if entry.event in SENT_EVENTS:
-            for queue in self._queues:
-                queue.put(entry)
+        """Queue an entry for all URLs if its event is in SENT_EVENTS; else ignore the entry.
+
+        A full queue drops the entry and logs a warning.
+        """
+        for url, queue, _ in self._senders if entry.event in SENT_EVENTS else ():
+            try:
+                queue.put_nowait(entry)
+            except Full:
+                log.warning("webhook %s is too slow: an event was dropped", url)
 
     def close(self, within: float = 5.0) -> None:
-        """Wait until queued events are sent, for `within` seconds at most."""
+        """Wait until the queued events are sent, `within` seconds at most for all URLs together."""
         until = time.monotonic() + within
-        for queue in self._queues:
-            queue.close(max(0.0, until - time.monotonic()))
+        for _, queue, thread in self._senders:
+            with suppress(Full):
+                queue.put_nowait(None)
+            thread.join(max(0.0, until - time.monotonic()))
 
 
-class _WebhookQueue:
-    """The events queued for one URL, and the thread that sends them."""
+def _send_all(url: str, queue: Queue[LogEntry | None], timeout: float, tries: int) -> None:
+    """Post queued entries to a URL as JSON until None is queued.
 
-    def __init__(self, url: str, timeout: float, tries: int) -> None:
-        self._url, self._timeout, self._tries = url, timeout, tries
-        self._queue = Queue[LogEntry | None](MAX_QUEUED)
-        self._thread = threading.Thread(target=self._send_all, name="webhook", daemon=True)
-        self._thread.start()
-
-    def put(self, entry: LogEntry) -> None:
-        """Queue an entry; with a full queue, drop it and log a warning."""
-        try:
-            self._queue.put_nowait(entry)
-        except Full:
-            log.warning("webhook %s is too slow: an event was dropped", self._url)
-
-    def close(self, within: float) -> None:
-        """Let the thread end after the queued events; wait `within` seconds for it."""
-        with suppress(Full):
-            self._queue.put_nowait(None)
-        self._thread.join(within)
-
-    def _send_all(self) -> None:
-        """Send queued entries until None comes; log a warning if all tries of one fail."""
-        while (entry := self._queue.get()) is not None:
-            for left in reversed(range(self._tries)):
-                if self._send(entry):
-                    break
-                if left:
-                    time.sleep(RETRY_SECONDS)
-            else:
-                log.warning("webhook %s did not receive the event: %s", self._url, entry.event)
-
-    def _send(self, entry: LogEntry) -> bool:
-        """Post an entry as JSON once; return whether it succeeded."""
-        event = {"source": "fedplan", **asdict(entry)}
+    A failed request, also after `timeout` seconds, is repeated after RETRY_SECONDS, with `tries`
+    requests in all; then the entry is dropped and a warning logged.
+    """
+    while (entry := queue.get()) is not None:
         request = Request(  # noqa: S310 - only http and https URLs are accepted
-            self._url,
-            data=json.dumps(event).encode(),
+            url,
+            data=json.dumps({"source": "fedplan", **asdict(entry)}).encode(),
             headers={"Content-Type": "application/json", "User-Agent": "fedplan"},
         )
-        try:
-            with urlopen(request, timeout=self._timeout):  # noqa: S310
-                return True
-        except (OSError, HTTPException, ValueError):
-            return False
+        for left in reversed(range(tries)):
+            try:
+                with urlopen(request, timeout=timeout):  # noqa: S310
+                    break
+            except (OSError, HTTPException, ValueError):
+                if left:
+                    time.sleep(RETRY_SECONDS)
+        else:
+            log.warning("webhook %s did not receive the event: %s", url, entry.event)

@@ -45,11 +45,12 @@ def run_study(
     gpus_per_worker: float = 0.0,
     ray_address: str = "",
 ) -> Simulation:
-    """Run a study, or the study of a file, on this machine, and return the finished simulation.
+    """Run all rounds of a study (an object or a TOML file) here; return the finished simulation.
 
-    `folder` is the run folder, by default runs/NAME; `resume` continues an unfinished run there.
-    `continue_from` is an earlier run from which clients take their personal params. `callbacks`
-    are called after each round. The `runner` "pool" or "ray" runs clients in `workers` processes
+    `folder` is the run folder, by default runs/NAME. A folder with committed rounds raises
+    ConfigError without `resume`; with `resume` the run there is continued. `continue_from` is the
+    folder or id of an earlier run from which clients take their personal params. `callbacks` are
+    called after each round. The `runner` "pool" or "ray" runs clients in `workers` processes
     (default: by the number of cores) with the same result as "local"; `gpus_per_worker` and
     `ray_address` are for "ray". Raises ConfigError if study, folder or arguments are invalid.
     """
@@ -99,17 +100,22 @@ def simulate(
     runner: str = LOCAL,
     workers: int | None = None,
 ) -> Simulation:
-    """Run a federation on Python objects, and return its simulation.
+    """Run a federation by a method or plan on Python objects, and return the simulation.
 
     `clients` are the training examples by client name: a table of `datasets`, a torch Dataset, or
     an object with a length and `batch`. `test` is the test set of the global model, `client_tests`
-    those of personal models. Give a `task`, which prepares tables, or the functions `loss`
-    (default: the model's own), `collate` and `metrics`; `primary` is the metric by which models are
-    compared. `fraction` of the clients take part in each round; `traits` are the clients' traits.
-    `train`, `evaluate`, `privacy`, `defence` and `aggregation` are sections of a study file.
-    `device` is "auto" or a device name. The run is kept in `folder`, by default in a temporary one
-    that is removed at exit; `resume` continues it. With `run=False` nothing runs yet: iterate over
-    `rounds()` of the result. Raises ConfigError if arguments are invalid or do not fit together.
+    are the test sets of personal models by client. Give a `task`, which prepares tables, or the
+    functions `loss` (default: the model's own), `collate` and `metrics`; `primary` is the metric by
+    which models are compared (lower is better for names that end as "loss" or "error", see
+    LOWER_IS_BETTER). `fraction` of the clients take part in each round; `traits` are texts by
+    client for conditions of the plan. `train`, `evaluate`, `privacy`, `defence` and `aggregation`
+    are sections of a study file. `callbacks` are called after each committed round.
+    `device` is "auto" or a device name; `deterministic` raises where PyTorch has no deterministic
+    kernel. The `seed` and `name` fix all random draws. The run is stored in `folder`, by default in
+    a temporary folder that is removed at exit; `resume` continues the run in `folder`. With
+    `run=False` nothing runs yet: iterate over `rounds()` of the simulation. The `runner` "local" is
+    this process; "pool" and "ray" with `workers` need a study file, and raise ConfigError here.
+    Raises ConfigError if arguments are invalid or do not fit together.
     """
     if not isinstance(method, Method | Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"the method is {method!r}: give a plan, or one as fp.methods.fedper()")
@@ -127,11 +133,19 @@ def simulate(
     in_memory = InMemoryInputs(method, model, clients, task, test, client_tests or {})
     if rounds is not None and "rounds" in (train or {}):
         raise ConfigError(f"rounds is {rounds}, and train has rounds too: give it once")
-    run_folder = Path(folder) if folder else _temporary_folder() / name
+    if folder:
+        run_folder = Path(folder)
+    else:
+        temporary = mkdtemp(prefix="fedplan-")
+        atexit.register(rmtree, temporary, ignore_errors=True)
+        run_folder = Path(temporary) / name
+    # A resumed run keeps its number of threads, which may change the bits of a sum.
+    has_run = resume and (run_folder / STUDY).is_file()
+    sections = dict(evaluate=evaluate, privacy=privacy, defence=defence, aggregation=aggregation)
     study = in_memory.make_study(
         name=name,
         seed=seed,
-        threads=_thread_count(run_folder, resume=resume),
+        threads=read_run_study(run_folder).threads if has_run else torch.get_num_threads(),
         device=device,
         deterministic=deterministic,
         train={**(train or {}), **({"rounds": rounds} if rounds is not None else {})},
@@ -139,32 +153,15 @@ def simulate(
             "fraction": fraction,
             "traits": {str(k): dict(v) for k, v in (traits or {}).items()},
         },
-        **({"evaluate": dict(evaluate)} if evaluate else {}),
-        **({"privacy": dict(privacy)} if privacy else {}),
-        **({"defence": dict(defence)} if defence else {}),
-        **({"aggregation": dict(aggregation)} if aggregation else {}),
+        **{key: dict(section) for key, section in sections.items() if section},
     )
     prepare_folder(run_folder, study, resume=resume)
-    status = StatusReporter(run_folder) if folder else None
     simulation = Simulation(
         study,
         run_folder,
         in_memory,
         callbacks=callbacks,
-        status=status,
+        status=StatusReporter(run_folder) if folder else None,
         pool_config=make_pool_config(runner, workers),
     )
     return simulation.run() if run else simulation
-
-
-def _thread_count(folder: Path, *, resume: bool) -> int:
-    """Return this process's number of threads; a resumed run keeps the one of its study."""
-    resumes = resume and (folder / STUDY).is_file()
-    return read_run_study(folder).threads if resumes else torch.get_num_threads()
-
-
-def _temporary_folder() -> Path:
-    """Make a folder that is removed at exit."""
-    folder = Path(mkdtemp(prefix="fedplan-"))
-    atexit.register(rmtree, folder, ignore_errors=True)
-    return folder

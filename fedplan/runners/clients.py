@@ -23,13 +23,17 @@ from fedplan.training.activation_cache import ActivationCache
 
 @dataclass
 class Clients(MutableMapping[str, Client]):
-    """Lazy mapping from name to Client: each access makes a new Client, except for `pinned` ones.
+    """Mapping from client name to Client; every access builds a new Client, and none is kept.
 
-    A client's received values alias the tensors of the present global state, so no older state
-    stays in memory. `start` are the model's initial values, `model_digests` their digests,
-    `initial_model` digests of the whole model. `global_state` returns the server's present state.
-    `examples_digests` has the digests of clients' examples, where they are known. Setting an item
-    pins a Client.
+    Only `pinned` Clients are reused: setting an item pins a Client, and deleting an item removes
+    the client with the examples. `agreement` has the settings that server and clients fixed before
+    round 1. `examples`, `traits`, `eval_sets` and `examples_digests` are by client name. `folder`
+    is the run folder, with a journal (durable state) for each client. `start` are the initial
+    values of the model, `model_digests` the digests of all params' initial values, `initial_model`
+    the digests of the whole model. `global_state()` returns the server's present state; Clients
+    alias the state's tensors. All Clients share `model`, `loss`, the cache `digests` and
+    `activation_cache`. `keep_replies` stores replies in the journals; `deterministic` makes PyTorch
+    fail where no deterministic kernel exists.
     """
 
     agreement: Agreement
@@ -60,7 +64,10 @@ class Clients(MutableMapping[str, Client]):
         return self.make_client(name, {key: global_state.values[key] for key in current}, current)
 
     def make_client(self, name: str, values: Tensors, versions: Mapping[str, int]) -> Client:
-        """Make a client that has received these global values, of these versions."""
+        """Build the Client `name`, which has received global `values` of these `versions`.
+
+        Both are by param key. Ignores `pinned`. Raises KeyError for a client without examples.
+        """
         examples = self.examples[name]
         digest = self.examples_digests.get(name)
         return Client(
@@ -84,7 +91,7 @@ class Clients(MutableMapping[str, Client]):
         )
 
     def journal(self, name: str) -> Journal:
-        """Return a client's journal."""
+        """Return a client's journal (durable state)."""
         if name in self.pinned:
             return self.pinned[name].journal
         return Journal(client_state_folder(self.folder, name), keep_replies=self.keep_replies)
@@ -93,16 +100,15 @@ class Clients(MutableMapping[str, Client]):
         return self.folder / "privacy" / client_state_folder(self.folder, name).name
 
     def epsilon_spent(self) -> float | None:
-        """Return the largest epsilon spent by a client; None without example-level DP."""
+        """Return the largest epsilon that a client has spent, from the privacy files on disk.
+
+        0.0 if no client has spent any; None without example-level DP.
+        """
         guarantee = self.agreement.guarantee
         if guarantee is None or guarantee.unit != "example":
             return None
-        folders = (
-            self._budget_folder(n) for n in self if (self._budget_folder(n) / CHARGES_FILE).exists()
-        )
-        return max(
-            (ClientGuard(guarantee, folder).epsilon_spent for folder in folders), default=0.0
-        )
+        folders = [f for f in map(self._budget_folder, self) if (f / CHARGES_FILE).exists()]
+        return max((ClientGuard(guarantee, f).epsilon_spent for f in folders), default=0.0)
 
     def __setitem__(self, name: str, client: Client) -> None:
         self.pinned[name], self.examples[name] = client, client.examples

@@ -15,30 +15,31 @@ from fedplan.studies.schema import Study
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities that a client of a round drops out, or replies too late to be aggregated."""
+    """Simulated faults of clients, drawn from the experiment's seed for each client and round.
+
+    `dropped` is the probability that a client drops out of a round before training, `late` the
+    probability that a client trains but replies too late to be aggregated. `apply` draws a round.
+    """
 
     dropped: float = 0.0
     late: float = 0.0
 
-    def draw_fate(self, experiment: str, number: int, client: str) -> str:
-        """Draw "dropped", "late" or "answers" for a client in round `number`, by the seed."""
-        generator = seeds.generator(experiment, "fate", number, client)
-        drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
-        if drawn < self.dropped:
-            return "dropped"
-        return "late" if drawn < self.dropped + self.late else "answers"
-
     def apply(self, server: Server, round_state: RoundState) -> set[str]:
-        """Remove the clients that drop out from a round's cohort, and return the late ones.
+        """Draw the faults of the server's next round, and return the names of late clients.
 
-        Dropped clients are added to `round_state.rejected`.
+        Moves dropped clients from `round_state.cohort` to `round_state.rejected`; late clients
+        stay in the cohort. The same experiment and round give the same faults.
         """
-        number, experiment = server.global_state.round + 1, server.agreement.experiment
-        fates = {name: self.draw_fate(experiment, number, name) for name in round_state.cohort}
-        for name in [name for name, fate in fates.items() if fate == "dropped"]:
-            del round_state.cohort[name]
-            round_state.rejected[name] = "dropped"
-        return {name for name, fate in fates.items() if fate == "late"}
+        number, late = server.global_state.round + 1, set[str]()
+        for name in list(round_state.cohort):
+            generator = seeds.generator(server.agreement.experiment, "fate", number, name)
+            drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
+            if drawn < self.dropped:
+                del round_state.cohort[name]
+                round_state.rejected[name] = "dropped"
+            elif drawn < self.dropped + self.late:
+                late.add(name)
+        return late
 
 
 def study_faults(study: Study) -> Faults:

@@ -32,16 +32,19 @@ from fedplan.training.activation_cache import ActivationCache
 
 
 class Federation:
-    """A server and its clients on one machine.
+    """A server and its clients on one machine; the constructor opens or resumes a run in `folder`.
 
-    `examples` are the training examples by client; `examples_digests` their digests. `names` are
-    all clients of the roster; those without examples never reply. `eval_sets` are the clients'
-    evaluation sets, `traits` their traits. `faults` simulates dropouts and late replies. The model
-    is moved to `device`; values stay in host memory. `make_executor` makes the executor of clients'
-    work, by default a SerialExecutor. `start` and `initial_model` are the model's initial values
-    and digests, computed if not given. `keep_replies` stores replies in the clients' journals,
-    `activation_cache` is shared by all clients. The constructor opens or resumes the run in
-    `folder`.
+    For each round call `run_round`, optionally `evaluate`, then `commit`. `agreement` has the
+    settings that server and clients fixed before round 1, `rounds` is the length of the run,
+    `participation` draws the clients of a round (default: all). `examples` are the training
+    examples by client, `examples_digests` their digests; `names` are all client names (default: all
+    with examples); a client without examples never replies. `traits` and `eval_sets` are by client.
+    `faults` simulates dropouts and late replies. `model` is used in place, trained by `loss`, and
+    moved to `device`; the values of the global state stay in host memory. `deterministic` makes
+    PyTorch fail where no deterministic kernel exists. `start` and `initial_model` are the model's
+    initial values and digests, computed if None. `keep_replies` stores replies in the clients'
+    journals, `activation_cache` is shared by all clients, `status` receives progress.
+    `make_executor` makes the executor of clients (default: SerialExecutor).
     """
 
     def __init__(
@@ -118,7 +121,11 @@ class Federation:
         return self.server.global_state
 
     def run_round(self) -> RoundState:
-        """Run the next round and aggregate it; `commit` then makes it permanent."""
+        """Run the next round: draw and train clients, and aggregate into `global_state`.
+
+        Nothing of the server is on disk before `commit` of the returned round. Clients without
+        examples are rejected with "no answer".
+        """
         round_state = self.server.begin_round()
         late = self.faults.apply(self.server, round_state)
         self.poll_clients(round_state)
@@ -131,9 +138,9 @@ class Federation:
         return round_state
 
     def evaluate(self) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Evaluate the models of the last round at the clients.
+        """Evaluate the global and personal models of the last round at all clients.
 
-        Returns the scores by client, and the reason by client without scores.
+        Returns the scores by client, and the reason for each client without scores.
         """
         present = [name for name in self.server.roster if name in self.clients]
         scores, failures = self.executor.evaluate_clients(present)
@@ -146,17 +153,22 @@ class Federation:
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
     ) -> CommittedRound:
-        """Write a round to ledger, metrics and checkpoint; see Server.commit for the arguments."""
+        """Write a round of `run_round` to ledger, metrics and checkpoint.
+
+        `scores` are evaluation metrics, `signs` other measurements for the ledger; see Server.
+        """
         return self.server.commit(round_state, scores, signs)
 
     def poll_clients(self, round_state: RoundState) -> None:
-        """Collect the clients' layer scores and set the joint choice, if the plan has one."""
+        """Let the clients of a round choose blocks together, if the plan has a joint choice.
+
+        Collects layer scores from the clients and puts the choice into the round's requests.
+        """
         voters = self.server.voters(round_state)
         if voters is not None:
             present = [name for name in voters if name in self.clients]
-            self.server.choose_blocks(
-                round_state, self.executor.poll_layer_scores(round_state, present)
-            )
+            layer_scores = self.executor.poll_layer_scores(round_state, present)
+            self.server.choose_blocks(round_state, layer_scores)
 
     @property
     def epsilon_spent(self) -> float | None:
@@ -169,11 +181,12 @@ class Federation:
         return self.server.global_values()
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
-        """Return a client's personal model: its personal values over the global ones."""
+        """Return all trainable values of client `name`: the client's own for personal params.
+
+        Other params have the global values. Personal params of a client that has not trained yet
+        have the initial values.
+        """
         client_state, _ = self.clients.journal(name).client_state()
-        turn = Turn(
-            self.global_state.round, name, self.global_state.phase, self.server.roster[name]
-        )
-        return personal_values(
-            self.agreement, self.global_state, self.server.start, turn, client_state
-        )
+        state = self.global_state
+        turn = Turn(state.round, name, state.phase, self.server.roster[name])
+        return personal_values(self.agreement, state, self.server.start, turn, client_state)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -22,11 +22,11 @@ SUFFIX = ".pub"
 
 
 def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return the public node key (DER) of each site, from FOLDER/NAME.pub.
+    """Return the public node key (DER bytes) of each named site, from FOLDER/NAME.pub (OpenSSH).
 
-    Raises RequestRefused if a key is missing or invalid, or two sites have the same key.
+    Raises RequestRefused if a key file is missing or invalid, or two sites have the same key.
     """
-    keys = dict[str, bytes]()
+    keys, owners = dict[str, bytes](), dict[bytes, str]()
     for name in names:
         file = folder / f"{safe_folder_name(name)}{SUFFIX}"
         try:
@@ -35,21 +35,15 @@ def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
             raise RequestRefused(
                 f"{file} is not a node key of {name}: {error}; get node.pub from the site itself, "
                 "not from the server"
-            ).with_code("peers") from error
+            ).with_code("peer-keys") from error
         keys[name] = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    _require_distinct(folder, keys)
-    return keys
-
-
-def _require_distinct(folder: Path, keys: Mapping[str, bytes]) -> None:
-    """Raise RequestRefused if two sites have one key: its owner would count as two sites."""
-    names = dict[bytes, str]()
     for name, key in keys.items():
-        if (other := names.setdefault(key, name)) != name:
+        if (other := owners.setdefault(key, name)) != name:
             raise RequestRefused(
                 f"{folder} has one key for {other} and {name}: each site needs its own, or "
                 "its owner could unmask the update of a single site"
-            ).with_code("peers")
+            ).with_code("peer-keys")
+    return keys
 
 
 def read_node_key(file: Path) -> EllipticCurvePrivateKey:
@@ -57,9 +51,9 @@ def read_node_key(file: Path) -> EllipticCurvePrivateKey:
     try:
         key = load_ssh_private_key(file.read_bytes(), None)
     except (OSError, ValueError) as error:
-        raise RequestRefused(f"{file} is not a node key: {error}").with_code("peers") from error
+        raise RequestRefused(f"{file} is not a node key: {error}").with_code("peer-keys") from error
     if not isinstance(key, EllipticCurvePrivateKey):
         raise RequestRefused(
             f"{file} is not a node key: make one by `fedplan site keys`"
-        ).with_code("peers")
+        ).with_code("peer-keys")
     return key

@@ -57,13 +57,17 @@ def _close_open() -> None:
 
 
 class Simulation:
-    """A study that runs in a folder on this machine; an unfinished run is continued.
+    """A study that runs in a folder on this machine: `run` it, or iterate over `rounds`.
 
-    `given` are Python objects in place of the study's files, `earlier` the run folder from which
-    clients' personal params are taken. `callbacks` are called after each committed round.
-    `pool_config` runs clients in a worker pool. `stopped` says why the run ended before its last
-    round: the text of a callback, or an operator's request; empty if it did not. The constructor
-    loads model and data and opens the folder; it raises ConfigError if study and data do not fit.
+    The constructor loads model and data, locks the folder and starts the workers, but runs no
+    round; an unfinished run in the folder is continued. `in_memory` are Python objects in place of
+    the study's files, `earlier_run` is the run folder from which clients take their personal params
+    if the study continues another run. `callbacks` are called after each committed round, before
+    the study's own; `status` receives progress; `pool_config` runs clients in a worker pool, None
+    in this process. `stopped` says why the run ended before the last round (the text of a callback,
+    or an operator's request), and is empty otherwise. After rounds: `metrics`, `global_model`,
+    `personal_model`, and `resume` to go on. The constructor raises ConfigError if study, data and
+    options do not fit together.
     """
 
     def __init__(
@@ -86,70 +90,65 @@ class Simulation:
                 "aggregation.kind: secure aggregation has no partial sums for workers; "
                 "use --runner local"
             )
-        self.study, self.folder, self.in_memory, self.earlier_run = (
-            study,
-            folder,
-            in_memory,
-            earlier_run,
-        )
+        self.study, self.folder, self.in_memory = study, folder, in_memory
+        self.earlier_run = earlier_run
         self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
         self.status, self.pool_config = status or StatusReporter(), pool_config
         self.pool: PoolExecutor | None = None
         self._open()
 
     def _open(self) -> None:
-        """Load the study and open its folder, while the workers start."""
+        """Load model and data, lock the folder and make the federation, while new workers start.
+
+        Stops the workers of an earlier call. Raises ConfigError if the study's traits or data name
+        an unknown client.
+        """
         if self.pool is not None:
             self.pool.close()
-        with start_pool(self.pool_config, self.study, self.folder) as self.pool:
-            self._build()
-
-    def _build(self) -> None:
-        """Load model and data, lock the folder, and make the federation."""
-        device = resolve_device(self.study.device)  # before anything is written
-        study, experiment = self.study, build_experiment(self.study, in_memory=self.in_memory)
-        self.data, agreement = experiment.data, experiment.pinned_agreement
-        names = study.clients.names or list(self.data.train)
-        for source, clients in (
-            ("clients.traits", study.clients.traits),
-            ("data", self.data.train),
-        ):
-            if unknown := clients.keys() - set(names):
-                raise ConfigError(
-                    f"{source}: there is no client {min(unknown)!r}; there are {', '.join(names)}"
-                )
-        require_usable_batches(experiment, study.train.batch_size)
-        self.scoring = make_scoring(study, self.data)
-        self.folder_lock = claim_run_folder(self.folder, study, agreement.params, self.data)
-        if study.continue_from and not has_progress(self.folder):
-            import_kept_params(study, self.earlier_run, self.folder)
-        self.federation = Federation(
-            agreement,
-            experiment.model,
-            self.data.train,
-            self.data.task.loss,
-            self.folder,
-            rounds=study.train.rounds,
-            participation=make_participation(study),
-            faults=study_faults(study),
-            traits=study.clients.traits,
-            names=names,
-            examples_digests=self.data.digests,
-            device=device,
-            deterministic=study.deterministic,
-            eval_sets={
-                n: make_eval_set(study, self.data, n) for n in names if study.evaluate.on_clients
-            },
-            status=self.status,
-            make_executor=self.pool.bind if self.pool else None,
-            start=experiment.initial_values,
-            initial_model=experiment.initial_model,
-            activation_cache=study.train.activation_cache,
-        )
-        update_run_files(self.federation.server, study, self.data)
+        study = self.study
+        with start_pool(self.pool_config, study, self.folder) as self.pool:
+            device = resolve_device(study.device)  # before anything is written
+            experiment = build_experiment(study, in_memory=self.in_memory)
+            self.data, agreement = experiment.data, experiment.pinned_agreement
+            names = study.clients.names or list(self.data.train)
+            sources = {"clients.traits": study.clients.traits, "data": self.data.train}
+            for source, clients in sources.items():
+                if unknown := clients.keys() - set(names):
+                    raise ConfigError(
+                        f"{source}: there is no client {min(unknown)!r}; "
+                        f"there are {', '.join(names)}"
+                    )
+            require_usable_batches(experiment, study.train.batch_size)
+            self.scoring = make_scoring(study, self.data)
+            self.folder_lock = claim_run_folder(self.folder, study, agreement.params, self.data)
+            if study.continue_from and not has_progress(self.folder):
+                import_kept_params(study, self.earlier_run, self.folder)
+            tested = names if study.evaluate.on_clients else ()
+            self.federation = Federation(
+                agreement,
+                experiment.model,
+                self.data.train,
+                self.data.task.loss,
+                self.folder,
+                rounds=study.train.rounds,
+                participation=make_participation(study),
+                faults=study_faults(study),
+                traits=study.clients.traits,
+                names=names,
+                examples_digests=self.data.digests,
+                device=device,
+                deterministic=study.deterministic,
+                eval_sets={n: make_eval_set(study, self.data, n) for n in tested},
+                status=self.status,
+                make_executor=self.pool.bind if self.pool else None,
+                start=experiment.initial_values,
+                initial_model=experiment.initial_model,
+                activation_cache=study.train.activation_cache,
+            )
+            update_run_files(self.federation.server, study, self.data)
 
     def run(self) -> Simulation:
-        """Run all remaining rounds; each is committed before the next starts."""
+        """Run all remaining rounds, each committed before the next starts; return this object."""
         for _ in self.rounds():
             pass
         return self
@@ -157,47 +156,55 @@ class Simulation:
     def rounds(self) -> Iterator[CommittedRound]:
         """Run the remaining rounds one by one; yield each after its commit and its callbacks.
 
-        The run waits while the caller holds the iterator, and stops if it is closed.
+        The run waits while the caller holds the iterator, and stops if the iterator is closed.
         """
-        _OPEN.add(rounds := self._run_tracked())
+        _OPEN.add(rounds := self._run_rounds())
         return rounds
 
-    def _run_tracked(self) -> Generator[CommittedRound]:
-        """Run the rounds under the status reporter; at the end stop workers and trackers."""
-        callbacks, server = self._check_callbacks(), self.federation.server
+    def _run_rounds(self) -> Generator[CommittedRound]:
+        """Run, evaluate, commit and yield rounds until the last, a stop, or a call of `resume`.
+
+        Callbacks first get the last committed round again. At the end workers and trackers are
+        stopped, also if the generator is closed.
+        """
+        callbacks, status, federation = self._check_callbacks(), self.status, self.federation
+        server, executor = federation.server, federation.executor
         timeouts = Timeouts(**self.study.timeouts.model_dump())
-        executor = self.federation.executor
         try:
-            with self.status.track_run(server, self.study.name, timeouts):
-                yield from self._run_rounds(callbacks)
+            with status.track_run(server, self.study.name, timeouts):
+                last = server.last_round()
+                server.keep_best(self.scoring.best_round(server.history))
+                self.stopped = status.stop_reason(
+                    self._stop_reason(callbacks, self._with_task(last)) if last else ""
+                )
+                while (
+                    server.global_state.round < server.rounds
+                    and not self.stopped
+                    and self.federation is federation  # else it was resumed meanwhile
+                ):
+                    closed = self._with_task(self._run_round())
+                    status.record_round(closed)
+                    self.stopped = status.stop_reason(self._stop_reason(callbacks, closed))
+                    yield closed
         finally:
             executor.close()
             close_trackers(callbacks)
-        self.stopped = self.status.stop_text
+        self.stopped = status.stop_text
 
-    def _run_rounds(self, callbacks: Sequence[Callback]) -> Iterator[CommittedRound]:
-        """Run rounds until the last one, a stop, or a `resume` of this simulation.
-
-        Callbacks are called for the last committed round first, so that they know it.
-        """
-        federation, status = self.federation, self.status
-        server, last = federation.server, federation.server.last_round()
-        server.keep_best(self.scoring.best_round(server.history))
-        self.stopped = status.stop_reason(
-            self._stop_reason(callbacks, self._with_task(last)) if last else ""
-        )
-        while (
-            server.global_state.round < server.rounds
-            and not self.stopped
-            and self.federation is federation  # else it was resumed meanwhile
-        ):
-            closed = self._with_task(self._run_round())
-            status.record_round(closed)
-            self.stopped = status.stop_reason(self._stop_reason(callbacks, closed))
-            yield closed
+    def _run_round(self) -> CommittedRound:
+        """Run, evaluate if due, and commit the next round; keep the checkpoint if it is best."""
+        # A method of its own, so that the round's tensors are freed before the next round.
+        # Only with attention shifts: else the old values would stay in memory for the round.
+        before = self.federation.global_values() if self.study.evaluate.attention_examples else {}
+        round_state = self.federation.run_round()
+        due = self.scoring.is_due(self.federation.global_state.round, self.study.train.rounds)
+        scores, shifts = self.evaluate() if due else {}, self.attention_shifts(before)
+        closed = self.federation.commit(round_state, scores, shifts)
+        self.federation.server.keep_best(self.scoring.best_round(closed.metrics))
+        return closed
 
     def _stop_reason(self, callbacks: Sequence[Callback], closed: CommittedRound) -> str:
-        """Call the callbacks, and return why to stop; empty after the last round."""
+        """Call the callbacks with a round, and return why to stop; empty after the last round."""
         reason = run_callbacks(callbacks, closed)
         return reason if closed.round < self.study.train.rounds else ""
 
@@ -207,42 +214,32 @@ class Simulation:
         return replace(closed, higher_is_better=scoring.higher_is_better, primary=scoring.primary)
 
     def _check_callbacks(self) -> tuple[Callback, ...]:
-        """Return all callbacks, with the study's early stopping.
+        """Return all callbacks, followed by the study's early stopping if there is one.
 
-        Rejects early stopping on metrics that are private or not measured.
+        EarlyStopping raises an error for a metric that this run does not measure, or, in a study
+        with privacy, for a metric that is not public.
         """
         early_stopping = (self.study.early_stopping.callback,) if self.study.early_stopping else ()
-        personal = self.study.evaluate.personal and bool(self.data.client_tests)
+        callbacks = (*self.callbacks, *early_stopping)
         kinds = {"global"} if self.data.common_test is not None else set[str]()
         if self.scoring.on_clients:
             kinds |= {"sites"}
-        elif personal:
+        elif self.study.evaluate.personal and self.data.client_tests:
             kinds |= {"personal", "clients"}
-        for callback in (*self.callbacks, *early_stopping):
+        for callback in callbacks:
             if isinstance(callback, EarlyStopping):
                 callback.require_measured(kinds)
                 if self.study.privacy is not None:
                     callback.require_public()
-        return (*self.callbacks, *early_stopping)
-
-    def _run_round(self) -> CommittedRound:
-        """Run, evaluate and commit the next round."""
-        # Only with attention shifts: else the old values would stay in memory for the round.
-        before = self.federation.global_values() if self.study.evaluate.attention_examples else {}
-        round_state = self.federation.run_round()
-        due = self.scoring.is_due(self.federation.global_state.round, self.study.train.rounds)
-        closed = self.federation.commit(
-            round_state, self.evaluate() if due else {}, self.attention_shifts(before)
-        )
-        self.federation.server.keep_best(self.scoring.best_round(closed.metrics))
-        return closed
+        return callbacks
 
     def resume(
         self, rounds: int | None = None, *, callbacks: Sequence[Callback] | None = None
     ) -> Simulation:
-        """Continue the run in the folder to its last round, or to another number of rounds.
+        """Reload model and data, run the remaining rounds, and return this object.
 
-        `callbacks` replace the earlier ones and the study's early stopping. Reloads model and data.
+        `rounds` is a new total number of rounds. `callbacks` replace all earlier callbacks and the
+        study's early stopping. Raises ConfigError if the folder has another study.
         """
         fields = self.study.model_dump(mode="json")
         fields |= {"early_stopping": None} if callbacks is not None else {}
@@ -279,57 +276,51 @@ class Simulation:
         return model.eval()
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluate the global model on the common test, and personal models on clients' tests.
+        """Evaluate the global model on the common test set, and personal models on clients' tests.
 
-        With `evaluate.on_clients` the clients evaluate both models, as in a real federation.
-        Returns the scores in the layout of `metrics`; parts that are not measured are left out.
+        Returns "global" (metrics), "clients" (metrics by client) and "personal" (`metric_spread` of
+        the primary metric over clients); entries without test examples are left out. With
+        `evaluate.on_clients` of the study the clients evaluate both models themselves, as in a real
+        federation: "sites" has the combined scores, in place of "clients" and "personal".
+        Overwrites the values of `federation.model`; commits nothing.
         """
-        model, evaluate = self.federation.model, self.study.evaluate
-        trainable = self.federation.agreement.trainable
-        set_values(model, self.federation.global_values(), trainable)
+        federation, evaluate, task = self.federation, self.study.evaluate, self.data.task
+        model, trainable, size = (
+            federation.model,
+            federation.agreement.trainable,
+            evaluate.batch_size,
+        )
+        set_values(model, federation.global_values(), trainable)
         scores: dict[str, Any] = {}
         if self.data.common_test is not None:
-            test = self.data.common_test
-            scores["global"] = self.data.task.score(model, test, batch_size=evaluate.batch_size)
+            scores["global"] = task.score(model, self.data.common_test, batch_size=size)
         if evaluate.on_clients:
-            scores["sites"] = combine_scores(*self.federation.evaluate(), self.scoring)
+            scores["sites"] = combine_scores(*federation.evaluate(), self.scoring)
         elif evaluate.personal and self.data.client_tests:
-            scores["clients"] = self._personal_scores()
-            key, higher = self.data.task.primary, self.data.task.higher_is_better
-            primary = {n: s[key] for n, s in scores["clients"].items() if key in s}
-            scores |= (
-                {"personal": metric_spread(key, primary, higher_is_better=higher)}
-                if primary
-                else {}
-            )
+            if self.pool is not None and self.pool.workers:
+                personal = self.pool.personal_scores(list(self.data.client_tests))
+            else:
+                personal = dict[str, dict[str, float]]()
+                for name, test in self.data.client_tests.items():
+                    set_values(model, federation.personal_values(name), trainable)
+                    personal[name] = task.score(model, test, batch_size=size)
+            scores["clients"], key = personal, task.primary
+            if primary := {n: metrics[key] for n, metrics in personal.items() if key in metrics}:
+                higher = task.higher_is_better
+                scores["personal"] = metric_spread(key, primary, higher_is_better=higher)
         return scores
 
     def attention_shifts(self, before: Tensors) -> dict[str, Any]:
-        """Measure how far each block's attention moved since the values `before`.
+        """Measure how far each block's attention moved from the values `before` to the present.
 
-        Uses the first `evaluate.attention_examples` examples of the common test, or returns {}.
+        Returns {"attention": [[*block, shift], ...]} on the first `evaluate.attention_examples`
+        examples of the common test set; {} if there are none.
         """
         test = self.data.common_test
         count = min(self.study.evaluate.attention_examples, len(test)) if test is not None else 0
         if test is None or not count:
             return {}
-        states = (before, self.federation.global_values())
-        batch = test.batch(torch.arange(count))
-        shifts = attention_shift(
-            self.federation.model, self.federation.agreement.trainable, states, batch
-        )
+        federation = self.federation
+        states, batch = (before, federation.global_values()), test.batch(torch.arange(count))
+        shifts = attention_shift(federation.model, federation.agreement.trainable, states, batch)
         return {"attention": [[*block, round(far, 6)] for block, far in shifts.items()]}
-
-    def _personal_scores(self) -> dict[str, dict[str, float]]:
-        if self.pool is not None and self.pool.workers:
-            return self.pool.personal_scores(list(self.data.client_tests))
-        return {name: self._personal_score(name) for name in self.data.client_tests}
-
-    def _personal_score(self, name: str) -> dict[str, float]:
-        model = self.federation.model
-        set_values(
-            model, self.federation.personal_values(name), self.federation.agreement.trainable
-        )
-        return self.data.task.score(
-            model, self.data.client_tests[name], batch_size=self.study.evaluate.batch_size
-        )

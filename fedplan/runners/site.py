@@ -26,9 +26,11 @@ def _validate_name(name: str) -> str:
 
 
 class ServerSection(Section):
-    """The site's server, and the keys that authenticate both.
+    """The section [server] of site.toml: address of the server, and keys of server and site.
 
-    Without `ca` and `node_key` the connection is unencrypted, for tests on one machine only.
+    `address` is host:port. `ca` is the file of the CA certificate that authenticates the server,
+    `node_key` the file of the private key that authenticates the site. Without `ca` the connection
+    is unencrypted: for tests on one machine only.
     """
 
     address: str
@@ -40,7 +42,16 @@ class ServerSection(Section):
 
 
 class Site(Section):
-    """A site: its name, data, folders, and the code that studies may import."""
+    """The fields of site.toml, by which a site's operator sets up the site; see `read_site`.
+
+    `name` is registered at the server. `data` is a file or folder of examples, or the argument of
+    the site's own `reader` ("file.py:function"). `state` is the folder of client state, logs and
+    privacy ledger, encrypted by the file `encryption_key`; privacy limits hold for the `dataset`
+    over all studies. `device` overrides the study's device, `traits` the study's traits of this
+    client. `allow_packages` are the packages from which a study may import code. `peer_keys` is the
+    folder of all sites' public keys for secure aggregation, `policy` the file of the site's policy,
+    `server` the connection, None for a site without a server.
+    """
 
     name: Annotated[str, AfterValidator(_validate_name)]
     """The name under which the site's node key is registered."""
@@ -74,13 +85,14 @@ class Site(Section):
 
 
 def read_site(folder: Path) -> Site:
-    """Read a site from its folder or file; relative paths become relative to that folder.
+    """Read a site from site.toml in `folder`; `folder` may also be the file.
 
+    Relative paths in the file become absolute, below the file's folder; no other file is read.
     Raises ConfigError if the file is missing or invalid.
     """
     file = folder / SITE if folder.is_dir() else folder
     try:
-        return _resolve_paths(parse_site(parse_toml(file.read_text(encoding="utf-8"))), file.parent)
+        site, base = parse_site(parse_toml(file.read_text(encoding="utf-8"))), file.parent.resolve()
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder} holds no {SITE}: name the site's folder by --site, as `fedplan new "
@@ -89,26 +101,22 @@ def read_site(folder: Path) -> Site:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
+    def resolve(section: Section, *names: str) -> dict[str, str]:
+        paths: dict[str, str] = {name: getattr(section, name) for name in names}
+        return {name: str(base / path) if path else "" for name, path in paths.items()}
+
+    server = site.server and site.server.model_copy(update=resolve(site.server, "ca", "node_key"))
+    paths = resolve(site, "data", "state", "encryption_key", "reader", "policy", "peer_keys")
+    return site.model_copy(update={**paths, "server": server})
+
 
 def parse_site(fields: Mapping[str, object]) -> Site:
-    """Validate the fields of site.toml; ConfigError lists each invalid field."""
+    """Return the Site of the fields of site.toml, with paths unchanged.
+
+    Raises ConfigError with a line for each invalid field.
+    """
     try:
         return Site.model_validate(dict(fields))
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ConfigError("invalid site file:\n  " + "\n  ".join(faults)) from error
-
-
-def _resolve_paths(site: Site, base: Path) -> Site:
-    """Return the site with its relative paths resolved against a folder."""
-
-    def resolve(path: str) -> str:
-        return str(base.resolve() / path) if path else ""
-
-    server = site.server
-    if server is not None:
-        files = {"ca": resolve(server.ca), "node_key": resolve(server.node_key)}
-        server = server.model_copy(update=files)
-    names = ("data", "state", "encryption_key", "reader", "policy", "peer_keys")
-    paths = {name: resolve(getattr(site, name)) for name in names}
-    return site.model_copy(update={**paths, "server": server})

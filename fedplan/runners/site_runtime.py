@@ -23,7 +23,6 @@ from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
-from fedplan.storage.journal import Journal
 from fedplan.storage.names import safe_folder_name
 from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation
 from fedplan.studies.run_folder import write_run_files, write_task_file
@@ -41,12 +40,15 @@ if TYPE_CHECKING:
 
 
 class SiteRuntime:
-    """A site's data and model for one study, and its endpoint in the run of the last request.
+    """A site at work on one study: `answer` replies to the server's requests.
 
-    Files are written for their owner only; data derived from examples is encrypted if the site has
-    a key. The study comes over the network: only code that the site installed for fedplan, or
-    allows, is imported. `limits` are the site's privacy limits. `egress` logs everything that is
-    sent; `hide_loss` and `metric_policy` restrict the metrics that are sent.
+    The constructor loads the data and builds the model, and raises ConfigError if the study has no
+    client of the site's name. A request of another run than the last makes the endpoint of the run,
+    which trains and keeps the client's state below `site.state`. Files are readable by their owner
+    only; data derived from examples is encrypted if the site has a key. A study comes over the
+    network, so it may import only packages in `site.allow_packages`. `limits` are the
+    site's privacy limits over all studies on the dataset. `egress` logs everything that is sent
+    (default: in `site.state`); `hide_loss` and `metric_policy` restrict the metrics that are sent.
     """
 
     def __init__(
@@ -59,7 +61,6 @@ class SiteRuntime:
         hide_loss: bool = False,
         metric_policy: MetricPolicy | None = None,
     ) -> None:
-        """Load data and model; ConfigError if the study has no client of the site's name."""
         self.metric_policy = metric_policy or MetricPolicy()
         with private_umask(), allow_imports(site.allow_packages):
             self.site, self.study, self.encryption = site, study, site.encryption
@@ -78,9 +79,10 @@ class SiteRuntime:
         self._endpoint: Endpoint | None = None
 
     def answer(self, kind: str, message: Message) -> Message:
-        """Return the reply of the run's endpoint to a request of a kind such as "train".
+        """Return the reply to the request `message`, which names the run.
 
-        An exception is logged at the site, and the reply then has an error code only.
+        `kind` is "hello", "train", "evaluate", "poll" or a step of secure aggregation. An exception
+        is logged at the site, and the reply has only an error code.
         """
         with private_umask():
             try:
@@ -90,7 +92,7 @@ class SiteRuntime:
             return endpoint.answer(kind, message)
 
     def endpoint(self, run: str) -> Endpoint:
-        """Return the endpoint of a run, made if the last request was of another run."""
+        """Return the endpoint of a run, made new if the last request was of another run."""
         if self._endpoint is None or self._endpoint.agreement.run != run:
             with private_umask():
                 self._endpoint = _make_endpoint(self, run)
@@ -98,10 +100,16 @@ class SiteRuntime:
 
 
 def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
-    """Make the client and endpoint of a run, and write the study to its folder."""
-    study, name, experiment = runtime.study, runtime.site.name, runtime.experiment
+    """Make the client and endpoint of `run` (a run id) with the runtime's data and model.
+
+    Writes the study, manifest and task to the run's folder at the site. If the study continues an
+    earlier run, the client's state of that run is copied, without auxiliary tensors; a site that
+    was not in that run starts from the initial model.
+    """
+    site, study, experiment = runtime.site, runtime.study, runtime.experiment
+    name, policy = site.name, runtime.metric_policy
     agreement, account = replace(experiment.pinned_agreement, run=run), runtime.account
-    folder = site_study_folder(runtime.site.state, study, name)
+    folder = site_study_folder(site.state, study, name)
     run_folder = site_run_folder(folder, run)
     client = Client(
         name=name,
@@ -117,37 +125,35 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
         noise_guard=make_noise_guard(agreement, account),
         account=account,
         deterministic=study.deterministic,
-        hide_loss=runtime.hide_loss
-        or len(experiment.data.train[name]) < runtime.metric_policy.min_examples,
+        hide_loss=runtime.hide_loss or len(experiment.data.train[name]) < policy.min_examples,
         eval_set=make_eval_set(study, experiment.data, name),
-        metric_policy=runtime.metric_policy,
+        metric_policy=policy,
         activation_cache=study.train.activation_cache,
     )
     if study.continue_from:
-        _import_earlier_state(runtime, client.journal)
+        pattern = f"*/{safe_folder_name(name)}/{study.continue_from}"
+        for earlier in Path(site.state).glob(pattern):
+            state, _ = open_journal(earlier, runtime.encryption, reading=True).client_state()
+            client.journal.initialize({k: v for k, v in state.items() if not is_aux(k)})
     write_run_files(run_folder, study, agreement.params)
     write_task_file(run_folder, experiment.data)
-    masker = (
-        make_secagg_client(runtime, agreement, client, run_folder)
-        if agreement.secagg.active
-        else None
-    )
+    secagg_client = None
+    if agreement.secagg.active:
+        secagg_client = make_secagg_client(runtime, agreement, client, run_folder)
+    faults, egress = runtime.faults, runtime.egress
     return Endpoint(
-        agreement,
-        client,
-        folder,
-        faults=runtime.faults,
-        egress=runtime.egress,
-        secagg_client=masker,
+        agreement, client, folder, faults=faults, egress=egress, secagg_client=secagg_client
     )
 
 
 def make_secagg_client(
     runtime: SiteRuntime, agreement: Agreement, client: Client, run_folder: Path
 ) -> SecAggClient:
-    """Make the site's side of secure aggregation, from its node key and its peers' keys.
+    """Make the site's side of secure aggregation, by the agreement, for a client in a run.
 
-    Raises RequestRefused with code "peers" if the site has no keys.
+    Reads the site's node key and the public keys of all clients of the study (files of
+    `runtime.site`); `run_folder` stores the protocol's state. Raises RequestRefused with code
+    "peer-keys" if a key is missing or invalid.
     """
     from fedplan.federation.secagg_client import SecAggClient  # optional dependency
     from fedplan.runners.peer_keys import read_node_key, read_peer_keys
@@ -156,8 +162,8 @@ def make_secagg_client(
     if not site.peer_keys or site.server is None or not site.server.node_key:
         raise RequestRefused(
             f"{study.name} uses secure aggregation, and {site.name} is not set up for it: set "
-            "peers (a folder with every site's NAME.pub) and server.node in its site.toml"
-        ).with_code("peers")
+            "peer_keys (a folder with every site's NAME.pub) and server.node_key in its site.toml"
+        ).with_code("peer-keys")
     names = list(study.clients.names) or list(runtime.experiment.data.train)
     directory = read_peer_keys(Path(site.peer_keys), names)
     participation, node = make_participation(study), read_node_key(Path(site.server.node_key))
@@ -168,21 +174,11 @@ def make_secagg_client(
     return SecAggClient(agreement, client, node, directory, run_folder, cohort=cohort)
 
 
-def _import_earlier_state(runtime: SiteRuntime, journal: Journal) -> None:
-    """Initialize a journal with the site's state in the run that the study continues.
-
-    Auxiliary tensors are left out; nothing happens if the site was not in that run.
-    """
-    run, name = runtime.study.continue_from, safe_folder_name(runtime.site.name)
-    for run_folder in Path(runtime.site.state).glob(f"*/{name}/{run}"):
-        client_state, _ = open_journal(run_folder, runtime.encryption, reading=True).client_state()
-        journal.initialize({k: v for k, v in client_state.items() if not is_aux(k)})
-
-
 def _traits(study: Study, site: Site) -> dict[str, str]:
-    """Return the site's traits: the study's, overridden by the site's own.
+    """Return the traits that the study gives this client, overridden by the site's own traits.
 
-    Raises ConfigError for own traits under client-level DP: sending them reveals participation.
+    Raises ConfigError if the site has traits and the study has client-level DP, because sending the
+    site's traits reveals participation.
     """
     own, name = site.traits, site.name
     if own and study.client_level_dp:
@@ -195,7 +191,7 @@ def _traits(study: Study, site: Site) -> dict[str, str]:
 
 @contextmanager
 def private_umask() -> Generator[None]:
-    """Set the umask to 077 for the body, so that new files are readable by their owner only."""
+    """Set this process's umask to 077 for the body: new files are readable by their owner only."""
     before = os.umask(0o077)
     try:
         yield
@@ -205,20 +201,16 @@ def private_umask() -> Generator[None]:
 
 def site_study_folder(state_folder: str, study: Study, name: str) -> Path:
     """Return a site's folder for a study (by name and seed); it has a folder per run."""
-    return (
-        Path(state_folder) / safe_folder_name(f"{study.name}-{study.seed}") / safe_folder_name(name)
-    )
-
-
-def study_client_names(study: Study) -> list[str]:
-    """Return the names of a study's clients; loads the data if the study does not list them."""
-    return list(study.clients.names) or list(build_experiment(study).data.train)
+    study_folder = Path(state_folder) / safe_folder_name(f"{study.name}-{study.seed}")
+    return study_folder / safe_folder_name(name)
 
 
 def load_site_table(site: Site, study: Study) -> Dataset:
-    """Load a site's table from its file, or by its own reader function.
+    """Load the site's table from the file `site.data`, or by the function `site.reader`.
 
-    Raises ConfigError if the site has no data or its reader cannot be imported.
+    The study gives the split of a file, and allows an empty table only with privacy. The reader's
+    file is executed, with its folder put first on `sys.path`. Raises ConfigError if the site has no
+    data or the reader's file is not a Python file.
     """
     if not site.data:
         raise ConfigError(f"the site {site.name!r} has no data: set data in its site.toml")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,19 @@ from fedplan.studies.schema import Study
 APPROVALS_FILE = "approvals.jsonl"
 """File of all decisions on studies, inside the site's state folder."""
 OFFERED, APPROVED, REFUSED, WITHDRAWN = "offered", "approved", "refused", "withdrawn"
-STARTED, REJOINED = "begun", "rejoined"
+STARTED, REJOINED = "started", "rejoined"
 UNDECIDED = (OFFERED, STARTED, REJOINED)
-"""Words of entries that are no decision on a study."""
+"""Values of `decision` in entries that record an event, not a decision on the study."""
 _MAX_CACHED = 256
 """Policy checks of studies that are cached."""
 
 
 @dataclass(frozen=True)
 class Approval:
-    """A valid approval: the study's digest, the user who approved, when, and the policy's digest.
+    """A valid approval of a study by `approver` at `time` (UTC, ISO) under a policy.
 
-    `approver` is RULE_APPROVER if the policy approved without a person.
+    `study_digest` and `policy` are digests. `approver` is a user name, or RULE_APPROVER if the
+    policy approved without a person.
     """
 
     study_digest: str
@@ -54,12 +56,14 @@ class Approval:
 
 
 class Approvals:
-    """A site's decisions on the studies that servers offer.
+    """A site's decisions on the studies that servers offer, in a hash-chained file on disk.
 
-    An approval covers one exact study, by its full digest. It is valid only while the policy in
-    `policy_file` allows the study and its approver; the file is read again on every use. `site` is
-    the site's name and traits, by which plans may depend on the client. Code that a study names may
-    be imported from the packages in `allow` only.
+    `state_folder` is the site's state folder, created by the first offer. An approval covers one
+    exact study, by its full digest, and is valid only while the policy in `policy_file` allows the
+    study and its approver; the policy is read again on every use. `site` is the site's name and
+    traits, by which plans may depend on the client. Code that a study names may be imported from
+    the packages in `allow` only. The gateway calls `require_approval` for each request; people call
+    `review`, `approve`, `refuse` and `withdraw`.
     """
 
     def __init__(
@@ -87,16 +91,20 @@ class Approvals:
         return self._chain.head
 
     def require_approval(self, study: Study, server: str = "", run: str = "") -> str:
-        """Record the study as offered, and return its approver; raise RequestRefused without one.
+        """Record that the study was offered, and return the name of its approver.
 
-        An approval is valid for one run: the first `run` that asks is recorded, and any other run
-        of the study needs a new approval. The error's code says why the study is refused: `policy`,
-        `refused-here` or `not-approved`.
+        `server` is the digest of the server's TLS certificate, or "". An approval is valid for one
+        run: the first `run` is recorded, and another run of the study needs a new approval. Does
+        not wait: raises RequestRefused with the code `policy`, `study-refused` or `not-approved`.
         """
         self.record_offer(study, server=server)
         approval = self.find_approval(study)
-        if approval is not None and self._claim_approval(study, run, server):
-            return approval.approver
+        if approval is not None:
+            started_run = self._started_run(self._digest(study))
+            if run and not started_run:
+                self._append(STARTED, study, "", server=server, run=run)
+            if not run or not started_run or started_run == run:
+                return approval.approver
         digest, violations = self._digest(study)[:12], self.violations(study)
         if violations:
             raise RequestRefused(
@@ -104,7 +112,7 @@ class Approvals:
             ).with_code("policy")
         if self.last_decision(self._digest(study)) == REFUSED:
             raise RequestRefused(f"the study {digest} was refused at this site").with_code(
-                "refused-here"
+                "study-refused"
             )
         raise RequestRefused(
             f"the study {digest} waits for approval: read it with `fedplan site show {digest}`, "
@@ -112,53 +120,57 @@ class Approvals:
         ).with_code("not-approved")
 
     def find_approval(self, study: Study) -> Approval | None:
-        """Return the approval of a study if it is valid under the present policy, else None."""
+        """Return the approval of a study if valid under the present policy, else None.
+
+        Whether a run has used the approval is not checked.
+        """
         digest = self._digest(study)
         entry = self._last_decision_entry(digest)
-        if entry is None or entry["word"] != APPROVED or self.violations(study):
+        if entry is None or entry["decision"] != APPROVED or self.violations(study):
             return None
         policy, approver = self.policy, entry["approver"]
         valid = policy.auto_approve if approver == RULE_APPROVER else policy.may_approve(approver)
         return Approval(digest, approver, entry["time"], entry["policy"]) if valid else None
 
     def record_offer(self, study: Study, *, server: str = "") -> None:
-        """Put an offered study into the inbox, and record the offer once.
+        """Put an offered study into the inbox, and record the offer if this is the first.
 
         Also approves the study by rule, if the policy approves without a person and allows the
-        study, no person has decided on it, and it does not filter the site's examples.
+        study, no person has decided on the study, and the study does not filter the site's
+        examples. `server` is the digest of the server's TLS certificate, or "". Raises
+        RequestRefused if the inbox is full.
         """
         digest = self._digest(study)
         entries = [entry for entry in self._entries() if entry["study"] == digest]
         # The offer is recorded once; a deleted file of the inbox is written again.
-        decided = {entry["study"] for entry in self._entries() if entry["word"] not in UNDECIDED}
+        decided = {
+            entry["study"] for entry in self._entries() if entry["decision"] not in UNDECIDED
+        }
         self.inbox.add(study, server=server, decided=decided)
         if not entries:
             self._append(OFFERED, study, "", server=server)
-        by_rule = self.policy.auto_approve and not any(map(_is_decided_by_person, entries))
-        by_rule = by_rule and not example_filters(study)
+        by_person = any(
+            entry["decision"] not in UNDECIDED and entry["approver"] != RULE_APPROVER
+            for entry in entries
+        )
+        by_rule = self.policy.auto_approve and not by_person and not example_filters(study)
         if by_rule and self.find_approval(study) is None and not self.violations(study):
             self._append(APPROVED, study, RULE_APPROVER, server=server)
 
-    def _claim_approval(self, study: Study, run: str, server: str) -> bool:
-        """Whether the study's last approval is valid for a run; records the first run that asks."""
-        started_run = self._started_run(self._digest(study))
-        if run and not started_run:
-            self._append(STARTED, study, "", server=server, run=run)
-        return not run or not started_run or started_run == run
-
     def _started_run(self, digest: str) -> str:
-        """Return the run that uses the last approval of a study; "" if none has started."""
+        """Return the id of the run that uses a study's last approval; "" if no run has started."""
         run = ""
         for entry in self._entries():
-            if entry["study"] == digest and entry["word"] in (APPROVED, STARTED):
+            if entry["study"] == digest and entry["decision"] in (APPROVED, STARTED):
                 run = str(entry.get("run", ""))
         return run
 
     def approve(self, prefix: str) -> Approval:
-        """Record the current user's approval of the study whose digest starts with `prefix`.
+        """Record that the current user approves the study with a digest that starts with `prefix`.
 
-        Raises FedplanError if the study is not found, the user is no approver, or the policy does
-        not allow the study.
+        Returns the approval. Records nothing if a person has approved the study, and no run has
+        started since. Raises FedplanError if the study is not in the inbox, the user is no
+        approver, or the policy does not allow the study.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
@@ -179,18 +191,20 @@ class Approvals:
         return approval
 
     def refuse(self, prefix: str, reason: str = "") -> None:
-        """Record the current user's refusal of the study whose digest starts with `prefix`.
+        """Record that the current user refuses the study with a digest that starts with `prefix`.
 
-        Raises FedplanError if the study is not found, or the user is no approver.
+        `reason` is stored, not sent. Raises FedplanError if the study is not in the inbox, or the
+        user is no approver.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
         self._append(REFUSED, offer.study, current_user(), server=offer.server, reason=reason)
 
     def withdraw(self, prefix: str) -> None:
-        """Record that the current user withdraws an approval; `prefix` starts the study's digest.
+        """Record that the current user withdraws the approval of a study.
 
-        Raises FedplanError if the study is not found or not approved, or the user is no approver.
+        `prefix` starts the study's digest. Raises FedplanError if the study is not in the inbox or
+        not approved, or the user is no approver.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
@@ -201,9 +215,9 @@ class Approvals:
         self._append(WITHDRAWN, offer.study, current_user(), server=offer.server)
 
     def record_rejoin(self, run: str, study: Study) -> None:
-        """Record that the current user lets a run continue from a restored state folder.
+        """Record that the user lets a run continue from restored state.
 
-        Raises FedplanError if the user is no approver.
+        Raises FedplanError if no approver.
         """
         self._require_approver()
         self._append(REJOINED, study, current_user(), server="", run=run)
@@ -211,10 +225,10 @@ class Approvals:
     def last_decision(self, digest: str) -> str:
         """Return the last decision on a study: offered, approved, refused or withdrawn."""
         entry = self._last_decision_entry(digest)
-        return str(entry["word"]) if entry else OFFERED
+        return str(entry["decision"]) if entry else OFFERED
 
     def status_text(self, study: Study) -> str:
-        """Describe the status of a study in a few words, as "approved by ada for run 0123"."""
+        """Return the state of a study in a few words, such as "approved by ada for run 0123"."""
         if (approval := self.find_approval(study)) is not None:
             run = self._started_run(approval.study_digest)
             return f"approved by {approval.approver}" + (f" for run {run}" if run else "")
@@ -224,9 +238,9 @@ class Approvals:
         return "waits for approval" if decision in (OFFERED, APPROVED) else decision
 
     def inbox_row(self, digest: str) -> dict[str, str]:
-        """Return a study of the inbox as a table row: study, time, name, server and state.
+        """Return an offered study, by its full digest, as a row: study, time, name, server, state.
 
-        The state of a study that cannot be read is the error message.
+        If the study cannot be read, the state is the error message.
         """
         try:
             offer = self.inbox.read_offer(digest)
@@ -236,9 +250,9 @@ class Approvals:
         return {**row, "server": offer.server, "state": self.status_text(offer.study)}
 
     def review(self, prefix: str) -> StudyReview:
-        """Return the review, for an approver, of the study whose digest starts with `prefix`.
+        """Return the facts that an approver needs about the study; `prefix` starts its digest.
 
-        Raises FedplanError if the study is not found or cannot be read.
+        Raises FedplanError if the study is not in the inbox or cannot be read.
         """
         study = self.inbox.read_offer(self.inbox.find_digest(prefix)).study
         last = self.last_approved(study)
@@ -252,38 +266,37 @@ class Approvals:
             )
 
     def last_approved(self, study: Study) -> Offer | None:
-        """Return the last approved other study, preferably one of the same name; None without."""
-        offers = list(self._approved_offers(self._digest(study)))
+        """Return the study approved last, other than `study`; None if there is none.
+
+        A study of the same name is preferred. Studies that cannot be read, because the file was
+        deleted or named code has changed, are skipped.
+        """
+        digest, offers = self._digest(study), list[Offer]()
+        for entry in reversed(self._entries()):
+            if entry["decision"] == APPROVED and entry["study"] != digest:
+                with suppress(FedplanError):  # its file was deleted, or its code has changed since
+                    offers.append(self.inbox.read_offer(entry["study"]))
         same_name = [offer for offer in offers if offer.study.name == study.name]
         return next(iter(same_name or offers), None)
 
-    def _approved_offers(self, other_than: str) -> Iterator[Offer]:
-        """Yield the offers of all approved studies but the one of this digest, latest first."""
-        for entry in reversed(self._entries()):
-            if entry["word"] == APPROVED and entry["study"] != other_than:
-                try:
-                    yield self.inbox.read_offer(entry["study"])
-                except FedplanError:
-                    continue  # its file was deleted, or its code has changed since
-
     def violations(self, study: Study) -> list[str]:
-        """Return a sentence for each way in which a study violates the present policy (cached)."""
+        """Return a sentence for each way in which a study violates the present policy (cached).
+
+        A study that cannot be built counts as a violation; nothing is raised for it.
+        """
         policy = self.policy
         key = self._digest(study), policy.digest
         if key not in self._cached_violations:
             if len(self._cached_violations) >= _MAX_CACHED:
                 self._cached_violations.clear()
-            self._cached_violations[key] = self._check_policy(policy, study)
+            try:
+                with allow_imports(self._allow), restore_layer_maps():
+                    site = site_in_study(study, self._site)
+                    violations = policy_violations(policy, study, outline_agreement(study), site)
+            except FedplanError as error:
+                violations = [f"the study cannot be checked: {error}"]
+            self._cached_violations[key] = violations
         return self._cached_violations[key]
-
-    def _check_policy(self, policy: Policy, study: Study) -> list[str]:
-        """Return the study's violations of a policy; a study that cannot be checked is one."""
-        try:
-            with allow_imports(self._allow), restore_layer_maps():
-                site = site_in_study(study, self._site)
-                return policy_violations(policy, study, outline_agreement(study), site)
-        except FedplanError as error:
-            return [f"the study cannot be checked: {error}"]
 
     def _digest(self, study: Study) -> str:
         """Return the full digest of a study; imports the code that the study names."""
@@ -291,6 +304,7 @@ class Approvals:
             return study.full_digest
 
     def _require_approver(self) -> None:
+        """Raise FedplanError if the policy does not let the current user decide on studies."""
         policy = self.policy
         if not policy.may_approve(current_user()):
             raise FedplanError(
@@ -299,12 +313,15 @@ class Approvals:
             )
 
     def _last_decision_entry(self, digest: str) -> dict[str, Any] | None:
-        """Return the last entry of the file that is a decision on a study."""
+        """Return the last entry of the approvals file that decides on a study, or None."""
         entries = (entry for entry in reversed(self._entries()) if entry["study"] == digest)
-        return next((entry for entry in entries if entry["word"] not in UNDECIDED), None)
+        return next((entry for entry in entries if entry["decision"] not in UNDECIDED), None)
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Return all entries; reads and verifies the file again if its head has changed."""
+        """Return all entries of the approvals file, cached until the head of the chain changes.
+
+        Raises BrokenChain if the file was tampered with.
+        """
         head = self._chain.head
         if head != self._cached_entries[0]:
             self._cached_entries = head, read_chain(self._chain.file)
@@ -312,7 +329,7 @@ class Approvals:
 
     def _append(
         self,
-        word: str,
+        decision: str,
         study: Study,
         approver: str,
         *,
@@ -320,34 +337,34 @@ class Approvals:
         reason: str = "",
         run: str = "",
     ) -> None:
-        """Append an entry about a study to the file; `word` is OFFERED, APPROVED and so on."""
+        """Append an entry about a study to the approvals file, synced to disk.
+
+        `decision` is OFFERED, APPROVED and so on; `approver` a user name or ""; `server` the digest
+        of the server's TLS certificate; `reason` and `run` are empty where not applicable.
+        """
         make_private_folder(self._state_folder)
         self._chain.append(
             {
-                "word": word,
+                "decision": decision,
                 "study": self._digest(study),
                 "name": study.name,
                 "approver": approver,
                 "policy": self.policy.digest,
-                "against": self.violations(study),
+                "violations": self.violations(study),
                 "server": server,
-                "why": reason,
+                "reason": reason,
                 "run": run,
             }
         )
 
 
 def current_user() -> str:
-    """Return the name of the user who runs this process, or "uid 1000" without a name.
+    """Return the name of the user that runs this process, or "uid 1000" if the id has no name.
 
-    The name follows from the user id, since environment variables can be set to any name.
+    The name is looked up by user id: environment variables can be set to any name.
     """
     number = os.getuid()
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"uid {number}"
-
-
-def _is_decided_by_person(entry: dict[str, Any]) -> bool:
-    return entry["word"] not in UNDECIDED and entry["approver"] != RULE_APPROVER

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.federation.egress_log import RECORD, agreement_folders, bytes_by_part
+from fedplan.federation.egress_log import EGRESS_LOG, agreement_folders, bytes_by_part
 from fedplan.reports.egress_report import (
     DatasetAccount,
     SiteRecord,
@@ -42,19 +42,22 @@ AUDITED = (
     "copies kept elsewhere."
 )
 """Text of the audit badge if no fault was found."""
+ROUNDS_CAPTION = "Each row is a part of the model; no values of a part with an empty row have left."
+UNDECIDED_TEXT = "Nobody has decided on this study."
 
 
 def compliance_page(state_folder: Path) -> Page:
-    """Return the page about all data that left a site; its `faults` are those of the audit.
+    """Return a page on all data that left a site, from the files in the site's state folder.
 
-    Raises BrokenChain if the egress log, the approvals or an account were changed.
+    `faults` of the page lists all faults that the audit found. Writes nothing. Raises BrokenChain
+    if the egress log, the approvals or a dataset's privacy account were tampered with.
     """
     report = read_egress_report(state_folder)
     records = [each for each in report if isinstance(each, SiteRecord)]
     accounts = [each for each in report if isinstance(each, DatasetAccount)]
     decisions = read_decisions(state_folder)
     folders = {folder.name: folder for folder in agreement_folders(state_folder)}
-    approved = frozenset(entry["study"] for entry in decisions if entry["word"] == APPROVED)
+    approved = frozenset(entry["study"] for entry in decisions if entry["decision"] == APPROVED)
     runs = [
         RunEgress(
             record,
@@ -70,39 +73,47 @@ def compliance_page(state_folder: Path) -> Page:
     answer_count = sum(len(record.entries) for record in records)
     faults = tuple(fault for run in runs for fault in run.faults())
     audited = AUDITED.format(answers=answer_count, decisions=len(decisions))
+    heads = (
+        f"{name} {head.lines} lines, {head.sha256[:16]}"
+        for name in (EGRESS_LOG, APPROVALS_FILE)
+        if head_file(state_folder / name).exists()
+        for head in [read_head(state_folder / name)]
+    )
     audit = (
         audit_badge(faults, audited, "The record of this site"),
-        tag("p", _chain_heads(state_folder), class_="faint"),
+        tag("p", f"Lengths and hashes: {'; '.join(heads)}.", class_="faint"),
     )
+    columns = ("time", "decision", "name", "study", "by")
+    rows = [
+        (
+            _minute(each["time"]),
+            each["decision"],
+            each["name"],
+            each["study"][:12],
+            each["approver"],
+        )
+        for each in decisions
+        if each["decision"] not in UNDECIDED
+    ]
     return Page(
         f"Data that left {', '.join(sorted(sites)) or state_folder.name}",
         tuple(_lead(runs, accounts)),
         (
             PageSection("Audit", audit),
             *(_run_section(run, number) for number, run in enumerate(runs, 1)),
-            _decisions_section(decisions),
+            PageSection("Decisions on studies", (html_table(columns, rows),) if rows else ()),
         ),
         f"Written by fedplan at {_minute(utc_now())} UTC from the egress log in {state_folder}.",
         faults=faults,
     )
 
 
-def _chain_heads(state_folder: Path) -> str:
-    """Return a sentence with the length and the hash of the egress log and the approvals file."""
-    heads = (
-        f"{name} {head.lines} lines, {head.sha256[:16]}"
-        for name in (RECORD, APPROVALS_FILE)
-        if head_file(state_folder / name).exists()
-        for head in [read_head(state_folder / name)]
-    )
-    return f"Lengths and hashes: {'; '.join(heads)}."
-
-
 def _lead(runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]) -> Iterator[Html]:
-    """Yield the first paragraphs: bytes in total and by part, and the epsilon of each dataset."""
+    """Yield the first paragraphs: bytes of all runs, and the epsilon of each dataset's account."""
     entries = [entry for run in runs for entry in run.record.entries]
     value_bytes, header_bytes = (
-        sum(entry["times"] * entry[field] for entry in entries) for field in ("up", "other_bytes")
+        sum(entry["count"] * entry[field] for entry in entries)
+        for field in ("upload_bytes", "other_bytes")
     )
     update_count = sum(len(run.updates) for run in runs)
     run_count = sum(bool(run.updates) for run in runs)
@@ -119,68 +130,60 @@ def _lead(runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]) -> Iter
     for account in accounts:
         fields = account.json()
         spent = (
-            f"epsilon {fields['epsilon']:.4f} at delta {fields['delta']:g} has been spent"
-            if fields["epsilon"] is not None
+            f"epsilon {fields['epsilon_spent']:.4f} at delta {fields['delta']:g} has been spent"
+            if fields["epsilon_spent"] is not None
             else "some answers had no noise, so there is no epsilon for this dataset"
         )
         yield tag(
             "p",
-            f"Dataset {fields['account']}, over all studies: {fields['turns']} training rounds and "
-            f"{fields['polls']} sets of layer scores; {spent}.",
+            f"Dataset {fields['dataset']}, over all studies: {fields['updates']} training rounds "
+            f"and {fields['layer_scores']} sets of layer scores; {spent}.",
         )
 
 
 def _run_section(run: RunEgress, number: int) -> PageSection:
-    """Return the section of one run: its agreement, approvals, privacy, figures and answers."""
-    record = run.record
+    """Return the page section of a run; `number` makes the names of its figures unique."""
+    record, agreement = run.record, run.record.agreement
     title = f"{run.name}, {f'run {record.run}' if record.run else 'run without an id'}"
-    texts = paragraphs(
-        _agreement_text(record.agreement),
-        _decisions_text(run),
-        _servers_text(record),
-        _privacy_text(run),
+    agreed, server = "The site agreed to nothing in this run.", ""
+    if agreement:
+        agreed = (
+            f"The site agreed to the plan {agreement['plan']} ({agreement['fingerprint']}) for the "
+            f"model {agreement['model']}. Its own limits: {format_limits(agreement)}."
+        )
+    decisions = "; ".join(
+        f"{each['decision']} by {each['approver']} {_minute(each['time'])}"
+        for each in run.decisions
+        if each["decision"] not in UNDECIDED
     )
+    decisions = f"Study {record.study[:12]}: {decisions}." if decisions else UNDECIDED_TEXT
+    if digests := sorted({entry["server"][:16] for entry in record.entries if entry["server"]}):
+        server = (
+            f"The data went to the server with the TLS certificate {', '.join(digests)} (SHA-256)."
+        )
+    texts = paragraphs(agreed, decisions, server, _privacy_text(run))
     if not run.updates:
         codes = sorted({entry["code"] for entry in record.entries if entry["code"]})
         sent = f" Error codes that were sent: {', '.join(codes)}." if codes else ""
         return PageSection(title, (*texts, *paragraphs(f"No model values left.{sent}")))
+    parts = bytes_by_part(record.entries)
+    size, unit = byte_unit(max(parts.values()))
+    largest_first = sorted(parts.items(), key=lambda item: -item[1])
+    bars = [Bar(part, count / size) for part, count in largest_first]
+    chart = bar_chart("Bytes by part", bars, unit=unit, format_value=lambda value: f"{value:.4g}")
     figures = (
-        PageFigure(f"parts-{number}", _part_bars(run), "Bytes of model values, over all rounds."),
+        PageFigure(f"parts-{number}", chart, "Bytes of model values, over all rounds."),
         PageFigure(f"rounds-{number}", _round_grid(run), ROUNDS_CAPTION, wide=True),
     )
     return PageSection(title, tuple(texts), figures, tuple(_answer_table(record)))
 
 
-ROUNDS_CAPTION = "Each row is a part of the model; no values of a part with an empty row have left."
-
-
-def _agreement_text(agreement: Mapping[str, Any]) -> str:
-    if not agreement:
-        return "The site agreed to nothing in this run."
-    return (
-        f"The site agreed to the plan {agreement['plan']} ({agreement['fingerprint']}) for the "
-        f"model {agreement['model']}. Its own limits: {format_limits(agreement)}."
-    )
-
-
-def _decisions_text(run: RunEgress) -> str:
-    """Return a sentence with all decisions on the run's study."""
-    decided = [entry for entry in run.decisions if entry["word"] not in UNDECIDED]
-    if not decided:
-        return "Nobody has decided on this study."
-    texts = (f"{each['word']} by {each['approver']} {_minute(each['time'])}" for each in decided)
-    return f"Study {run.record.study[:12]}: {'; '.join(texts)}."
-
-
-def _servers_text(record: SiteRecord) -> str:
-    digests = sorted({entry["server"][:16] for entry in record.entries if entry["server"]})
-    if not digests:
-        return ""
-    return f"The data went to the server with the TLS certificate {', '.join(digests)} (SHA-256)."
-
-
 def _privacy_text(run: RunEgress) -> str:
-    """Return the privacy statement of a run up to its exclusions; "" if there is no agreement."""
+    """Return the run's privacy statement without the list of what is not covered.
+
+    Says so if differential privacy is off, or the spent epsilon cannot be read. "" if the agreement
+    or the folder of the run is missing.
+    """
     if run.agreement is None or run.folder is None:
         return ""
     if run.agreement.guarantee is None:
@@ -194,61 +197,46 @@ def _privacy_text(run: RunEgress) -> str:
         return f"The spent epsilon is not known: {error}."
 
 
-def _part_bars(run: RunEgress) -> Drawing:
-    """Return a bar chart of the bytes that left, by part, largest first."""
-    parts = bytes_by_part(run.record.entries)
-    size, unit = byte_unit(max(parts.values()))
-    largest_first = sorted(parts.items(), key=lambda item: -item[1])
-    bars = [Bar(part, count / size) for part, count in largest_first]
-    return bar_chart("Bytes by part", bars, unit=unit, format_value=lambda value: f"{value:.4g}")
-
-
 def _round_grid(run: RunEgress) -> Drawing:
-    """Return a grid of all parts of the model and the rounds in which values of them left."""
+    """Return a grid with a row per part of the model and a column per round.
+
+    A cell covers consecutive rounds in each of which the same number of bytes of the part left.
+    """
     sent = bytes_by_part(run.record.entries)
     parts = dict.fromkeys(sent)
     if run.agreement is not None:
         parts = dict.fromkeys(str(param.kind) for param in sort_params(run.agreement.params))
-    rows = [
-        GridRow(
-            part,
-            tuple(_grid_cells(run.updates, part)),
-            f"{megabytes(sent[part])} MB" if part in sent else "nothing left",
-        )
-        for part in parts
-    ]
+    rows = list[GridRow]()
+    for part in parts:
+        bytes_by_round, cells = Counter[int](), list[GridCell]()
+        for entry in run.updates:
+            if count := entry["parts"].get(part, 0):
+                bytes_by_round[entry["round"]] += count
+        # In a stretch of consecutive rounds, the round minus its index is the same.
+        for (count, _), stretch in groupby(
+            enumerate(sorted(bytes_by_round)),
+            key=lambda item, sizes=bytes_by_round: (sizes[item[1]], item[1] - item[0]),
+        ):
+            rounds = [number for _, number in stretch]
+            tip = f"{count} bytes per round"
+            cells.append(GridCell(rounds[0], rounds[-1], (("share", 1.0),), "left", "✓", tip))
+        total = f"{megabytes(sent[part])} MB" if part in sent else "nothing left"
+        rows.append(GridRow(part, tuple(cells), total))
     last_round = max(entry["round"] for entry in run.updates)
     return cell_grid("Parts by round", rows, rounds=last_round, legend=LEGEND)
 
 
-def _grid_cells(updates: Sequence[Mapping[str, Any]], part: str) -> Iterator[GridCell]:
-    """Yield a cell for each stretch of rounds in which equally many bytes of a part left."""
-    bytes_by_round = dict[int, int]()
-    for entry in updates:
-        if count := entry["parts"].get(part, 0):
-            number = entry["round"]
-            bytes_by_round[number] = bytes_by_round.get(number, 0) + count
-    indexed = enumerate(sorted(bytes_by_round))
-    # In a stretch of consecutive rounds, the round minus its index is the same.
-    for (count, _), stretch in groupby(
-        indexed, key=lambda item: (bytes_by_round[item[1]], item[1] - item[0])
-    ):
-        rounds = [number for _, number in stretch]
-        tip = f"{count} bytes per round"
-        yield GridCell(rounds[0], rounds[-1], (("share", 1.0),), "left", "✓", tip)
-
-
 def _answer_table(record: SiteRecord) -> Iterator[Html]:
-    """Yield a heading and a table of the last answers of a run, at most MAX_LISTED."""
+    """Yield a heading and a table of the last answers of a run (at most MAX_LISTED), in bytes."""
     parts = list(bytes_by_part(record.entries))
     rows = [
         (
             _minute(entry["time"]),
             f"{entry['kind']} {entry['code']}".strip()
-            + (f" ({entry['times']} times)" if entry["times"] > 1 else ""),
+            + (f" ({entry['count']} times)" if entry["count"] > 1 else ""),
             str(entry["round"] or ""),
             *(f"{entry['parts'].get(part, 0):,}" for part in parts),
-            f"{entry['times'] * entry['other_bytes']:,}",
+            f"{entry['count'] * entry['other_bytes']:,}",
         )
         for entry in record.entries[-MAX_LISTED:]
     ]
@@ -257,17 +245,6 @@ def _answer_table(record: SiteRecord) -> Iterator[Html]:
         text = f"The last {MAX_LISTED} of {len(record.entries)}: `fedplan egress` lists all."
         yield tag("p", text, class_="faint")
     yield html_table(("time", "answer", "round", *parts, "headers"), rows, numbers=2 + len(parts))
-
-
-def _decisions_section(entries: Sequence[Mapping[str, Any]]) -> PageSection:
-    """Return the section with a table of all decisions on studies at this site."""
-    rows = [
-        (_minute(each["time"]), each["word"], each["name"], each["study"][:12], each["approver"])
-        for each in entries
-        if each["word"] not in UNDECIDED
-    ]
-    columns = ("time", "decision", "name", "study", "by")
-    return PageSection("Decisions on studies", (html_table(columns, rows),) if rows else ())
 
 
 def _minute(time: str) -> str:

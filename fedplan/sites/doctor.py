@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,13 +20,11 @@ from fedplan.federation.compatibility import local_versions
 from fedplan.naming import allow_imports
 from fedplan.runners.site import ServerSection, Site
 from fedplan.runners.site_runtime import load_site_table
-from fedplan.sites.approvals import Approvals
 from fedplan.sites.gateway import site_approvals
 from fedplan.sites.policy import read_policy
 from fedplan.sites.tls_probe import find_proxy, probe_server
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.federated_data import load_federated_data
-from fedplan.studies.schema import Study
 from fedplan.tensors.devices import AUTO, resolve_device
 
 CheckState = Literal["ok", "warn", "fail"]
@@ -43,7 +41,10 @@ CLOCK_WARNING, CLOCK_FAILURE = 2.0, 5.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: its name, state and message, and a remedy unless the state is ok."""
+    """Result of one check of a site: `name` of the check, `state`, and a `message` for people.
+
+    `remedy` says how to fix a warning or failure; it may be empty.
+    """
 
     name: str
     state: CheckState
@@ -52,12 +53,7 @@ class Finding:
 
     def json(self) -> dict[str, str]:
         """Return the finding as plain values."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "message": self.message,
-            "remedy": self.remedy,
-        }
+        return asdict(self)
 
 
 class SiteCheck(Protocol):
@@ -67,22 +63,23 @@ class SiteCheck(Protocol):
 
 
 def check_site(site: Site) -> list[Finding]:
-    """Run all checks of a site, and return their findings.
+    """Run all checks of a site, and return their findings in the order of CHECKS.
 
     Connects to the server and reads the site's data, but changes nothing at either. Raises no
-    FedplanError or OSError: such an error is a finding.
+    FedplanError or OSError: each becomes a finding with state "fail".
     """
-    return [finding for name, check in CHECKS for finding in _run_check(name, check, site)]
-
-
-def _run_check(name: str, check: SiteCheck, site: Site) -> Iterator[Finding]:
-    try:
-        yield from check(site)
-    except (FedplanError, OSError) as error:
-        yield Finding(name, "fail", str(error))
+    findings = list[Finding]()
+    for name, check in CHECKS:
+        try:
+            for finding in check(site):
+                findings.append(finding)
+        except (FedplanError, OSError) as error:
+            findings.append(Finding(name, "fail", str(error)))
+    return findings
 
 
 def _check_policy(site: Site) -> Iterator[Finding]:
+    """Check that the policy file exists and is valid; ConfigError if it is not valid."""
     file = Path(site.policy)
     if not file.exists():
         remedy = "write it; with an empty file, each study needs the approval of a person"
@@ -97,13 +94,25 @@ def _check_policy(site: Site) -> Iterator[Finding]:
 
 
 def _check_keys(site: Site) -> Iterator[Finding]:
-    server = site.server
-    key_files = {"state.key": site.encryption_key, "node": server.node_key if server else ""}
-    for name, file in key_files.items():
-        if file:
-            yield _check_key_file(name, Path(file))
+    """Check that the site's key files exist, and that only their owner can read them.
+
+    A key that site.toml does not name is a warning.
+    """
+    server, state = site.server, site.encryption_key
+    for name, named in {"state.key": state, "node": server.node_key if server else ""}.items():
+        check, file = f"key {name}", Path(named)
+        if not named:
+            yield Finding(check, "warn", f"site.toml names no {name}", _WITHOUT_KEY[name])
+        elif not file.is_file():
+            yield Finding(check, "fail", f"{file} does not exist", "run `fedplan site keys`")
+        elif file.stat().st_mode & OTHER_USERS:
+            remedy = f"run `chmod 600 {file}`; if others may have read the key, make a new one"
+            yield Finding(check, "fail", f"other users can read {file}", remedy)
+        elif not os.access(file, os.R_OK):
+            remedy = "run this command as the user who serves the site"
+            yield Finding(check, "fail", f"{file} cannot be read", remedy)
         else:
-            yield Finding(f"key {name}", "warn", f"site.toml names no {name}", _WITHOUT_KEY[name])
+            yield Finding(check, "ok", f"only its owner can read {file.name}")
 
 
 _WITHOUT_KEY = {
@@ -113,27 +122,23 @@ _WITHOUT_KEY = {
 }
 
 
-def _check_key_file(name: str, file: Path) -> Finding:
-    """Check that a key file exists, and that its owner alone can read it."""
-    if not file.is_file():
-        return Finding(f"key {name}", "fail", f"{file} does not exist", "run `fedplan site keys`")
-    if file.stat().st_mode & OTHER_USERS:
-        remedy = f"run `chmod 600 {file}`; if others may have read the key, make a new one"
-        return Finding(f"key {name}", "fail", f"other users can read {file}", remedy)
-    if not os.access(file, os.R_OK):
-        remedy = "run this command as the user who serves the site"
-        return Finding(f"key {name}", "fail", f"{file} cannot be read", remedy)
-    return Finding(f"key {name}", "ok", f"only its owner can read {file.name}")
-
-
 def _check_server(site: Site) -> Iterator[Finding]:
-    """Check the connection to the server: proxy, certificate, clock and registration."""
+    """Check proxy, certificate, clock and registration; connects to the server.
+
+    After a failed connection, clock and registration are not checked.
+    """
     server = site.server
     if server is None:
         remedy = 'add [server] with address, ca = "ca.crt" and node_key = "node"'
         yield Finding("server", "fail", "site.toml names no server", remedy)
         return
-    yield _check_proxy(server)
+    if (proxy := find_proxy(server)) is None:
+        yield Finding("proxy", "ok", "the connection to the server uses no proxy")
+    else:
+        host = server.address.rpartition(":")[0]
+        remedy = f"if this is not intended, set NO_PROXY={host} in environment.sh"
+        message = f"the connection to the server uses the proxy {proxy.hostname}:{proxy.port or 80}"
+        yield Finding("proxy", "warn", message, remedy)
     if server.ca and not Path(server.ca).is_file():
         remedy = "ask the server's operator for this file"
         yield Finding("server", "fail", f"{server.ca} does not exist", remedy)
@@ -144,14 +149,20 @@ def _check_server(site: Site) -> Iterator[Finding]:
         remedy = _connection_remedy(str(error))
         yield Finding("server", "fail", f"{server.address}: {error}", remedy)
         return
-    yield _check_certificate(server, probe.certificate_days)
+    if (days := probe.certificate_days) is None:
+        remedy = "use this for tests on one machine only; otherwise set ca and node_key in [server]"
+        yield Finding("server", "warn", f"{server.address} answers without TLS", remedy)
+    else:
+        message = f"{server.address} answers; its certificate is valid for {days} days"
+        remedy = "ask the server's operator to renew the certificate" if days < FEW_DAYS else ""
+        yield Finding("server", "warn" if remedy else "ok", message, remedy)
     yield _check_clock(probe.clock_ahead)
     if server.ca and server.node_key and Path(server.node_key).is_file():
         yield _check_registration(site, server)
 
 
 def _connection_remedy(error_message: str) -> str:
-    """Return a remedy for a failed connection, by the text of its error."""
+    """Return advice for a person on a failed connection, chosen by words in the error message."""
     if "certificate" in error_message.lower():
         return (
             "check with the server's operator that ca.crt belongs to this server, and that the "
@@ -162,30 +173,8 @@ def _connection_remedy(error_message: str) -> str:
     return "check that the server is running, and that the firewall lets this machine connect"
 
 
-def _check_proxy(server: ServerSection) -> Finding:
-    proxy = find_proxy(server)
-    if proxy is None:
-        return Finding("proxy", "ok", "the connection to the server uses no proxy")
-    host = server.address.rpartition(":")[0]
-    remedy = f"if this is not intended, set NO_PROXY={host} in environment.sh"
-    message = f"the connection to the server uses the proxy {proxy.hostname}:{proxy.port or 80}"
-    return Finding("proxy", "warn", message, remedy)
-
-
-def _check_certificate(server: ServerSection, days: int | None) -> Finding:
-    """Check the days until the server's certificate expires; None means no TLS."""
-    if days is None:
-        remedy = "use this for tests on one machine only; otherwise set ca and node_key in [server]"
-        return Finding("server", "warn", f"{server.address} answers without TLS", remedy)
-    message = f"{server.address} answers; its certificate is valid for {days} days"
-    if days < FEW_DAYS:
-        remedy = "ask the server's operator to renew the certificate"
-        return Finding("server", "warn", message, remedy)
-    return Finding("server", "ok", message)
-
-
 def _check_clock(ahead: float | None) -> Finding:
-    """Check this machine's clock; `ahead` is in seconds, None if the server sends no time."""
+    """Return a finding on the seconds that this clock is ahead of the server's; None: unknown."""
     if ahead is None:
         return Finding("clock", "warn", "the server does not send its time")
     seconds = abs(ahead)
@@ -201,6 +190,7 @@ def _check_clock(ahead: float | None) -> Finding:
 
 
 def _check_registration(site: Site, server: ServerSection) -> Finding:
+    """Ask the server whether it knows the site's public key, and return the finding."""
     from fedplan.runners.flower.key_check import is_key_registered
 
     if is_key_registered(server):
@@ -213,7 +203,10 @@ def _check_registration(site: Site, server: ServerSection) -> Finding:
 
 
 def _check_state_folder(site: Site) -> Iterator[Finding]:
-    """Check permissions and free space of the state folder (`state`), or of its first parent."""
+    """Check permissions, lock and free space of the site's state folder `site.state`.
+
+    A folder that does not exist is not created; its nearest existing parent is checked.
+    """
     folder = Path(site.state)
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -223,33 +216,26 @@ def _check_state_folder(site: Site) -> Iterator[Finding]:
         message = f"other users can open {folder}"
         yield Finding("state", "warn", message, f"chmod 700 {folder}")
     else:
-        yield Finding("state", "ok", _serving_text(folder))
-    yield _check_disk(existing)
-
-
-def _serving_text(folder: Path) -> str:
-    """Describe whether a process serves the site of a state folder, by the folder's lock."""
-    if not folder.exists():
-        return f"{folder} will be created when the site is first served"
-    try:
-        with locked_folder(folder):
-            return f"{folder}; the site is not being served now"
-    except StoreError:
-        return f"{folder}; the site is being served"
-
-
-def _check_disk(folder: Path) -> Finding:
-    free = shutil.disk_usage(folder).free
-    message, remedy = f"{free / 2**30:.1f} GiB free", f"free some space on the disk of {folder}"
+        message = f"{folder} will be created when the site is first served"
+        if folder.exists():
+            try:
+                with locked_folder(folder):
+                    message = f"{folder}; the site is not being served now"
+            except StoreError:
+                message = f"{folder}; the site is being served"
+        yield Finding("state", "ok", message)
+    free = shutil.disk_usage(existing).free
+    message, remedy = f"{free / 2**30:.1f} GiB free", f"free some space on the disk of {existing}"
     if free < LITTLE_SPACE:
-        return Finding("disk", "fail" if free < NO_SPACE else "warn", message, remedy)
-    return Finding("disk", "ok", message)
+        yield Finding("disk", "fail" if free < NO_SPACE else "warn", message, remedy)
+    else:
+        yield Finding("disk", "ok", message)
 
 
 def _check_versions(site: Site) -> Iterator[Finding]:
-    """Report the versions of the packages, of Python and of the message format."""
+    """Report the versions of packages, Python and message format; fail if a package is missing."""
     versions = dict(local_versions())
-    message_format, python = versions.pop("wire"), ".".join(map(str, sys.version_info[:3]))
+    message_format, python = versions.pop("protocol"), ".".join(map(str, sys.version_info[:3]))
     missing = [name for name, version in versions.items() if not version]
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     message = f"{installed}, Python {python}, message format {message_format}"
@@ -267,7 +253,10 @@ def _check_device(site: Site) -> Iterator[Finding]:
 
 
 def _check_data(site: Site) -> Iterator[Finding]:
-    """Check the site's data with each approved study; without one, only that the file exists."""
+    """Check that the site's data exist, and load the data for each approved study.
+
+    Loading checks columns, labels and tokenizer; an error is a finding with state "fail".
+    """
     if not site.data:
         remedy = "set data to this site's table"
         yield Finding("data", "fail", "site.toml names no data", remedy)
@@ -275,34 +264,27 @@ def _check_data(site: Site) -> Iterator[Finding]:
     if not site.reader and not Path(site.data).exists():
         yield Finding("data", "fail", f"{site.data} does not exist", "check data in site.toml")
         return
-    studies = list(_approved_studies(site_approvals(site)))
+    approvals = site_approvals(site)
+    offered = (approvals.inbox.read_offer(digest).study for digest in approvals.inbox.digests())
+    studies = [study for study in offered if approvals.find_approval(study) is not None]
     if not studies:
         message = f"{site.data} exists; it is not read, because no study is approved"
         yield Finding("data", "ok", message)
     for study in studies:
-        yield _check_data_for(site, study)
-
-
-def _approved_studies(approvals: Approvals) -> Iterator[Study]:
-    for digest in approvals.inbox.digests():
-        study = approvals.inbox.read_offer(digest).study
-        if approvals.find_approval(study) is not None:
-            yield study
-
-
-def _check_data_for(site: Site, study: Study) -> Finding:
-    """Check that the site's data can be loaded for a study: columns, labels and tokenizer."""
-    name = f"data for {study.name}"
-    if study.clients.names and site.name not in study.clients.names:
-        remedy = "ask the server's operator for the name of this site"
-        return Finding(name, "fail", f"{site.name} is not one of the study's clients", remedy)
-    try:
-        with allow_imports(site.allow_packages):
-            table = load_site_table(site, study)
-            examples = load_federated_data(study, (site.name, table)).train[site.name]
-    except FedplanError as error:
-        return Finding(name, "fail", str(error), "check data and reader in site.toml")
-    return Finding(name, "ok", f"{len(examples)} examples to train on")
+        name = f"data for {study.name}"
+        if study.clients.names and site.name not in study.clients.names:
+            remedy = "ask the server's operator for the name of this site"
+            message = f"{site.name} is not one of the study's clients"
+            yield Finding(name, "fail", message, remedy)
+            continue
+        try:
+            with allow_imports(site.allow_packages):
+                table = load_site_table(site, study)
+                examples = load_federated_data(study, (site.name, table)).train[site.name]
+        except FedplanError as error:
+            yield Finding(name, "fail", str(error), "check data and reader in site.toml")
+        else:
+            yield Finding(name, "ok", f"{len(examples)} examples to train on")
 
 
 CHECKS: tuple[tuple[str, SiteCheck], ...] = (
@@ -318,7 +300,7 @@ CHECKS: tuple[tuple[str, SiteCheck], ...] = (
 
 
 def doctor_table(site: Site, findings: Sequence[Finding]) -> RenderableType:
-    """Return the findings as a table for rich, with a heading and a summary line."""
+    """Return the findings of `check_site` as a rich table, with a heading and a summary line."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -328,14 +310,12 @@ def doctor_table(site: Site, findings: Sequence[Finding]) -> RenderableType:
         if finding.remedy and finding.state != "ok":
             text.append(f"\n→ {finding.remedy}", style="bold" if finding.state == "fail" else "")
         table.add_row(Text(finding.state, style=STYLES[finding.state]), finding.name, text)
-    return Group(Text(f"Site {site.name}\n", style="bold"), table, Text(_summary_line(findings)))
-
-
-def _summary_line(findings: Sequence[Finding]) -> str:
     failures, warnings = (
         sum(finding.state == state for finding in findings) for state in ("fail", "warn")
     )
-    warned = f" Warnings: {warnings}." if warnings else ""
+    summary = "\nThis site can take part."
     if failures:
-        return f"\nThis site cannot take part yet. Failed checks: {failures}.{warned}"
-    return f"\nThis site can take part.{warned}"
+        summary = f"\nThis site cannot take part yet. Failed checks: {failures}."
+    if warnings:
+        summary += f" Warnings: {warnings}."
+    return Group(Text(f"Site {site.name}\n", style="bold"), table, Text(summary))

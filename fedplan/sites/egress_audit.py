@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress_log import RECORD, UPDATE, bytes_by_part
+from fedplan.federation.egress_log import EGRESS_LOG, UPDATE, bytes_by_part
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
 from fedplan.naming import allow_imports
@@ -21,17 +21,18 @@ from fedplan.sites.inbox import Inbox
 from fedplan.storage.chain import BrokenChain, head_file, read_chain
 from fedplan.studies.run_folder import read_run_agreement, read_run_study
 
-DECISION_FIELDS = ("word", "time", "study", "name", "approver", "run")
+DECISION_FIELDS = ("decision", "time", "study", "name", "approver", "run")
 """Text fields that every entry of the approvals file has."""
 
 
 @dataclass(frozen=True)
 class RunEgress:
-    """The answers that left a site in one run, with the records to check them against.
+    """All answers that left a site in one run, and an audit of the answers by the site's records.
 
-    `record` are the entries of the egress log, and `decisions` the entries of the approvals file
-    about the run's study. `folder` is the site's folder of the run, None if it is gone. `accounts`
-    are those of all datasets, and `approved_studies` the digests of all studies ever approved.
+    `record` has the run's entries of the egress log, `decisions` the entries of the approvals file
+    about the run's study. `state_folder` is the site's; `folder` is the run's folder in there, None
+    if deleted. `accounts` are the privacy accounts of all datasets, `approved_studies` the digests
+    of all studies ever approved. `faults()` runs the audit; nothing is written.
     """
 
     record: SiteRecord
@@ -58,9 +59,9 @@ class RunEgress:
 
     @cached_property
     def _agreement_or_error(self) -> Agreement | str:
-        """The agreement of the run, or the reason why it cannot be read.
+        """The agreement of the run, or the reason (a text) why the agreement cannot be read.
 
-        The inbox is opened without allowed packages: code that a study names is not run here.
+        No code that the study names is run: the inbox is opened without allowed packages.
         """
         if self.folder is None:
             return f"{self.state_folder} has no folder of the run"
@@ -70,19 +71,13 @@ class RunEgress:
         except FedplanError as error:
             return str(error)
 
-    def _has_approved_study(self) -> bool:
-        """Whether the last study in the run's folder is one of the approved ones."""
-        try:
-            with allow_imports(()):
-                return (
-                    self.folder is not None
-                    and read_run_study(self.folder).full_digest in self.approved_studies
-                )
-        except FedplanError:
-            return False
-
     def faults(self) -> Iterator[str]:
-        """Yield a sentence for each fault: no approval, no account, or parts the plan keeps."""
+        """Yield a sentence for each fault of the run; nothing if the audit finds none.
+
+        Faults are updates without approval or without an entry in a privacy account, values of
+        parts that the plan does not share, and a study or plan that is missing or differs from the
+        approved.
+        """
         yield from self.unapproved()
         if not self.updates:
             return
@@ -93,7 +88,12 @@ class RunEgress:
                 f"{self._agreement_or_error}"
             )
             return
-        if not self._has_approved_study():
+        try:
+            with allow_imports(()):
+                study_digest = read_run_study(self.folder).full_digest if self.folder else ""
+        except FedplanError:
+            study_digest = ""
+        if study_digest not in self.approved_studies:
             yield f"{self.name}: the study in the run's folder was not approved at this site"
         plan, params = self.agreement.method.plan, self.agreement.params
         if self.record.agreement["plan"] != plan.text:
@@ -104,17 +104,31 @@ class RunEgress:
                 yield f"{self.name}: values of {part} left, but the plan does not share it"
 
     def unapproved(self) -> Iterator[str]:
-        """Yield a sentence for each update that left without a valid approval of this run."""
-        for entry in self.updates:
-            if not self._is_approved(entry):
-                yield (
-                    f"{self.name}, round {entry['round']}: an update left, approved by "
-                    f"{entry['approver'] or 'nobody'} according to the log, but {APPROVALS_FILE} "
-                    "had no such approval at that time"
-                )
+        """Yield a sentence for each update that left without a valid approval of this run.
+
+        The last decision on the study before the update must be an approval, by the approver that
+        the egress log names. This run must be the first run that started after the approval.
+        """
+        for update in self.updates:
+            earlier = [entry for entry in self.decisions if entry["time"] <= update["time"]]
+            decided = [entry for entry in earlier if entry["decision"] not in UNDECIDED]
+            last = decided[-1] if decided else {"decision": "", "approver": ""}
+            if last["decision"] == APPROVED and last["approver"] == update["approver"]:
+                since = earlier[earlier.index(last) :]
+                runs = [entry["run"] for entry in since if entry["decision"] == STARTED]
+                if runs[:1] == [self.record.run]:
+                    continue
+            yield (
+                f"{self.name}, round {update['round']}: an update left, approved by "
+                f"{update['approver'] or 'nobody'} according to the log, but {APPROVALS_FILE} "
+                "had no such approval at that time"
+            )
 
     def _account_faults(self) -> Iterator[str]:
-        """Yield a sentence for each update that is in no account, or noised but not charged."""
+        """Yield a sentence for each update that the privacy accounts do not explain.
+
+        The update is in no account, or an account has noise for it but no charge of epsilon.
+        """
         noised = {
             request: has_noise
             for account in self.accounts
@@ -132,31 +146,16 @@ class RunEgress:
                     "was charged"
                 )
 
-    def _is_approved(self, update: Mapping[str, Any]) -> bool:
-        """Whether an update's approver had approved the study for this run when the update left.
-
-        An approval is valid for one run: the first that started after it.
-        """
-        earlier = [entry for entry in self.decisions if entry["time"] <= update["time"]]
-        decided = [entry for entry in earlier if entry["word"] not in UNDECIDED]
-        last = decided[-1] if decided else {"word": "", "approver": ""}
-        if last["word"] != APPROVED or last["approver"] != update["approver"]:
-            return False
-        runs = [
-            entry["run"] for entry in earlier[earlier.index(last) :] if entry["word"] == STARTED
-        ]
-        return runs[:1] == [self.record.run]
-
 
 def is_site_state(folder: Path) -> bool:
     """Whether a folder is the state folder of a site: it has an egress log."""
-    return (folder / RECORD).exists() or head_file(folder / RECORD).exists()
+    return (folder / EGRESS_LOG).exists() or head_file(folder / EGRESS_LOG).exists()
 
 
 def read_decisions(state_folder: Path) -> list[dict[str, Any]]:
-    """Return all entries of a site's approvals file, after checking its hash chain.
+    """Return all entries of the approvals file in a site's state folder, oldest first.
 
-    Returns none if there is no file. Raises BrokenChain if an entry was changed.
+    Empty without a file. Raises BrokenChain if the hash chain is broken or an entry lacks a field.
     """
     file = state_folder / APPROVALS_FILE
     entries = read_chain(file) if file.exists() or head_file(file).exists() else []

@@ -42,7 +42,7 @@ RUNS_FOLDER, REJOIN_FOLDER = "runs", "rejoin"
 
 
 class Approver(Protocol):
-    """Decides whether a study may run at a site: see Approvals."""
+    """Decides whether a study may run at a site; Approvals implements it, tests may use another."""
 
     @property
     def policy(self) -> Policy:
@@ -55,11 +55,13 @@ class Approver(Protocol):
 
 
 class SiteGateway:
-    """Answers the requests of a server at a site, for approved studies only.
+    """Answers the requests of a server at a site, for approved studies only. Call `answer`.
 
-    Every answer is written to the egress log before it leaves, refusals included. At most one study
-    is loaded at a time. `read_certificate_digest` returns the digest of the server's present TLS
-    certificate, or "".
+    `site` is the parsed site.toml; `approver` decides on studies (see Approvals);
+    `read_certificate_digest` returns the digest of the server's present TLS certificate, or "".
+    Every answer is logged by the egress log before `answer` returns; repeated refusals are only
+    counted, and an error code is sent even if the log cannot be written. At most one study's model
+    is loaded at a time. Creates log files in the state folder; not thread-safe.
     """
 
     def __init__(
@@ -79,10 +81,11 @@ class SiteGateway:
         self._certificate_digest = self._study_digest = ""
 
     def answer(self, kind: str, message: Message) -> Message:
-        """Return the answer to a request; `kind` is "hello", "poll", "train" or "evaluate".
+        """Return the answer to the request `message`; the first request of a run is a hello.
 
-        The answer to a request that is refused or fails is an error code alone; the error's text
-        goes to the site's fault log.
+        `kind` is "hello", "poll", "train", "evaluate" or a step of secure aggregation. Never raises
+        for a bad request: the answer to a refused or failed request is an error code alone, and the
+        error's text goes to the site's fault log.
         """
         # To compare two studies, the code that they name is imported.
         # Layer maps that a study registers must not be seen by the next study.
@@ -97,10 +100,10 @@ class SiteGateway:
             return answer
 
     def _log_answer(self, kind: str, message: Message, answer: Message) -> None:
-        """Log the kind, run and round of a request, and the error code of the answer, if any.
+        """Note kind, run and round of a request, and the answer's error code, in the site's log.
 
-        The same error is logged once in a row, since a server repeats its request while a study
-        waits for approval.
+        `message` is the request. The same error is logged once in a row, since a server repeats its
+        request while a study waits for approval.
         """
         fields = _message_fields(answer)
         code = next((encode_code(str(fields[word])) for word in KINDS if word in fields), "")
@@ -109,7 +112,7 @@ class SiteGateway:
             return
         self._last_logged = kind, run, code
         self.log.note(
-            f"{kind if kind in REQUESTS else 'request'} {'ended' if code else 'answered'}",
+            f"{kind if kind in REQUESTS else 'request'} {'error' if code else 'answered'}",
             code,
             level="warning" if code else "info",
             run=run,
@@ -118,25 +121,29 @@ class SiteGateway:
         )
 
     def _error_answer(self, code: str, message: Message) -> Message:
-        """Return the answer with an error code, after an entry in the egress log.
+        """Return an answer with an error code only, and add an entry to the egress log.
 
-        A failed write of the log does not block the answer.
+        `message` is the request. A failed write of the egress log does not block the answer.
         """
         answer = pack_message({}, {"client": self.site.name, **error_fields(code)})
         with suppress(FedplanError):
-            run = _run_id_or_empty(message)
+            run, offered_digest = _run_id_or_empty(message), ""
+            # A study that could not be parsed is identified by "?" and the hash of its JSON.
+            offered = None if self._study_digest else _message_fields(message).get("study")
+            if isinstance(offered, dict):
+                text = json.dumps(offered, sort_keys=True)
+                offered_digest = "?" + hashlib.sha256(text.encode()).hexdigest()
             self.egress.append(
                 error_entry(code, answer, site=self.site.name, run=run),
-                Authorization(
-                    self._study_digest or _offered_digest(message), self._certificate_digest
-                ),
+                Authorization(self._study_digest or offered_digest, self._certificate_digest),
             )
         return answer
 
     def _admit(self, kind: str, message: Message) -> SiteRuntime:
-        """Return the runtime of a request's study, ready to answer; raise if it must be refused.
+        """Check a request (`message`) and return the runtime of its study, ready to answer.
 
-        A hello binds its run to the offered study; any other request uses the run's study.
+        A hello binds its run to the offered study on disk; any other request uses the study of its
+        run. Raises RequestRefused if the study is not approved, or does not cover the request.
         """
         self._study_digest = ""
         run, (_, fields) = read_run_id(message), unpack_message(Message(message.header))
@@ -146,24 +153,34 @@ class SiteGateway:
         self._study_digest = study.full_digest
         approver = self.approver.require_approval(study, self._certificate_digest, run)
         if kind == HELLO:
-            self._bind(run, study)
+            file, text = self._study_file(run), study.model_dump_json(indent=1)
+            if not file.exists() or file.read_text(encoding="utf-8") != text:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, text)
         runtime = self._runtime_for(study)
         endpoint = runtime.endpoint(run)
         endpoint.authorization = Authorization(
             study.full_digest, self._certificate_digest, approver
         )
         if kind != HELLO:
-            _require_evaluation(kind, study)
-            _require_approved_round(study, fields)
+            if kind == EVALUATE and not study.evaluate.on_clients:
+                raise RequestRefused(
+                    "the server asks for metrics, but the approved study has no evaluation at sites"
+                ).with_code("metrics-not-allowed")
+            number, rounds = fields.get("round"), study.train.rounds
+            if type(number) is int and number > rounds:
+                raise RequestRefused(
+                    f"the server asks for round {number}, but the approved study has {rounds}"
+                ).with_code("too-many-rounds")
             self._require_current_state(endpoint, run, fields)
         return runtime
 
     def _offered_study(self, run: str, fields: Mapping[str, Any]) -> Study:
-        """Return the study in the fields of a hello.
+        """Parse and check the study in a hello, the first request of `run`; `fields` is its header.
 
-        Raises RequestRefused if there is none, if it names data of its own, if it continues a run
-        whose state is lost here, or if the run began with another study. Additional rounds do not
-        make it another study.
+        Raises RequestRefused if the study is missing, names data of its own, continues a run whose
+        state this site has lost, or differs from the study that the run began with in more than the
+        number of rounds; ConfigError if the study is invalid. Writes nothing.
         """
         offered = fields.get("study")
         if not isinstance(offered, dict):
@@ -182,13 +199,13 @@ class SiteGateway:
             if not site_run_folder(folder, study.continue_from).is_dir():
                 raise RequestRefused(
                     f"this site has lost its state of run {study.continue_from}"
-                ).with_code("restored")
+                ).with_code("outdated-state")
         if self._study_file(run).exists() and self._study_of_run(run).digest != study.digest:
             raise RequestRefused(f"run {run} belongs to another study").with_code("another-study")
         return study
 
     def _study_of_run(self, run: str) -> Study:
-        """Return the study that a run is bound to.
+        """Read the study that a run was bound to by its hello.
 
         Raises RequestRefused if the run is unknown, ConfigError if the file cannot be read.
         """
@@ -204,21 +221,14 @@ class SiteGateway:
             ) from error
         return study_from_dict(fields)
 
-    def _bind(self, run: str, study: Study) -> None:
-        """Write the file that binds a run to its study, unless it is there unchanged."""
-        file = self._study_file(run)
-        text = study.model_dump_json(indent=1)
-        if not file.exists() or file.read_text(encoding="utf-8") != text:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, text)
-
     def _study_file(self, run: str) -> Path:
         return self.state_folder / RUNS_FOLDER / f"{run}.json"
 
     def _runtime_for(self, study: Study) -> SiteRuntime:
-        """Return the runtime of a study under the present policy.
+        """Return the runtime (model, data, state) of a study under the present policy.
 
-        Only the last runtime is cached, since each holds a model.
+        Built if the study or the policy differs from the last call; only the last runtime is
+        cached.
         """
         policy = self.approver.policy
         key = study.full_digest, policy.digest
@@ -242,12 +252,14 @@ class SiteGateway:
     ) -> None:
         """Raise RequestRefused if the site's state is older than the last answer the server has.
 
-        `fields["heard"]` is the round of that answer. A permission of `allow_rejoin` lets the
-        request pass, and is deleted once the state has caught up.
+        `endpoint` has the state of `run`; `fields["last_update_round"]` in the request's header is
+        the round of the server's last answer. A permission file of `allow_rejoin` lets the request
+        pass, and is deleted once the state has caught up.
         """
         _, notes = endpoint.site.journal.client_state()
-        last_round = max((line["round"] for line in notes.get("lines", ())), default=0)
-        answered_round, permission = fields.get("heard"), self.state_folder / REJOIN_FOLDER / run
+        last_round = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
+        answered_round = fields.get("last_update_round")
+        permission = self.state_folder / REJOIN_FOLDER / run
         if type(answered_round) is not int or answered_round <= last_round:
             permission.unlink(missing_ok=True)
             return
@@ -256,7 +268,7 @@ class SiteGateway:
                 f"the server has an answer of {self.site.name} for round {answered_round} of run "
                 f"{run}, but the state of this site ends with round {last_round}: an old copy was "
                 f"restored, or files are lost; `fedplan site rejoin {run}` continues from there"
-            ).with_code("restored")
+            ).with_code("outdated-state")
 
 
 def site_approvals(site: Site) -> Approvals:
@@ -266,10 +278,11 @@ def site_approvals(site: Site) -> Approvals:
 
 
 def allow_rejoin(site: Site, run: str) -> None:
-    """Let a run continue once from a restored, older state of the site.
+    """Let the site continue `run` from a state folder that was restored from an older backup.
 
-    Records the permission with the approvals, and writes a file for the gateway. Raises
-    FedplanError if the site does not know the run, or the current user is no approver.
+    The permission ends when the state is as new as the server's. Records the permission in the
+    approvals, and writes a file for the gateway. Raises FedplanError if the site does not know the
+    run, or the current user is no approver.
     """
     file = Path(site.state) / RUNS_FOLDER / f"{run}.json"
     if not is_run_id(run) or not file.exists():
@@ -285,23 +298,8 @@ def allow_rejoin(site: Site, run: str) -> None:
         (folder / run).touch()
 
 
-def _require_evaluation(kind: str, study: Study) -> None:
-    if kind == EVALUATE and not study.evaluate.on_clients:
-        raise RequestRefused(
-            "the server asks for metrics, but the approved study has no evaluation at sites"
-        ).with_code("undisclosed")
-
-
-def _require_approved_round(study: Study, fields: Mapping[str, Any]) -> None:
-    number = fields.get("round")
-    if type(number) is int and number > study.train.rounds:
-        raise RequestRefused(
-            f"the server asks for round {number}, but the approved study has {study.train.rounds}"
-        ).with_code("rounds")
-
-
 def _run_id_or_empty(message: Message) -> str:
-    """Return the run id of a message, or "" if it has no valid one."""
+    """Return the run id in a message's header, or "" if missing or invalid."""
     try:
         return read_run_id(message)
     except FedplanError:
@@ -309,16 +307,8 @@ def _run_id_or_empty(message: Message) -> str:
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
-    """Return the fields of a message's header; none if it cannot be read."""
+    """Return the JSON fields of a message's header; empty if the header is malformed."""
     try:
         return unpack_message(Message(message.header))[1]
     except FedplanError:
         return {}
-
-
-def _offered_digest(message: Message) -> str:
-    """Return "?" and the SHA-256 of the study in a request, valid or not; "" without a study."""
-    offered = _message_fields(message).get("study")
-    if not isinstance(offered, dict):
-        return ""
-    return "?" + hashlib.sha256(json.dumps(offered, sort_keys=True).encode()).hexdigest()

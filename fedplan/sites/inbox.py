@@ -24,10 +24,10 @@ MAX_STUDIES, MAX_STUDY_BYTES = 200, 1 << 20
 
 @dataclass(frozen=True)
 class Offer:
-    """A study as a server offered it.
+    """A study as a server offered it to this site.
 
-    `digest` is the study's full digest, `time` the time of arrival in UTC (ISO 8601), and `server`
-    the digest of the server's TLS certificate, or "".
+    `digest` is the study's full digest, `time` the arrival (UTC, ISO 8601), and `server` the digest
+    of the server's TLS certificate, or "".
     """
 
     digest: str
@@ -37,24 +37,26 @@ class Offer:
 
 
 class Inbox:
-    """The offered studies in a site's state folder.
+    """The studies offered to a site, one JSON file each in `<state_folder>/inbox`.
 
-    Code that a study names may be imported from the packages in `allow` only.
+    `add` stores a study (and creates the folder), `read_offer` loads one by digest. Code that a
+    study names may be imported from the packages in `allow` only.
     """
 
     def __init__(self, state_folder: Path, allow: Sequence[str] = ()) -> None:
         self.folder, self.allow = state_folder / INBOX_FOLDER, tuple(allow)
 
     def digests(self) -> list[str]:
-        """Return the digests of all offered studies, oldest first."""
+        """Return the full digests of all stored studies, oldest file first."""
         files = self.folder.glob("*.json") if self.folder.exists() else ()
         return [file.stem for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
 
     def add(self, study: Study, *, server: str = "", decided: Container[str] = ()) -> bool:
-        """Write a study to the inbox, and return True; return False if it is there already.
+        """Write a study to the inbox and return True; return False if the study is there already.
 
-        A full inbox first deletes its oldest study whose digest is not in `decided`. Raises
-        RequestRefused if the study is too large, or if the inbox is full of decided studies.
+        `server` is the digest of the server's TLS certificate. A full inbox first deletes its
+        oldest study that is not in `decided`, the digests of studies to keep. Raises RequestRefused
+        if the study is too large, or if the inbox is full of decided studies.
         """
         with allow_imports(self.allow):
             file = self._file(study.full_digest)
@@ -77,9 +79,10 @@ class Inbox:
         return True
 
     def read_offer(self, digest: str) -> Offer:
-        """Return the offered study with this full digest.
+        """Load the offered study with this full digest.
 
-        Raises FedplanError if the file cannot be read, or if its study now has another digest.
+        Raises FedplanError if the file is missing or malformed, or if the stored study, or code
+        that the study names, has changed since the offer.
         """
         file = self._file(digest)
         try:
@@ -100,9 +103,9 @@ class Inbox:
         return offer
 
     def find_digest(self, prefix: str) -> str:
-        """Return the full digest of the one offered study whose digest starts with `prefix`.
+        """Return the full digest of the one stored study with a digest that starts with `prefix`.
 
-        Raises FedplanError if no study matches, or more than one.
+        Raises FedplanError if no study matches, or several do.
         """
         matches = [digest for digest in self.digests() if prefix and digest.startswith(prefix)]
         if not matches:

@@ -27,30 +27,39 @@ LOCK_HEADER = """# Packages that fedplan ran with on Python {python}, with hashe
 
 
 def write_requirements_lock(folder: Path, requirement: str = SITE_REQUIREMENT) -> Path:
-    """Write the lock file of an installed requirement with all its dependencies; return its path.
+    """Write `folder/requirements.lock` with versions and wheel hashes, and return the path.
 
-    Downloads missing wheels with pip into `folder/wheels`. Raises FedplanError if a package is not
-    installed, or pip finds no wheel of its version.
+    `folder` must exist. Covers the installed `requirement` and all its dependencies. Missing wheels
+    are downloaded with pip into `folder/wheels`. Raises FedplanError if a package is not installed,
+    or pip finds no wheel of the installed version. An existing lock file is overwritten.
     """
     wheels = folder / WHEELS_FOLDER
     wheels.mkdir(exist_ok=True)
     versions = installed_versions(requirement)
-    _download_missing(wheels, versions)
+    if missing := _missing_wheels(wheels, versions):
+        _download(wheels, missing)  # all at once, then one by one those still missing
+    for missing_one in _missing_wheels(wheels, versions):
+        _download(wheels, [missing_one])
     if missing := _missing_wheels(wheels, versions):
         raise FedplanError(
             f"pip finds no wheel of {', '.join(missing)} for this machine: put the wheel into "
             f"{wheels}, or set pip to an index that has it, and run this command again"
         )
-    header = LOCK_HEADER.format(python=".".join(map(str, sys.version_info[:2])), lock=LOCK_FILE)
-    lines = [_lock_line(wheels, name, version) for name, version in versions.items()]
-    (folder / LOCK_FILE).write_text(header + "".join(lines), encoding="utf-8")
+    text = LOCK_HEADER.format(python=".".join(map(str, sys.version_info[:2])), lock=LOCK_FILE)
+    for name, version in versions.items():
+        file = _find_wheel(wheels, name, version)
+        assert file is not None
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        text += f"{name}=={version} --hash=sha256:{digest}\n"
+    (folder / LOCK_FILE).write_text(text, encoding="utf-8")
     return folder / LOCK_FILE
 
 
 def installed_versions(requirement: str) -> dict[str, str]:
-    """Return the installed version of a requirement and of all its dependencies, sorted by name.
+    """Return installed versions by package name: a requirement and all its dependencies, sorted.
 
-    Raises FedplanError if one of them is not installed.
+    Extras and environment markers are followed. Raises FedplanError if a package is not installed.
     """
     from packaging.requirements import Requirement
 
@@ -62,7 +71,12 @@ def installed_versions(requirement: str) -> dict[str, str]:
             if (key := (_normalize_name(current.name), extra)) in visited:
                 continue
             visited.add(key)
-            distribution = _distribution(current.name)
+            try:
+                distribution = Distribution.from_name(current.name)
+            except PackageNotFoundError as error:
+                raise FedplanError(
+                    f"{current.name} is not installed: run `pip install {current.name}`"
+                ) from error
             versions[key[0]] = distribution.version
             required = [Requirement(text) for text in distribution.requires or ()]
             queue += [
@@ -71,28 +85,15 @@ def installed_versions(requirement: str) -> dict[str, str]:
     return dict(sorted(versions.items()))
 
 
-def _distribution(name: str) -> Distribution:
-    try:
-        return Distribution.from_name(name)
-    except PackageNotFoundError as error:
-        raise FedplanError(f"{name} is not installed: run `pip install {name}`") from error
-
-
-def _download_missing(wheels: Path, versions: Mapping[str, str]) -> None:
-    """Download the missing wheels with pip: all at once, then one by one the ones still missing."""
-    if missing := _missing_wheels(wheels, versions):
-        _download(wheels, missing)
-    for requirement in _missing_wheels(wheels, versions):
-        _download(wheels, [requirement])
-
-
 def _download(wheels: Path, requirements: Sequence[str]) -> None:
+    """Download wheels of `name==version` requirements with pip into a folder, ignoring failures."""
     options = ["download", "--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(wheels)]
     command = [sys.executable, "-m", "pip", *options, *requirements]
     subprocess.run(command, check=False, capture_output=True)  # noqa: S603
 
 
 def _missing_wheels(wheels: Path, versions: Mapping[str, str]) -> list[str]:
+    """Return "name==version" for each package without a wheel in the folder `wheels`."""
     return [
         f"{name}=={version}"
         for name, version in versions.items()
@@ -100,17 +101,8 @@ def _missing_wheels(wheels: Path, versions: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _lock_line(wheels: Path, name: str, version: str) -> str:
-    """Return the line of a package in the lock file, with the SHA-256 of its wheel."""
-    file = _find_wheel(wheels, name, version)
-    assert file is not None
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return f"{name}=={version} --hash=sha256:{digest}\n"
-
-
 def _find_wheel(wheels: Path, name: str, version: str) -> Path | None:
-    """Return the wheel of a version in a folder; None if there is none."""
+    """Return the wheel file of a package version in the folder `wheels`; None if there is none."""
     for file in sorted(wheels.glob("*.whl")):
         package, _, tags = file.stem.partition("-")
         if _normalize_name(package) == name and tags.startswith(f"{version}-"):

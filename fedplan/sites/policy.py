@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +46,7 @@ PartText = Annotated[str, AfterValidator(_check_part)]
 
 
 class LimitsSection(Section):
-    """Limits on each dataset of the site, over all studies; 0 is no limit."""
+    """Limits on the rounds, bytes and epsilon of all studies together, for each dataset."""
 
     rounds: Count = Limits.rounds
     """The most rounds that are answered; 0 is no limit."""
@@ -59,7 +59,7 @@ class LimitsSection(Section):
 
 
 class RequiredPrivacySection(Section):
-    """The differential privacy that a study must promise."""
+    """The differential privacy that a study must promise: unit, largest epsilon, largest delta."""
 
     unit: Unit
     """The unit that a study must protect: client or example."""
@@ -70,10 +70,10 @@ class RequiredPrivacySection(Section):
 
 
 class Policy(Section):
-    """The rules of a site for all studies.
+    """The rules of a site for all studies, read from policy.toml by `read_policy`.
 
-    A study that violates the policy never runs. A study that the policy allows needs the approval
-    of a person, or of nobody with `auto_approve`.
+    A study that violates the policy (see `policy_violations`) never runs. A study that the policy
+    allows needs the approval of a person, or runs at once with `auto_approve`.
     """
 
     auto_approve: bool = False
@@ -113,14 +113,43 @@ class Policy(Section):
 
     def summary_lines(self) -> list[str]:
         """Return the policy as sentences for a person."""
-        return list(_summary(self))
+        approvers = ", ".join(self.approvers) or "anyone who can write the site's state folder"
+        metrics = f"from {self.min_examples} examples on: {', '.join(self.metrics)}"
+        count = "may leave" if self.reveal_example_count else "never leaves"
+        lines = [
+            "Studies that this policy allows are approved automatically."
+            if self.auto_approve
+            else f"Each study needs the approval of a person: {approvers}.",
+            f"Parts of the model that never leave: {', '.join(self.never_share) or 'none'}.",
+            f"Metrics that may leave, {metrics}."
+            if self.metrics
+            else "No metrics or losses leave.",
+            f"The number of examples {count}.",
+        ]
+        if self.min_sites_in_sum:
+            lines.append(
+                f"The server may see only sums of updates of {self.min_sites_in_sum} sites or more."
+            )
+        if self.colluders:
+            lines.append(
+                f"The server must not see this site's update, even if {self.colluders} of the "
+                "other sites give it all their data."
+            )
+        fields = self.limits.model_dump(exclude={"delta"})
+        limits = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value)
+        lines.append(f"Limits for each dataset, over all studies: {limits or 'none'}.")
+        if (required := self.require_privacy) is not None:
+            lines.append(
+                f"A study must protect each {required.unit} by differential privacy with at most "
+                f"epsilon {required.epsilon:g} at delta {required.delta:g}."
+            )
+        return lines
 
 
 def read_policy(file: Path) -> Policy:
-    """Return the policy in a file.
+    """Parse and validate a policy file; ConfigError if missing, unreadable or invalid.
 
-    Raises ConfigError if the file is missing, cannot be read, or is invalid. A missing file is no
-    empty policy, since that would allow every study.
+    A missing file is no empty policy, since an empty policy allows every study.
     """
     try:
         return policy_from_dict(parse_toml(file.read_text(encoding="utf-8")))
@@ -134,7 +163,7 @@ def read_policy(file: Path) -> Policy:
 
 
 def policy_from_dict(fields: Mapping[str, object]) -> Policy:
-    """Return a policy from plain values; raise ConfigError with a line for each invalid field."""
+    """Build a policy from the fields of policy.toml; ConfigError lists every invalid field."""
     reasons = {name: unserializable_reason(value) for name, value in fields.items()}
     faults = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     try:
@@ -148,10 +177,10 @@ def policy_from_dict(fields: Mapping[str, object]) -> Policy:
 def policy_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None = None
 ) -> list[str]:
-    """Return a sentence for each way in which a study violates a policy; none if it is allowed.
+    """Return a sentence for each way in which a study violates a policy; empty if allowed.
 
-    `agreement` is the study's outline. `site` is the site's name and traits; without it, the study
-    must be allowed for every client.
+    `agreement` is `outline_agreement(study)`. `site` is the site's name and traits; without a site
+    the study must be allowed for every client. Raises nothing for a violation.
     """
     site = site_in_study(study, site)
     return [
@@ -163,7 +192,7 @@ def policy_violations(
 
 
 def site_in_study(study: Study, site: Turn | None) -> Turn | None:
-    """Return a site with the traits that a study gives it added; the site's own traits win."""
+    """Return a copy of `site` with the traits that a study gives it; its own traits win."""
     if site is None:
         return None
     return replace(site, traits={**study.clients.traits.get(site.client, {}), **site.traits})
@@ -172,16 +201,20 @@ def site_in_study(study: Study, site: Turn | None) -> Turn | None:
 def shareable_params(
     agreement: Agreement, rounds: int, site: Turn | None = None
 ) -> dict[Param, Turn]:
-    """Return the params that may leave in a run, each with the first turn that may share it.
+    """Return the params whose values may leave in a run, each with the first turn that shares it.
 
-    Without `site`, all client classes are checked. Every phase is checked in every round, since the
-    server decides the phase. If the rounds cannot be enumerated, every param that the plan ever
-    shares is returned, with an empty Turn.
+    `agreement` has plan and params. Without `site`, all client classes are checked. Every phase is
+    checked in each round from 1 to `rounds`, since the server decides the phase. With more than
+    MAX_ROUNDS_CHECKED rounds, only rounds in which the plan may change are checked; if these cannot
+    be listed, every param that the plan ever shares is returned, with an empty Turn.
     """
     plan, params, first_turns = agreement.method.plan, agreement.params, dict[Param, Turn]()
-    numbers = _rounds_to_check(agreement, rounds)
-    if numbers is None:
-        return dict.fromkeys(params_with_roles(plan, params, Role.SHARE), Turn())
+    numbers: Sequence[int] = range(1, rounds + 1)
+    if rounds > MAX_ROUNDS_CHECKED:
+        changes = rounds_to_check(plan)
+        if changes is None:
+            return dict.fromkeys(params_with_roles(plan, params, Role.SHARE), Turn())
+        numbers = sorted(number for number, _ in changes)
     clients = [turn for _, turn in client_classes(plan, None)] if site is None else [site]
     checked = set[object]()
     for number in numbers:
@@ -196,18 +229,13 @@ def shareable_params(
     return first_turns
 
 
-def _rounds_to_check(agreement: Agreement, rounds: int) -> list[int] | None:
-    """Return the rounds in which a plan may change; None if a long plan may change at any time."""
-    if rounds <= MAX_ROUNDS_CHECKED:
-        return list(range(1, rounds + 1))
-    changes = rounds_to_check(agreement.method.plan)
-    return None if changes is None else sorted(number for number, _ in changes)
-
-
 def _never_share_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None
 ) -> Iterator[str]:
-    """Yield a sentence for each part in `never_share` that the study shares, or may share."""
+    """Yield a sentence for each part in `never_share` that a study shares, or perhaps shares.
+
+    `site` is the site's name and traits; None checks all clients.
+    """
     shareable = shareable_params(agreement, study.train.rounds, site) if policy.never_share else {}
     for text in policy.never_share:
         part = parse_part(text)
@@ -217,9 +245,11 @@ def _never_share_violations(
         uncertain = [p for p in shareable if p not in shared and part.is_uncertain(p)]
         if shared:
             first = min(shared.values(), key=lambda turn: turn.round)
+            phase = f' in phase "{first.phase}"' if first.phase else ""
+            when = f" from round {first.round} on{phase}" if first.round else " in some round"
             yield (
                 f"never_share: {text} must never leave this site, but the plan shares "
-                f"{_first_names([p.key for p in shared])}{_turn_text(first)}"
+                f"{_first_names([p.key for p in shared])}{when}"
             )
         if uncertain:
             yield (
@@ -230,20 +260,19 @@ def _never_share_violations(
 
 
 def _is_in_part(part: Part, param: Param, params: Params) -> bool:
-    """Whether a param belongs to a part, by itself, by its tied names, or as an adapter.
+    """Whether a param belongs to a part of the model, directly, by a tied name, or as an adapter.
 
     A tied name counts as a head, since an embedding may be the head too. An adapter also belongs to
-    the parts of the layers that it adapts: with a public base model, it is the trained layer.
+    the parts of the layers (among `params`) that it adapts: with a public base model, the adapter
+    is the trained layer.
     """
     related = [replace(param, name=name, kind=Kind.HEAD) for name in param.tied]
     if param.kind is Kind.ADAPTER:
-        related += [each for each in params if _is_adapted_by(each, param)]
+        for other in params:
+            module = other.name.rpartition(".")[0].removesuffix(".base_layer")
+            if other.kind is not Kind.ADAPTER and param.name.startswith(f"{module}."):
+                related.append(other)
     return any(part.holds(each) for each in (param, *related))
-
-
-def _is_adapted_by(param: Param, adapter: Param) -> bool:
-    module = param.name.rpartition(".")[0].removesuffix(".base_layer")
-    return param.kind is not Kind.ADAPTER and adapter.name.startswith(f"{module}.")
 
 
 def _first_names(names: list[str]) -> str:
@@ -251,17 +280,24 @@ def _first_names(names: list[str]) -> str:
     return ", ".join(names[:2]) + more
 
 
-def _turn_text(turn: Turn) -> str:
-    phase = f' in phase "{turn.phase}"' if turn.phase else ""
-    return f" from round {turn.round} on{phase}" if turn.round else " in some round"
-
-
 def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence for each limit that the whole run of a study would exceed."""
-    rounds, guarantee = study.train.rounds, agreement.guarantee
+    """Yield a sentence for each limit that a whole run of the study would exceed.
+
+    A study without fitting differential privacy exceeds a limit on epsilon. `agreement` is the
+    outline of the study. Past use of the datasets is not counted here.
+    """
+    rounds, guarantee, upload = study.train.rounds, agreement.guarantee, 0
     if limits.rounds and rounds > limits.rounds:
         yield f"limits.rounds is {limits.rounds}, but the study has {rounds} rounds"
-    if limits.bytes and (upload := _least_upload(agreement, rounds)) > limits.bytes:
+    if limits.bytes:
+        run = forecast(
+            agreement.method.plan,
+            agreement.params,
+            rounds=min(rounds, MAX_ROUNDS_CHECKED),
+            wire_cost=agreement.wire_cost,
+        )
+        upload = min(sum(least for least, _ in client.uploads) for client in run.clients)
+    if upload > limits.bytes:
         yield (
             f"limits.bytes is {megabytes(limits.bytes)} MB, but the study sends at least "
             f"{megabytes(upload)} MB"
@@ -281,19 +317,11 @@ def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement)
             )
 
 
-def _least_upload(agreement: Agreement, rounds: int) -> int:
-    """Return the fewest bytes that a client uploads in a run, of at most MAX_ROUNDS_CHECKED."""
-    run = forecast(
-        agreement.method.plan,
-        agreement.params,
-        rounds=min(rounds, MAX_ROUNDS_CHECKED),
-        wire_cost=agreement.wire_cost,
-    )
-    return min(sum(least for least, _ in client.uploads) for client in run.clients)
-
-
 def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence if a study reveals the number of examples, or has too little privacy."""
+    """Yield a sentence if a study reveals the number of examples, or promises too little privacy.
+
+    Compares the policy with the study's `[privacy]` and its outline `agreement`.
+    """
     guarantee = agreement.guarantee
     reveals_count = not agreement.secagg.equal_weights
     if guarantee is not None:
@@ -357,38 +385,8 @@ def _secagg_violations(policy: Policy, study: Study, agreement: Agreement) -> It
 def example_filters(study: Study) -> list[str]:
     """Return the fields by which a study selects some of a site's examples, as `name = value`.
 
-    A study with such a field is not approved by rule.
+    Empty without such fields; a study with one is not approved by rule.
     """
     data = study.data
     values = {name: getattr(data, name) for name in ("filter", "train_filter", "max_examples")}
     return [f"data.{name} = {value}" for name, value in values.items() if value]
-
-
-def _summary(policy: Policy) -> Iterator[str]:
-    """Yield the sentences of `Policy.summary_lines`."""
-    approvers = ", ".join(policy.approvers) or "anyone who can write the site's state folder"
-    yield (
-        "Studies that this policy allows are approved automatically."
-        if policy.auto_approve
-        else f"Each study needs the approval of a person: {approvers}."
-    )
-    yield f"Parts of the model that never leave: {', '.join(policy.never_share) or 'none'}."
-    metrics = f"from {policy.min_examples} examples on: {', '.join(policy.metrics)}"
-    yield f"Metrics that may leave, {metrics}." if policy.metrics else "No metrics or losses leave."
-    count = "may leave" if policy.reveal_example_count else "never leaves"
-    yield f"The number of examples {count}."
-    if policy.min_sites_in_sum:
-        yield f"The server may see only sums of updates of {policy.min_sites_in_sum} sites or more."
-    if policy.colluders:
-        yield (
-            f"The server must not see this site's update, even if {policy.colluders} of the other "
-            "sites give it all their data."
-        )
-    fields = {name: value for name, value in policy.limits.model_dump().items() if name != "delta"}
-    limits = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value)
-    yield f"Limits for each dataset, over all studies: {limits or 'none'}."
-    if (required := policy.require_privacy) is not None:
-        yield (
-            f"A study must protect each {required.unit} by differential privacy with at most "
-            f"epsilon {required.epsilon:g} at delta {required.delta:g}."
-        )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -40,9 +40,10 @@ NO_PRIVACY = "no differential privacy; the values that leave are computed from t
 
 @dataclass(frozen=True)
 class PartReview:
-    """One part of the model: its roles over the run, joined by " or ", and its upload.
+    """One part of the model: `roles` over the run, joined by " or ", and the upload in bytes.
 
-    `bytes_per_round` is the largest upload of a round, and `bytes_total` that of the whole run.
+    `bytes_per_round` is the largest upload of a round, `bytes_total` the largest upload of the
+    whole run, or of the first MAX_ROUNDS_CHECKED rounds.
     """
 
     part: str
@@ -53,11 +54,11 @@ class PartReview:
 
 @dataclass(frozen=True)
 class StudyReview:
-    """The facts about a study that an approver needs; rich prints it as a page of text.
+    """The facts about a study that an approver needs; printing with rich shows a page of text.
 
-    `plan` is the plan's text and `privacy` the privacy statement. `code` lists the code that the
-    study names, `disclosures` the data that leave besides the model's values, `changes` the
-    differences from the last approved study, and `violations` those of the site's policy.
+    `parts` has roles and bytes of each part of the model; `plan` and `privacy` are texts. `code`
+    lists the code that the study names, `disclosures` all data that leaves besides model values,
+    `changes` the differences from the last approved study, and `violations` of the site's policy.
     """
 
     study: Study
@@ -75,20 +76,12 @@ class StudyReview:
             "study": self.study.full_digest,
             "name": self.study.name,
             "plan": self.plan,
-            "parts": [
-                {
-                    "part": p.part,
-                    "roles": p.roles,
-                    "each": p.bytes_per_round,
-                    "total": p.bytes_total,
-                }
-                for p in self.parts
-            ],
+            "parts": [asdict(part) for part in self.parts],
             "privacy": self.privacy,
             "code": list(self.code),
-            "tells": list(self.disclosures),
-            "news": list(self.changes),
-            "against": list(self.violations),
+            "disclosures": list(self.disclosures),
+            "changes": list(self.changes),
+            "violations": list(self.violations),
         }
 
     def __rich__(self) -> RenderableType:
@@ -99,6 +92,12 @@ class StudyReview:
             f"The study continues run {study.continue_from}: this site starts from its state of "
             "that run.\n"
         )
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in ("part", "role", "MB per round", "MB in total"):
+            table.add_column(name, justify="right" if name.startswith("MB") else "left")
+        for part in self.parts:
+            sizes = (megabytes(n) if n else "-" for n in (part.bytes_per_round, part.bytes_total))
+            table.add_row(part.part, part.roles, *sizes)
         return Group(
             Text(f"{study.name}: study {study.full_digest}", style="bold"),
             Text(
@@ -106,7 +105,7 @@ class StudyReview:
                 "model values leave this site in total\n"
             ),
             *([Text(continued)] if study.continue_from else []),
-            self._table(),
+            table,
             Text("".join(meanings)),
             _bullet_list("Also sent to the server", self.disclosures),
             Text(f"\nPrivacy: {self.privacy}"),
@@ -114,16 +113,6 @@ class StudyReview:
             _bullet_list("Changes since the last approved study", self.changes),
             _bullet_list("Violations of this site's policy", self.violations or ("none",)),
         )
-
-    def _table(self) -> Table:
-        """Return the parts as a table: name, roles, MB per round, MB in total."""
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for name in ("part", "role", "MB per round", "MB in total"):
-            table.add_column(name, justify="right" if name.startswith("MB") else "left")
-        for part in self.parts:
-            sizes = (megabytes(n) if n else "-" for n in (part.bytes_per_round, part.bytes_total))
-            table.add_row(part.part, part.roles, *sizes)
-        return table
 
 
 def review_study(
@@ -137,8 +126,9 @@ def review_study(
     """Return the review of a study, computed from names and shapes without loading weights.
 
     `last` is the last approved study, to compare with. `site` is the site's name and traits;
-    without it, the review is for the client with the largest upload. `policy` limits the metrics
-    that leave; `violations` are shown as given. Raises FedplanError if the study cannot be built.
+    without a site, the review is for the client with the largest upload. `policy` limits the
+    metrics that leave; `violations` are copied into the review. Raises FedplanError if the study
+    cannot be built.
     """
     agreement = outline_agreement(study)
     parts = _review_parts(_forecast(study, agreement, site))
@@ -159,9 +149,9 @@ def review_study(
 
 
 def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast:
-    """Forecast the roles and bytes of a study's run, for the site if given, else for all classes.
+    """Forecast roles and bytes of a study's run: for `site`, or for all client classes if None.
 
-    Covers at most MAX_ROUNDS_CHECKED rounds.
+    `agreement` is the outline of the study. Covers at most MAX_ROUNDS_CHECKED rounds.
     """
     phase_rule, site = agreement.method.phase_rule, site_in_study(study, site)
     return forecast(
@@ -175,7 +165,10 @@ def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast
 
 
 def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
-    """Return a review of each kind of param, for the client class with the largest upload."""
+    """Return a review of each part of the model, for the client class that uploads most.
+
+    A part is here all params of one kind.
+    """
     client = max(run.clients, key=lambda each: each.max_upload)
     params_by_kind = dict[str, list[Param]]()
     for param in sort_params(run.params):
@@ -196,7 +189,10 @@ def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
 
 
 def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> Iterator[str]:
-    """Yield a phrase for each piece of data that leaves besides the model's values."""
+    """Yield a phrase for each piece of data that leaves besides the model's values.
+
+    `agreement` is the outline of the study; `policy` None lists metrics without a restriction.
+    """
     yield "this site's name, its traits, and the versions of its software packages"
     yield (
         "digests of the values that it trains; those of values that stay here are keyed with a "
@@ -236,7 +232,10 @@ def _changes(
     parts: tuple[PartReview, ...],
     last_parts: tuple[PartReview, ...],
 ) -> Iterator[str]:
-    """Yield the differences of a study from the last approved one: roles of parts, then fields."""
+    """Yield each difference of a study from the last approved study: roles of parts, then fields.
+
+    `parts` and `last_parts` are the reviews of both studies' parts.
+    """
     if last is None:
         yield "everything: no study was approved at this site before"
         return

@@ -18,9 +18,10 @@ from fedplan.storage.locks import acquire_folder_lock
 
 
 def serve_site(folder: Path) -> None:
-    """Serve the site described in a folder until SIGTERM or SIGINT.
+    """Serve the site described by site.toml in `folder`; block until SIGTERM or SIGINT.
 
-    Sets the process's umask, signal handlers and NO_PROXY, and locks the site's state folder.
+    Sets the process's umask, signal handlers and NO_PROXY, and locks the site's state folder, which
+    is created if missing. Raises StoreError if another process serves the site.
     """
     site, stopped = read_site(folder), threading.Event()
     os.umask(0o077)
@@ -41,11 +42,11 @@ def serve_site(folder: Path) -> None:
     state_folder.mkdir(parents=True, exist_ok=True)
     lock = acquire_folder_lock(state_folder)
     gateway = make_gateway(site)
-    gateway.log.note("site begun", site=site.name)
+    gateway.log.note("site started", site=site.name)
     with run_supernode(site, stopped) as api:
         serve_tasks(api, gateway.answer, stopped)
     gateway.egress.flush()
-    gateway.log.note("site ended", site=site.name)
+    gateway.log.note("site stopped", site=site.name)
     del lock
 
 
@@ -55,7 +56,7 @@ def make_gateway(site: Site) -> SiteGateway:
 
 
 def server_certificate_digest(site: Site) -> str:
-    """Return the SHA-256 of the certificate that the site's server presents now.
+    """Connect to the site's server and return the SHA-256 of the TLS certificate it presents.
 
     Returns "" without a server, without TLS, and if the server cannot be reached.
     """

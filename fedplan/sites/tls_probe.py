@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ class ServerProbe:
 
     `certificate_days` are the days until the server's certificate expires; None without TLS.
     `clock_ahead` are the seconds by which this machine's clock is ahead of the server's, negative
-    if it is behind; None if the server sends no date.
+    if behind; None if the server sends no date.
     """
 
     certificate_days: int | None
@@ -46,12 +46,15 @@ def probe_server(server: ServerSection) -> ServerProbe:
     """Send a GET request to a server as a Flower node would, and return the findings.
 
     With `server.ca`, the server's certificate is verified, including the host name. Raises
-    FedplanError if the connection or the verification fails.
+    FedplanError if the connection or the verification fails, after at most TIMEOUT seconds.
     """
     with _connect(server) as connection:
         days = None
         if isinstance(connection.sock, ssl.SSLSocket):
-            days = _days_left(connection.sock.getpeercert())
+            expiry = (connection.sock.getpeercert() or {}).get("notAfter")
+            if isinstance(expiry, str):
+                seconds = ssl.cert_time_to_seconds(expiry) - datetime.now(UTC).timestamp()
+                days = int(seconds // 86400)
         sent = datetime.now(UTC)
         connection.request("GET", "/")
         return ServerProbe(days, _clock_ahead(connection.getresponse().getheader("Date"), sent))
@@ -71,9 +74,10 @@ def certificate_digest(server: ServerSection) -> str:
 
 @contextmanager
 def _connect(server: ServerSection) -> Generator[HTTPConnection]:
-    """Yield an open connection to a server, through a proxy if the environment sets one.
+    """Open a connection to a server for the body, through a proxy if the environment sets one.
 
-    Uses TLS if `server.ca` is set. Connection errors, also of the body, become FedplanError.
+    Uses TLS if `server.ca` is set. OSError and HTTPException, also of the body, become
+    FedplanError; an unreadable file `server.ca` raises OSError.
     """
     host, port = server_host_port(server)
     context = ssl.create_default_context(cafile=server.ca) if server.ca else None
@@ -95,7 +99,7 @@ def _connect(server: ServerSection) -> Generator[HTTPConnection]:
 
 
 def server_host_port(server: ServerSection) -> tuple[str, int]:
-    """Return host and port of a server's address; raise FedplanError unless it is HOST:PORT."""
+    """Return (host, port) of a server's address; FedplanError if the address is not HOST:PORT."""
     host, _, port = server.address.rpartition(":")
     if not host or not port.isdecimal():
         raise FedplanError(f"[server] address is {server.address!r}: write it as HOST:PORT")
@@ -103,7 +107,7 @@ def server_host_port(server: ServerSection) -> tuple[str, int]:
 
 
 def find_proxy(server: ServerSection) -> Proxy | None:
-    """Return the proxy that the environment variables set for a server; None if there is none."""
+    """Return the proxy that environment variables set for a server; None if there is none."""
     proxies = getproxies()
     url = proxies.get("https" if server.ca else "http", "") or proxies.get("all", "")
     if not url or proxy_bypass(server_host_port(server)[0]):
@@ -112,20 +116,12 @@ def find_proxy(server: ServerSection) -> Proxy | None:
     return Proxy(parts.hostname, parts.port)
 
 
-def _days_left(certificate: Mapping[str, object] | None) -> int | None:
-    """Return the whole days until a certificate, as `getpeercert` gives it, expires."""
-    expiry = (certificate or {}).get("notAfter")
-    if not isinstance(expiry, str):
-        return None
-    seconds = ssl.cert_time_to_seconds(expiry) - datetime.now(UTC).timestamp()
-    return int(seconds // 86400)
-
-
 def _clock_ahead(date: str | None, sent: datetime) -> float | None:
-    """Return the smallest clock difference, in seconds, that explains a server's Date header.
+    """Return the smallest clock difference, in seconds, that agrees with a server's Date header.
 
-    Positive: this machine is ahead. None if the header is missing or malformed. `sent` is the time
-    just before the request; the header has whole seconds, and is of some moment since `sent`.
+    Positive if this machine is ahead, 0 if the clocks may be equal, None if `date` is missing or
+    malformed. `sent` is the time just before the request; the header has whole seconds, and was
+    written between `sent` and now.
     """
     try:
         server_time = parsedate_to_datetime(date or "")

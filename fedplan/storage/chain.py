@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +29,7 @@ LOCK_TIMEOUT = 60.0
 
 
 class BrokenChain(FedplanError):
-    """Lines do not follow from each other, or the file is shorter than its head says."""
+    """A hash chain was changed: a line does not follow the line before, or last lines are lost."""
 
     code = "disk"
     exit_code = 1
@@ -38,7 +37,12 @@ class BrokenChain(FedplanError):
 
 @dataclass(frozen=True)
 class ChainHead:
-    """End of a chain: number of lines, their bytes, and bytes and SHA-256 of the last line."""
+    """Position and digest of a chain's last line, as stored in the head file.
+
+    `lines` is the number of lines, `length` their total bytes (with newlines), `last` the bytes of
+    the last line and `sha256` the hex digest of the last line. The default is the head of an empty
+    chain.
+    """
 
     lines: int = 0
     length: int = 0
@@ -46,7 +50,7 @@ class ChainHead:
     sha256: str = GENESIS_DIGEST
 
     def extended_by(self, line: bytes) -> ChainHead:
-        """Return the head after one more line."""
+        """Return the head after one more line; `line` ends with a newline. Changes nothing."""
         size = len(line)
         return ChainHead(self.lines + 1, self.length + size, size, hashlib.sha256(line).hexdigest())
 
@@ -57,7 +61,11 @@ class ChainHead:
 
 
 class ChainFile:
-    """Writer of a chain. Several processes may append to one file."""
+    """Writer of the hash chain in `file`, with a head file `<name>.head` beside it.
+
+    `append` adds a line and creates both files if they are missing. Several processes and threads
+    may append to one file; a lock orders them. Read and verify a chain with `read_chain`.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -68,22 +76,30 @@ class ChainFile:
         return read_head(self.file)
 
     def append(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a line, synced to disk, and return it with its `time` and `before` (a digest).
+        """Append a JSON line and return it with `time` (UTC) and `before` (digest) added.
 
-        An incomplete last line, left by a kill, is removed first. Raises BrokenChain if the file
-        does not end as its head says, StoreError if it cannot be written or locked.
+        The line is on disk (fsync) on return. Waits up to LOCK_TIMEOUT seconds for other writers.
+        An incomplete last line, left by a killed writer, is removed first. Raises BrokenChain if
+        the file does not end as its head file says, StoreError if the file cannot be written or
+        locked.
         """
         remedy = "free space or mend the disk, then go on"
         with (
             wrap_disk_errors(f"{self.file} cannot be written", remedy),
-            _open_chain(self.file) as out,
+            open_exclusively(self.file, timeout=LOCK_TIMEOUT) as descriptor,
+            os.fdopen(os.dup(descriptor), "r+b") as out,
         ):
-            head = _find_end(self.file, out)
-            entry = {**line, "time": _now(), "before": head.sha256}
+            head = _verified_end(self.file, out)
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            entry = {**line, "time": now, "before": head.sha256}
             content = json.dumps(entry, sort_keys=True).encode() + b"\n"
             if head != self.head:  # a killed writer left a line: at most one is without a head
                 write_atomic(head_file(self.file), head.text, mode=0o600)
-            _write_at(out, head.length, content)
+            out.seek(head.length)
+            out.truncate()
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
             try:
                 write_atomic(head_file(self.file), head.extended_by(content).text, mode=0o600)
             except (OSError, StoreError):
@@ -93,28 +109,27 @@ class ChainFile:
 
 
 def read_chain(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a chain after checking every digest and the head.
+    """Return all lines of a chain as dicts, after checking every digest and the head file.
 
-    An incomplete last line is left out; a file without head and content gives an empty list.
-    Raises BrokenChain with the number of the first wrong line.
+    An incomplete last line is left out. A missing or empty file without head file gives an empty
+    list. Changes nothing on disk. Raises BrokenChain, with the number of the line at which the
+    chain breaks, if lines were edited, removed, inserted or moved.
     """
     # The head first: a line written meanwhile is then one more, not one too few.
     stored_head = read_head(file)
-    content = file.read_bytes() if file.exists() else b""
-    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-    head, entries, head_matched = ChainHead(), list[dict[str, Any]](), not stored_head.lines
-    for line in lines:
-        entries.append(_check_line(file, head, line))
-        head = head.extended_by(line)
-        head_matched |= head == stored_head
-    if not head_matched:
-        raise _truncated_error(file, stored_head, len(lines))
-    _require_near(file, stored_head, head)
-    return entries
+    lines = _parse_lines(file, ChainHead(), file.read_bytes() if file.exists() else b"")
+    heads = [ChainHead(), *(head for _, head in lines)]
+    if stored_head.lines and stored_head not in heads:
+        raise _truncated_error(file, stored_head, f" has {len(lines)} whole lines and")
+    _require_one_ahead(file, stored_head, heads[-1])
+    return [line for line, _ in lines]
 
 
 def read_head(file: Path) -> ChainHead:
-    """Read a chain's head file; an empty head if there is none. BrokenChain if it is damaged."""
+    """Read the head file of the chain `file`; an empty head if there is no head file.
+
+    Raises BrokenChain if the head file is damaged. The chain itself is not read.
+    """
     path = head_file(file)
     if not path.exists():
         return ChainHead()
@@ -133,37 +148,25 @@ def head_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.head")
 
 
-@contextmanager
-def _open_chain(file: Path) -> Generator[BinaryIO]:
-    """Open a chain for reading and writing, with an exclusive lock."""
-    with (
-        open_exclusively(file, timeout=LOCK_TIMEOUT) as descriptor,
-        os.fdopen(os.dup(descriptor), "r+b") as out,
-    ):
-        yield out
+def _verified_end(file: Path, out: BinaryIO) -> ChainHead:
+    """Return the head of the open chain `out` (of path `file`) after its last complete line.
 
-
-def _find_end(file: Path, out: BinaryIO) -> ChainHead:
-    """Return the true head of an open chain, including a line that a kill left without a head.
-
-    Raises BrokenChain if the file does not continue its stored head.
+    Includes one line that a killed writer left without head. Changes nothing on disk. Raises
+    BrokenChain if the file does not continue from its stored head.
     """
     head = read_head(file)
     out.seek(head.length - head.last)
     last = out.read(head.last)
     if head.lines and (len(last) < head.last or hashlib.sha256(last).hexdigest() != head.sha256):
         raise _truncated_error(file, head)
-    content = out.read()
-    end = head
-    for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
-        _check_line(file, end, line)
-        end = end.extended_by(line)
-    _require_near(file, head, end)
+    lines = _parse_lines(file, head, out.read())
+    end = lines[-1][1] if lines else head
+    _require_one_ahead(file, head, end)
     return end
 
 
-def _require_near(file: Path, stored: ChainHead, actual: ChainHead) -> None:
-    """Raise BrokenChain if the file has over one line more than its head: a kill leaves one."""
+def _require_one_ahead(file: Path, stored: ChainHead, actual: ChainHead) -> None:
+    """Raise BrokenChain if a file has 2 lines more than its stored head: a kill leaves one."""
     if actual.lines > stored.lines + 1:
         raise BrokenChain(
             f"{file} has {actual.lines} lines, and {head_file(file).name} knows of {stored.lines}: "
@@ -171,44 +174,37 @@ def _require_near(file: Path, stored: ChainHead, actual: ChainHead) -> None:
         )
 
 
-def _check_line(file: Path, head: ChainHead, line: bytes) -> dict[str, Any]:
-    """Parse the line after `head`; BrokenChain if it is not JSON or does not follow the head."""
-    number = head.lines + 1
-    try:
-        parsed = json.loads(line)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise BrokenChain(
-            f"{file} is broken at line {number}, which was edited: restore it from a backup"
-        )
-    entry = cast("dict[str, Any]", parsed)
-    if entry.get("before") != head.sha256:
-        raise BrokenChain(
-            f"{file} is broken at line {number}, which does not follow the line before: one of "
-            "them was edited, or lines were removed, inserted or reordered; restore it from a "
-            "backup"
-        )
-    return entry
+def _parse_lines(
+    file: Path, head: ChainHead, content: bytes
+) -> list[tuple[dict[str, Any], ChainHead]]:
+    """Parse the complete lines in `content`, which follow `head`; return (line, head after it).
+
+    Raises BrokenChain, naming `file`, if a line is not a JSON object, or the digest in its `before`
+    is not that of the line before.
+    """
+    lines = list[tuple[dict[str, Any], ChainHead]]()
+    for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+        place = f"{file} is broken at line {head.lines + 1}"
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise BrokenChain(f"{place}, which was edited: restore it from a backup")
+        entry = cast("dict[str, Any]", parsed)
+        if entry.get("before") != head.sha256:
+            raise BrokenChain(
+                f"{place}, which does not follow the line before: one of them was edited, or lines "
+                "were removed, inserted or reordered; restore it from a backup"
+            )
+        head = head.extended_by(line)
+        lines.append((entry, head))
+    return lines
 
 
-def _truncated_error(file: Path, head: ChainHead, lines: int | None = None) -> BrokenChain:
-    """Return the error for a file without the last line of its head; `lines` is its length."""
-    have = "" if lines is None else f" has {lines} whole lines and"
+def _truncated_error(file: Path, head: ChainHead, present: str = "") -> BrokenChain:
+    """Return (not raise) the error that line `head.lines` of a file is missing or edited."""
     return BrokenChain(
-        f"{file}{have} does not hold line {head.lines} as {head_file(file).name} knows it: the "
+        f"{file}{present} does not hold line {head.lines} as {head_file(file).name} knows it: the "
         "last lines were removed or edited; restore both files from a backup"
     )
-
-
-def _write_at(out: BinaryIO, offset: int, content: bytes) -> None:
-    """Replace everything from an offset on by `content`, synced to disk."""
-    out.seek(offset)
-    out.truncate()
-    out.write(content)
-    out.flush()
-    os.fsync(out.fileno())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -34,12 +34,15 @@ _WRITTEN = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re
 
 
 class InvalidCheckpoint(Exception):
-    """A checkpoint is damaged or incomplete; the text says why. Readers skip it."""
+    """A checkpoint is damaged or incomplete, with the reason as text.
+
+    Store catches it and skips the checkpoint; no caller of Store sees it.
+    """
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of one checkpoint: its number, its tensors by name, and its JSON meta."""
+    """The content of one checkpoint: number, tensors by name, and meta (a JSON object)."""
 
     number: int
     tensors: dict[str, Tensor]
@@ -59,10 +62,11 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a checkpoint.
+    """Description of a checkpoint, stored as `<number>.json` beside the tensor file.
 
-    `sha256` and `size` are those of the tensor file. `origin` is a random id of the folder, the
-    same in all its manifests, and empty without encryption.
+    `meta` is the user's JSON object. `sha256` (hex) and `size` (bytes) describe the tensor file,
+    whose name is `file`. `origin` is a random id of the folder, equal in all manifests of the
+    folder, and empty without encryption. `to_bytes` serializes, `parse_manifest` reads and checks.
     """
 
     number: int
@@ -82,7 +86,10 @@ class Manifest:
         return f"meta {self.number} {self.sha256} {self.size}"
 
     def to_bytes(self, encryption: Encryption | None) -> bytes:
-        """Serialize as one line of JSON with a digest of its content; encrypt meta and origin."""
+        """Serialize to one line of JSON that includes a SHA-256 of the manifest's fields.
+
+        With `encryption` the meta and the origin are encrypted, the other fields stay readable.
+        """
         fields: dict[str, Any] = {"format": manifest_format(encryption), "number": self.number}
         fields |= {"meta": self.meta, "sha256": self.sha256, "size": self.size}
         if encryption is not None:
@@ -94,10 +101,11 @@ class Manifest:
 
 
 def contiguous_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as safetensors needs them: on the CPU, contiguous, no shared memory.
+    """Return the tensors as safetensors needs them: on the CPU, contiguous, not sharing memory.
 
-    Raises StoreError for a name that is not printable, or a tensor that is sparse or of an
-    unsupported dtype.
+    A tensor that fits already is returned without a copy. Raises StoreError for the name
+    `__metadata__` or an unprintable name, and for a tensor that is sparse or of an unsupported
+    dtype.
     """
     contiguous: dict[str, Tensor] = {}
     pointers = set[int]()
@@ -114,9 +122,10 @@ def contiguous_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tensor_file_digest(file: BufferedReader, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of an open file.
+    """Return the SHA-256 (hex) of a safetensors file that is open at its start.
 
-    If `tensors` are its content, only its header is read, and the tensors are hashed from memory.
+    With `tensors` (the content just saved to the file) only the header is read, and the tensors are
+    hashed from memory. With an empty dict the whole file is read.
     """
     if not tensors:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -130,32 +139,49 @@ def tensor_file_digest(file: BufferedReader, tensors: dict[str, Tensor]) -> str:
 
 
 def manifest_format(encryption: Encryption | None) -> int | str:
-    """Return the format of manifests written with this encryption, or without any."""
+    """Return the "format" field of a manifest: a number, or a text with the key id if encrypted."""
     return FORMAT if encryption is None else f"{SEALED} {encryption.key_id}"
 
 
 def parse_manifest(content: bytes, number: int, encryption: Encryption | None) -> Manifest:
-    """Parse the bytes of `Manifest.to_bytes`, and check its digest and its number.
+    """Parse and decrypt a manifest written by `Manifest.to_bytes`; `content` is the whole file.
 
-    Raises InvalidCheckpoint on damage. Raises StoreError for an intact manifest of another format
-    or key.
+    Raises InvalidCheckpoint if the bytes are damaged, a field is wrong, or the manifest is not of
+    checkpoint `number`. Raises StoreError if the manifest is intact but of another format, or
+    encrypted with another key than `encryption` (None: no key).
     """
-    # Skipping an intact one would start anew beside existing client state.
     match = _WRITTEN.fullmatch(content)
     if match is None or hashlib.sha256(match[2]).hexdigest() != match[1].decode():
         raise InvalidCheckpoint(f"{number}.json is damaged")
     try:
         fields = json.loads(match[2], parse_constant=_refuse_constant)
         version = fields.pop("format")
-        if version == manifest_format(encryption):
-            return _check_manifest(fields, number, encryption)
+        if version != manifest_format(encryption):
+            # Skipping an intact one would start anew beside existing client state.
+            raise StoreError(_format_mismatch_text(version, encryption))
+        manifest = Manifest(**fields, origin="")
+        if type(manifest.number) is not int or manifest.number != number:
+            raise ValueError(f"number {manifest.number!r}")
+        if type(manifest.size) is not int or manifest.size < 0:
+            raise ValueError(f"size {manifest.size!r}")
+        if not re.fullmatch("[0-9a-f]{64}", manifest.sha256):
+            raise ValueError(f"sha256 {manifest.sha256!r}")
+        if encryption is not None:
+            try:
+                encrypted = b64decode(fields["meta"], validate=True)
+                origin, meta = json.loads(encryption.decrypt(encrypted, manifest.meta_label))
+            except StoreError as error:
+                raise ValueError(str(error)) from error
+            manifest = replace(manifest, meta=meta, origin=origin)
+        if type(manifest.meta) is not dict:
+            raise ValueError(f"meta {type(manifest.meta).__name__}")
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidCheckpoint(f"{number}.json is not a manifest: {error!r}") from error
-    raise StoreError(_format_mismatch(version, encryption))
+    return manifest
 
 
 def require_json_meta(meta: Mapping[str, Any], encryption: Encryption | None) -> None:
-    """Raise StoreError if a meta does not survive a JSON round trip, or is too large."""
+    """Raise StoreError if a meta changes in JSON (tuples, int keys, NaN) or is too large."""
     try:
         text = json.dumps(dict(meta), allow_nan=False)
         same = json.loads(text) == dict(meta)
@@ -174,32 +200,8 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _check_manifest(fields: dict[str, Any], number: int, encryption: Encryption | None) -> Manifest:
-    """Build a manifest from its JSON fields, with meta and origin decrypted.
-
-    Raises ValueError or TypeError if a field is missing or wrong.
-    """
-    manifest = Manifest(**fields, origin="")
-    if type(manifest.number) is not int or manifest.number != number:
-        raise ValueError(f"number {manifest.number!r}")
-    if type(manifest.size) is not int or manifest.size < 0:
-        raise ValueError(f"size {manifest.size!r}")
-    if not re.fullmatch("[0-9a-f]{64}", manifest.sha256):
-        raise ValueError(f"sha256 {manifest.sha256!r}")
-    if encryption is not None:
-        try:
-            encrypted = b64decode(fields["meta"], validate=True)
-            origin, meta = json.loads(encryption.decrypt(encrypted, manifest.meta_label))
-        except StoreError as error:
-            raise ValueError(str(error)) from error
-        manifest = replace(manifest, meta=meta, origin=origin)
-    if type(manifest.meta) is not dict:
-        raise ValueError(f"meta {type(manifest.meta).__name__}")
-    return manifest
-
-
-def _format_mismatch(version: object, encryption: Encryption | None) -> str:
-    """Return the message for a manifest of another format: `version` is that of the file."""
+def _format_mismatch_text(version: object, encryption: Encryption | None) -> str:
+    """Return the error, without subject, for an intact manifest of another format `version`."""
     if version == FORMAT:
         return "is not encrypted: read it without a key, or start an encrypted one elsewhere"
     if str(version).startswith(SEALED):

@@ -14,11 +14,11 @@ import stat
 import struct
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedplan.errors import FedplanError, StoreError
+from fedplan.storage.locks import sync_folder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -35,10 +35,12 @@ _KEY_FILE = re.compile(rb"[0-9a-fA-F]{64}\n?")
 
 
 class Encryption:
-    """Encrypts and decrypts bytes with one 32-byte key.
+    """Encrypts and decrypts bytes (AES-256-GCM) with one 32-byte `key`; needs `cryptography`.
 
-    `label` names the content, such as "tensors 7"; decryption needs the same label. `key_id`
-    identifies the key and is not secret.
+    Make a key file with `new_key_file`, load it with `Encryption.from_file`. `label` names the
+    content, such as "tensors 7"; `decrypt` needs the label that was used to encrypt. `key_id`
+    identifies the key and is not secret. Raises FedplanError if the package is missing, StoreError
+    if the key does not have 32 bytes.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -52,9 +54,25 @@ class Encryption:
     def from_file(cls, path: Path) -> Encryption:
         """Read a key file of 32 raw bytes or 64 hex digits.
 
-        Raises StoreError if the file cannot be read, holds no key, or other users may read it.
+        Raises StoreError if the file cannot be read, is not a regular file, holds no key, or its
+        mode gives other users any access.
         """
-        content = _read_secret(path)
+        try:
+            # Without blocking, so that a named pipe does not wait for a writer.
+            with open(path, "rb", opener=lambda p, mode: os.open(p, mode | os.O_NONBLOCK)) as file:
+                mode = os.fstat(file.fileno()).st_mode
+                if not stat.S_ISREG(mode):
+                    raise StoreError(f"{path} is not a regular file: name a key file")
+                if mode & 0o077:
+                    raise StoreError(
+                        f"others may read the key in {path} (mode {mode & 0o777:04o}): "
+                        f"chmod 600 {path}, and make another if they may have read it"
+                    )
+                content = file.read(100)
+        except OSError as error:
+            raise StoreError(
+                f"the key cannot be read: {error}; name a key file of yours"
+            ) from error
         if len(content) == 32:
             return cls(content)
         if not _KEY_FILE.fullmatch(content):
@@ -65,34 +83,40 @@ class Encryption:
         return cls(bytes.fromhex(content.decode()))
 
     def encrypt(self, data: bytes, label: str) -> bytes:
-        """Encrypt data under a label; the result includes the header with salt and chunk size."""
+        """Return header (salt, chunk size) and ciphertext of `data`, about as long as `data`."""
         return b"".join(self.encrypt_chunks(data, label))
 
     def encrypt_chunks(self, data: bytes, label: str) -> Iterator[bytes]:
-        """Yield the result of `encrypt` piece by piece, so that it need not fit in memory."""
+        """Yield the result of `encrypt` in pieces of about 64 MiB, to write it with little memory.
+
+        Each call uses a new random salt. `data` is not copied; `label` must be given to `decrypt`.
+        """
         size, salt = CHUNK, os.urandom(32)
         header = _HEADER.pack(_MAGIC, size, salt)
         yield header
         cipher, view = self._cipher(salt), memoryview(data)
-        for chunk in _chunks(len(data), size):
-            plaintext = view[chunk.start : chunk.start + size]
-            yield cipher.encrypt(chunk.nonce, plaintext, header + chunk.associated_data(label))
+        for start, nonce, associated in _chunks(len(data), size, header, label):
+            yield cipher.encrypt(nonce, view[start : start + size], associated)
 
     def decrypt(self, data: bytes, label: str) -> bytes:
-        """Return the plaintext of `encrypt`. Raises StoreError on damage, wrong label or key."""
-        header, body = data[: _HEADER.size], memoryview(data)[_HEADER.size :]
-        size, salt = _parse_header(header, label)
-        cipher, step = self._cipher(salt), size + _TAG
+        """Return the plaintext of `data`, the whole result of `encrypt` with the same label.
+
+        Raises StoreError if `data` is damaged, incomplete, or was encrypted under another label or
+        with another key.
+        """
         from cryptography.exceptions import InvalidTag
 
+        header, body = data[: _HEADER.size], memoryview(data)[_HEADER.size :]
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise StoreError(f"the {label} is not encrypted, or damaged: restore it from a copy")
+        _, size, salt = _HEADER.unpack(header)
+        if not 0 < size <= _LARGEST_CHUNK:
+            raise StoreError(f"the {label} is damaged (chunks of {size}): restore it from a copy")
+        cipher, step = self._cipher(salt), size + _TAG
         try:
             return b"".join(
-                cipher.decrypt(
-                    chunk.nonce,
-                    body[chunk.start : chunk.start + step],
-                    header + chunk.associated_data(label),
-                )
-                for chunk in _chunks(len(body), step)
+                cipher.decrypt(nonce, body[start : start + step], associated)
+                for start, nonce, associated in _chunks(len(body), step, header, label)
             )
         except InvalidTag as error:
             raise StoreError(
@@ -107,43 +131,24 @@ class Encryption:
         return AESGCM(_derive_key(self._key, salt, b"fedplan: sealed data"))
 
 
-def _parse_header(header: bytes, label: str) -> tuple[int, bytes]:
-    """Return chunk size and salt of an encrypted message; StoreError if the header is invalid."""
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise StoreError(f"the {label} is not encrypted, or damaged: restore it from a copy")
-    _, size, salt = _HEADER.unpack(header)
-    if not 0 < size <= _LARGEST_CHUNK:
-        raise StoreError(f"the {label} is damaged (chunks of {size}): restore it from a copy")
-    return size, salt
+def _chunks(
+    length: int, size: int, header: bytes, label: str
+) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield (start, nonce, associated data) of each chunk of `size` in a message of `length` bytes.
 
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Number of a chunk, its first byte, and whether it is the last."""
-
-    number: int
-    start: int
-    last: bool
-
-    @property
-    def nonce(self) -> bytes:
-        return self.number.to_bytes(12, "big")
-
-    def associated_data(self, label: str) -> bytes:
-        return struct.pack(">Q?", self.number, self.last) + label.encode()
-
-
-def _chunks(length: int, size: int) -> Iterator[_Chunk]:
-    # Empty data is one empty chunk, so that its removal is detected.
+    Empty data is one empty chunk, so that its removal is detected.
+    """
     for number, start in enumerate(range(0, max(length, 1), size)):
-        yield _Chunk(number, start, start + size >= length)
+        last = start + size >= length
+        associated = header + struct.pack(">Q?", number, last) + label.encode()
+        yield start, number.to_bytes(12, "big"), associated
 
 
 def new_key_file(path: Path) -> None:
-    """Write a new random key to a file with mode 600, and sync it to disk.
+    """Write a new random key to the new file `path` with mode 600, synced to disk.
 
-    Raises StoreError if the file exists or cannot be written. Without the key file the data
-    encrypted with it is lost.
+    Raises StoreError if the file exists (it is kept) or cannot be written. Data encrypted with a
+    lost key file cannot be recovered.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -154,36 +159,11 @@ def new_key_file(path: Path) -> None:
             file.write(os.urandom(32).hex().encode() + b"\n")
             file.flush()
             os.fsync(descriptor)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             path.unlink()
         raise StoreError(f"no key file was made: {error}; free space or mend the disk") from error
-
-
-def _read_secret(path: Path) -> bytes:
-    """Return the first 100 bytes of a regular file.
-
-    Raises StoreError if it cannot be read, is not a regular file, or others have access to it.
-    """
-    try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise StoreError(f"{path} is not a regular file: name a key file")
-            if mode & 0o077:
-                raise StoreError(
-                    f"others may read the key in {path} (mode {mode & 0o777:04o}): "
-                    f"chmod 600 {path}, and make another if they may have read it"
-                )
-            return file.read(100)
-    except OSError as error:
-        raise StoreError(f"the key cannot be read: {error}; name a key file of yours") from error
-
-
-def _open_nonblocking(file: str, flags: int) -> int:
-    """Open a file without blocking, so that a named pipe does not wait for a writer."""
-    return os.open(file, flags | os.O_NONBLOCK)
 
 
 def _derive_key(key: bytes, salt: bytes, purpose: bytes) -> bytes:
@@ -202,11 +182,3 @@ def _require_cryptography() -> Generator[None]:
         raise FedplanError(
             "encryption needs the package cryptography: pip install 'fedplan[flower]'"
         ) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,8 +22,8 @@ POINTS = (
     *("store.manifest_written", "store.manifest_renamed", "store.folder_synced", "store.pruned"),
     *("journal.before_commit", "journal.after_commit"),
     *("budget.before", "budget.written", "budget.synced"),
-    *("masking.roster", "masking.boxes", "masking.survivors", "masking.consented"),
-    "masking.answered",
+    *("secagg.roster", "secagg.encrypted_shares", "secagg.survivors", "secagg.signed"),
+    "secagg.unmask_shares",
     "round.answered",
     "round.pulled",
     "round.before_close",
@@ -39,10 +39,10 @@ _reached = Counter[str]()
 
 
 def failpoint(name: str) -> None:
-    """Kill this process or raise OSError here if the environment variable arms this point.
+    """Kill this process (SIGKILL) or raise OSError if FEDPLAN_FAILPOINT selects this point.
 
-    Counts how often the point was reached. Raises FedplanError if `name` is not in POINTS, or if
-    the variable is malformed.
+    Does nothing without the variable; with it, counts how often each point is reached. Raises
+    FedplanError if `name` is not in POINTS, or if the variable is malformed.
     """
     if name not in POINTS:
         raise FedplanError(f"there is no failpoint {name!r}: add it to failpoints.POINTS")
@@ -52,7 +52,9 @@ def failpoint(name: str) -> None:
     point, action, time = _parse_setting(setting)
     _reached[name] += 1
     if point == name and _reached[name] == time:
-        _fail(name, action)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(_FAULTS[action], f"{os.strerror(_FAULTS[action])} (failpoint {name})")
 
 
 def reset_failpoints() -> None:
@@ -62,9 +64,9 @@ def reset_failpoints() -> None:
 
 @cache
 def _parse_setting(setting: str) -> tuple[str, str, int]:
-    """Return point, action and count of a setting such as `store.begun:kill@1`.
+    """Return (point, action, count) of a setting like `store.begun:kill@1`.
 
-    Raises FedplanError if it is malformed or names an unknown point.
+    Raises FedplanError if the setting is malformed or its point is not in POINTS.
     """
     match = _SYNTAX.fullmatch(setting)
     if match is None or match["name"] not in POINTS:
@@ -73,9 +75,3 @@ def _parse_setting(setting: str) -> tuple[str, str, int]:
             f"{POINTS[0]}:kill@1; actions are kill, raise and enospc, points {', '.join(POINTS)}"
         )
     return match["name"], match["action"], int(match["time"])
-
-
-def _fail(name: str, action: str) -> None:
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise OSError(_FAULTS[action], f"{os.strerror(_FAULTS[action])} (failpoint {name})")

@@ -19,7 +19,7 @@ STALE = 3600.0
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents with mode 700, synced to disk."""
+    """Create a folder, and parents, with mode 700 and synced to disk; keep an existing one."""
     if folder.is_dir():
         return
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -30,10 +30,12 @@ def make_folder(folder: Path) -> None:
 
 
 def write_atomic(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
-    """Replace a file's content atomically: write a temporary file, sync it, rename it.
+    """Create or replace a file atomically: write a temporary file, sync it, rename it.
 
-    Also removes stale temporary files of the same name. Raises StoreError if the path is not a
-    regular file or cannot be written; the old content is then unchanged.
+    `mode` is the permission of the new file, before the umask. The folder must exist. Also removes
+    temporary files of this file that killed processes left over an hour ago. Raises StoreError if
+    the path is not a regular file or cannot be written; the file is then the old one or, if only
+    the folder could not be synced, the new one.
     """
     data = content.encode() if isinstance(content, str) else content
     if not file.name or (file.exists() and not file.is_file()):
@@ -48,31 +50,22 @@ def write_atomic(file: Path, content: str | bytes, *, mode: int = 0o644) -> None
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(file)
-        _remove_stale_temporaries(file)
+        for leftover in file.parent.glob(f".{escape(file.name)}.*.tmp"):
+            with suppress(OSError):
+                if time.time() - leftover.lstat().st_mtime > STALE:
+                    leftover.unlink()
         sync_folder(file.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise StoreError(f"{file} cannot be written: {error}; {_remedy(file)}") from error
-
-
-def _remove_stale_temporaries(file: Path) -> None:
-    """Remove a file's temporary files that are older than STALE seconds."""
-    for temporary in file.parent.glob(f".{escape(file.name)}.*.tmp"):
-        with suppress(OSError):
-            if time.time() - temporary.lstat().st_mtime > STALE:
-                temporary.unlink()
-
-
-def _remedy(file: Path) -> str:
-    """Return advice for a file that cannot be written."""
-    if not file.parent.is_dir():
-        return f"there is no folder {file.parent}: make it, or name another"
-    return "free space, or check that you may write there, then start again"
+        remedy = "free space, or check that you may write there, then start again"
+        if not file.parent.is_dir():
+            remedy = f"there is no folder {file.parent}: make it, or name another"
+        raise StoreError(f"{file} cannot be written: {error}; {remedy}") from error
 
 
 def write_if_changed(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
-    """Call `write_atomic` unless the file already has this content."""
+    """Call `write_atomic` if the file is missing or its content differs; else touch nothing."""
     data = content.encode() if isinstance(content, str) else content
     if not file.is_file() or file.read_bytes() != data:
         write_atomic(file, data, mode=mode)

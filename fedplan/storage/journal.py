@@ -23,20 +23,23 @@ FIRST = 1
 
 
 def client_state_folder(run: Path, client: str) -> Path:
-    """Return the folder of a client's journal in a run, valid for any client name.
+    """Return the path of a client's journal in the run folder `run`, for any client name.
 
-    Two levels of digest prefixes keep folders small when a run has a million clients.
+    Nothing is created. Two levels of digest prefixes keep folders small for a million clients.
     """
     shard = hashlib.sha256(client.encode("utf-8", "surrogatepass")).hexdigest()
     return run / "clients" / shard[:2] / shard[2:4] / safe_folder_name(client)
 
 
 class Journal:
-    """A client's state and its replies, committed together in a store of two checkpoints.
+    """A client's state and its replies to the server, committed together in a Store.
 
-    A client calls `reply_for` before it works on a request, and sends a stored reply again. With
-    `keep_replies=False` only the state is stored, and a repeated request is computed again from
-    the state before it. `encryption` encrypts all content; `read_only` changes nothing on disk.
+    `folder` is created by the first write and keeps the last two commits. For each request of the
+    server: send the reply of `reply_for` again if there is one; else take `client_state`, work, and
+    `commit` the new state and reply in one atomic step. With `keep_replies=False` only the state is
+    stored, and a repeated request is computed again from `client_state(before=request)`.
+    `encryption` encrypts all content; `read_only` changes nothing on disk. One process writes at a
+    time.
     """
 
     def __init__(
@@ -69,35 +72,34 @@ class Journal:
         return self._store.find_damage()
 
     def last_request(self, before: str = "") -> str:
-        """Return the last committed request other than `before`; empty if there is none."""
+        """Return the id of the last committed request other than `before`; "" if there is none."""
         checkpoint = self._store.find(lambda meta: meta.get("request") != before, no_tensors)
         return str(checkpoint.meta["request"] or "") if checkpoint else ""
 
     def reply_for(self, request: str) -> TensorsAndMeta | None:
-        """Return tensors and meta of the reply committed for a request.
+        """Return tensors and meta of the reply that was committed for the request id `request`.
 
-        None if there is none, if it is not one of the last two, or without `keep_replies`.
+        None if no reply is stored: never committed, older than the last two commits, or
+        `keep_replies` is off. Raises StoreError if the journal cannot be read.
         """
         if not self._keep_replies:
             return None
         checkpoint = self._store.find(
             lambda meta: meta.get("request") == request, _prefixed("reply/")
         )
-        return checkpoint and (
-            _strip_prefix("reply/", checkpoint.tensors),
-            checkpoint.meta["reply"],
-        )
+        return checkpoint and (_strip("reply/", checkpoint.tensors), checkpoint.meta["reply"])
 
     def client_state(self, before: str = "") -> TensorsAndMeta:
-        """Return the client's tensors and notes, as of now or before the request `before`.
+        """Return the client's tensors and notes (a JSON object), as of the last commit.
 
-        Both are empty for a client without a commit. Raises StoreError if the state is lost.
+        With `before`, a request id, the state before this request's commit. Both are empty for a
+        client without a commit. Raises StoreError if the state existed but is lost.
         """
         checkpoint = self._store.find(
-            lambda meta: meta.get("request") != before, _prefixed("home/")
+            lambda meta: meta.get("request") != before, _prefixed("state/")
         )
         if checkpoint:
-            return _strip_prefix("home/", checkpoint.tensors), checkpoint.meta["notes"]
+            return _strip("state/", checkpoint.tensors), checkpoint.meta["notes"]
         initialized = any(each.number < FIRST for each in self.skipped)
         if initialized or max(self._store.valid_numbers(), default=0) > FIRST:
             raise StoreError(
@@ -108,43 +110,42 @@ class Journal:
         return {}, {}
 
     def initialize(self, client_state: Tensors) -> None:
-        """Store a state to start the first request from, unless the journal has a checkpoint."""
+        """Store the state that the first request starts from; do nothing if a checkpoint exists."""
         if self._store.numbers():
             return
-        tensors = {f"home/{name}": tensor for name, tensor in client_state.items()}
+        tensors = {f"state/{name}": tensor for name, tensor in client_state.items()}
         self._store.write(tensors, {"request": None, "notes": {}, "reply": {}}, number=FIRST - 1)
 
     def commit(
         self, request: str, client_state: Tensors, notes: Meta, reply: Tensors, reply_meta: Meta
     ) -> None:
-        """Write the new state, its notes and the reply to a request, atomically.
+        """Write the client's new state and notes, and the reply to a request, atomically.
 
-        Raises StoreError if a reply to this request is stored, or if the disk fails; in the latter
-        case `reply_for` tells whether the commit happened.
+        Raises StoreError if a reply to this request is stored already, or if the disk fails; after
+        a disk error `reply_for` shows whether the commit happened. With `keep_replies=False`, a
+        repeated commit of the last request replaces the former.
         """
         if self.reply_for(request):
             raise StoreError(f"request {request!r} was answered: send reply_for() of it again")
-        tensors = {f"home/{name}": tensor for name, tensor in client_state.items()}
+        tensors = {f"state/{name}": tensor for name, tensor in client_state.items()}
         if self._keep_replies:
             tensors |= {f"reply/{name}": tensor for name, tensor in reply.items()}
         meta = {"request": request, "notes": dict(notes), "reply": dict(reply_meta)}
         problem = f"request {request!r} was not finished in {self._folder}"
         with wrap_disk_errors(problem, "call reply_for()"):
             failpoint("journal.before_commit")
-            self._store.write(tensors, meta, number=self._commit_number(request))
+            # Reading comes first: it finds out which checkpoints are valid.
+            last = self._store.find(lambda _: True, no_tensors) if not self._keep_replies else None
+            newest = max(self._store.valid_numbers(), default=FIRST - 1)
+            repeated = last and last.meta.get("request") == request
+            self._store.write(tensors, meta, number=newest if repeated else newest + 1)
             failpoint("journal.after_commit")
-
-    def _commit_number(self, request: str) -> int:
-        """Return the next checkpoint number, or the newest one if it is of the same request."""
-        # Reading comes first: it finds out which checkpoints are valid.
-        last = self._store.find(lambda _: True, no_tensors) if not self._keep_replies else None
-        newest = max(self._store.valid_numbers(), default=FIRST - 1)
-        return newest if last and last.meta.get("request") == request else newest + 1
 
 
 def _prefixed(prefix: str) -> NameFilter:
     return lambda name: name.startswith(prefix)
 
 
-def _strip_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names start with `prefix`, named without the prefix."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -15,17 +15,15 @@ from fedplan.storage.locks import sync_folder
 
 
 class JsonLinesFile:
-    """An append-only file of JSON lines that can be truncated to an earlier length.
+    """An append-only file of JSON lines that can be cut back to an earlier length.
 
-    `length` is the number of valid bytes, `sha256` their digest.
+    Opening creates the file if it is missing, and truncates it to `length` bytes (default: all).
+    Raises FedplanError if the file is shorter, or its first `length` bytes do not have the digest
+    `sha256` (if not empty). Attributes `length` and `sha256` describe the valid bytes; store
+    `length_and_digest` elsewhere to reopen at this point. For one writer; no lock is taken.
     """
 
     def __init__(self, file: Path, *, length: int | None = None, sha256: str = "") -> None:
-        """Open or create the file, and cut off the bytes after `length` (default: keep all).
-
-        Raises FedplanError if the file is shorter than `length`, or the digest of its first
-        `length` bytes is not `sha256` (if given).
-        """
         self.file = file
         if not file.exists():
             file.touch()
@@ -53,7 +51,10 @@ class JsonLinesFile:
         return [self.length, self.sha256]
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines and sync them to disk; FedplanError if the file cannot be written."""
+        """Append one JSON line per mapping and sync to disk; FedplanError if the disk fails.
+
+        Bytes after `length`, left by a failed append, are overwritten.
+        """
         content = b"".join(json.dumps(line, sort_keys=True).encode() + b"\n" for line in lines)
         try:
             with self.file.open("r+b") as out:
@@ -71,6 +72,6 @@ class JsonLinesFile:
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file; an incomplete last line is left out."""
+    """Return each line of a file as a dict; an incomplete last line is left out."""
     content = file.read_bytes()
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]

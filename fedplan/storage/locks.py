@@ -21,7 +21,10 @@ def _device_and_inode(folder: Path) -> tuple[int, int]:
 
 
 class FolderLock:
-    """Exclusive lock on a folder, held until the last reference to this object is gone."""
+    """Exclusive lock on a folder, released when the last reference to this object is gone.
+
+    Raises StoreError at once if another process has the lock. Use `acquire_folder_lock`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = _open_locked(folder)
@@ -33,9 +36,10 @@ _process_locks: WeakValueDictionary[tuple[int, int], FolderLock] = WeakValueDict
 
 
 def acquire_folder_lock(folder: Path) -> FolderLock:
-    """Lock a folder against other processes; callers in this process share one lock.
+    """Lock a folder against other processes without waiting; keep the result as long as needed.
 
-    Raises StoreError if another process holds it.
+    Callers in this process share one FolderLock. Raises StoreError if another process has the lock.
+    On a file system without locks, nothing is locked.
     """
     place = _device_and_inode(folder)
     lock = _process_locks.get(place) or FolderLock(folder)
@@ -56,10 +60,11 @@ def sync_folder(folder: Path) -> None:
 def locked_folder(
     folder: Path, *, require_locks: bool = False, timeout: float = 0.0
 ) -> Generator[None]:
-    """Lock a folder for the body; a FolderLock of this process counts as locked.
+    """Lock a folder against other processes for the body of a `with` statement.
 
-    Waits up to `timeout` seconds, then raises StoreError. A file system without locks is accepted,
-    unless `require_locks`: then it is a StoreError.
+    Passes at once if this process has a FolderLock on the folder. Waits up to `timeout` seconds for
+    another process, then raises StoreError. On a file system without locks the body runs unlocked;
+    with `require_locks` StoreError is raised instead.
     """
     lock = _process_locks.get(_device_and_inode(folder))
     descriptor = (
@@ -75,10 +80,10 @@ def locked_folder(
 
 @contextmanager
 def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
-    """Open a file for the body with an exclusive lock, and yield its descriptor.
+    """Open `file` with an exclusive lock for the body of a `with` statement; yield the descriptor.
 
-    Creates the file with mode 600 if it is missing. Raises StoreError if another process holds the
-    lock for longer than `timeout` seconds.
+    Creates the file with mode 600 if it is missing; closes the descriptor at the end. Raises
+    StoreError if another process keeps the lock for over `timeout` seconds.
     """
     is_new = not file.exists()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -86,8 +91,7 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
     try:
         if is_new:
             sync_folder(file.parent)
-        while not _try_lock(descriptor, last=time.monotonic() >= deadline):
-            time.sleep(0.01)
+        _lock_until(descriptor, deadline)
         yield descriptor
     except BlockingIOError as error:
         raise StoreError(f"another process writes to {file}: wait until it ends") from error
@@ -96,15 +100,15 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
 
 
 def _open_locked(folder: Path, *, require_locks: bool = False, timeout: float = 0.0) -> int:
-    """Open and lock a folder, and return the descriptor; see `locked_folder` for the errors.
+    """Open and lock a folder; return the descriptor, whose closing releases the lock.
 
-    The lock belongs to the open file, so it is released when the process is killed.
+    Tries for `timeout` seconds, then raises StoreError. On a file system without locks the
+    descriptor is not locked; with `require_locks` StoreError is raised. A kill of the process
+    releases the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    deadline = time.monotonic() + timeout
     try:
-        while not _try_lock(descriptor, last=time.monotonic() >= deadline):
-            time.sleep(0.01)
+        _lock_until(descriptor, time.monotonic() + timeout)
     except BlockingIOError as error:
         os.close(descriptor)
         raise StoreError(f"another process writes to {folder}: wait until it ends") from error
@@ -116,12 +120,16 @@ def _open_locked(folder: Path, *, require_locks: bool = False, timeout: float = 
     return descriptor
 
 
-def _try_lock(descriptor: int, *, last: bool) -> bool:
-    """Lock a file without waiting; False if it is taken, or BlockingIOError on the `last` try."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if last:
-            raise
-        return False
-    return True
+def _lock_until(descriptor: int, deadline: float) -> None:
+    """Lock the open file `descriptor`, trying every 10 ms until `deadline` (`time.monotonic`).
+
+    Raises BlockingIOError if another process has the lock until then.
+    """
+    while True:
+        last = time.monotonic() >= deadline
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if last:
+                raise
+            time.sleep(0.01)

@@ -36,7 +36,7 @@ class LogEntry:
     """One line of a log.
 
     `time` is UTC in ISO format, `level` "info", "warning" or "error", `event` a short fixed text,
-    `text` the details. `run`, `round` and `site` are empty or 0 where they do not apply.
+    `text` the details. `run`, `round` and `site` are empty or 0 where not applicable.
     """
 
     time: str
@@ -58,7 +58,12 @@ def utc_now() -> str:
 
 
 class Log:
-    """Writer of a folder's log. A line that cannot be written (full disk) is dropped."""
+    """Writer of the log files in `folder`, which must exist. Call `note` for each event.
+
+    `log.jsonl` is created by the first line, and renamed to `log.1.jsonl` at 4 MiB, that file to
+    `log.2.jsonl` and so on; the former `log.4.jsonl` is lost. A line that cannot be written (full
+    disk) is dropped without an error.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,14 +78,31 @@ class Log:
         round: int = 0,
         site: str = "",
     ) -> None:
-        """Append a line with the current time; see LogEntry for the fields."""
+        """Append a line with the current time and these fields of LogEntry. Never raises OSError.
+
+        Rotates the log files first if the line would exceed the size limit.
+        """
         entry = LogEntry(utc_now(), level, run, round, site, event, text)
         with suppress(OSError):
-            self._append(json.dumps(asdict(entry)).encode() + b"\n")
+            line = json.dumps(asdict(entry)).encode() + b"\n"
+            file = self.folder / LOG
+            if file.exists() and file.stat().st_size + len(line) > LARGEST:
+                for older, newer in pairwise(_log_files(self.folder)):
+                    if newer.exists():
+                        newer.replace(older)
+            # One write per line: readers see it whole or not at all.
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
 
     @contextmanager
     def capture_warnings(self, run: str) -> Generator[None]:
-        """Copy warnings and errors of the Python logger "fedplan" to this log during the body."""
+        """Copy warnings and errors of the Python logger "fedplan" to this log during the body.
+
+        `run` is the name of the run in these lines. The warnings are still printed as before.
+        """
         source = logging.getLogger("fedplan")
         # Without handlers Python prints warnings by its last resort: keep that.
         last = logging.lastResort if not source.hasHandlers() else None
@@ -93,21 +115,9 @@ class Log:
             for handler in handlers:
                 source.removeHandler(handler)
 
-    def _append(self, line: bytes) -> None:
-        """Append a line to the log file, rotated before if it would exceed LARGEST."""
-        file = self.folder / LOG
-        if file.exists() and file.stat().st_size + len(line) > LARGEST:
-            _rotate(self.folder)
-        # One write per line: readers see it whole or not at all.
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
-
 
 class _Handler(logging.Handler):
-    """Python logging handler that writes records of level WARNING and above to a Log."""
+    """Handler for `logging` that notes records from level WARNING on in `log`, as of run `run`."""
 
     def __init__(self, log: Log, run: str) -> None:
         super().__init__(logging.WARNING)
@@ -121,8 +131,8 @@ class _Handler(logging.Handler):
 def read_log(folder: Path, *, site: str = "", since: str = "") -> list[LogEntry]:
     """Return the entries of a folder's log files, oldest first.
 
-    `site` selects one site, `since` entries from an ISO time on. Raises FedplanError if the folder
-    has no log.
+    `site` selects the entries of one site, `since` (ISO time) those not older; empty selects all.
+    Malformed lines are skipped. Raises FedplanError if the folder has no log file.
     """
     files = [file for file in _log_files(folder) if file.exists()]
     if not files:
@@ -134,31 +144,27 @@ def read_log(folder: Path, *, site: str = "", since: str = "") -> list[LogEntry]
 
 
 def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[LogEntry]:
-    """Yield the entries of `read_log`, then each new entry as it is written, without end."""
+    """Yield the entries that `read_log` returns, then each new entry when it is written; endless.
+
+    Reads the files in `folder` every half second, also across rotations. `site` and `since` filter
+    as in `read_log`. Raises FedplanError if there is no log.
+    """
     yield from read_log(folder, site=site, since=since)
-    position = ((folder / LOG).stat().st_ino, (folder / LOG).stat().st_size)
+    inode, offset = (folder / LOG).stat().st_ino, (folder / LOG).stat().st_size
     while True:
         time.sleep(LOOK)
         with suppress(FileNotFoundError):  # the log rotates at this moment: try again later
-            content, position = _read_since(folder, position)
+            files = [file for file in _log_files(folder) if file.exists()]
+            inodes = [file.stat().st_ino for file in files]
+            if (inode, offset) == (inodes[-1], files[-1].stat().st_size):
+                continue
+            first = inodes.index(inode) if inode in inodes else 0
+            contents = [file.read_bytes() for file in files[first:]]
+            contents[-1] = contents[-1][: contents[-1].rfind(b"\n") + 1]  # whole lines
+            content = b"".join(contents)[offset if inodes[first] == inode else 0 :]
+            inode, offset = inodes[-1], len(contents[-1])
             entries = _parse_entries(content)
             yield from (entry for entry in entries if _matches(entry, site, since))
-
-
-def _read_since(folder: Path, position: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
-    """Return the whole lines written since a position, and the new position.
-
-    A position is the inode of a log file and an offset in it; the log may have rotated since.
-    """
-    files = [file for file in _log_files(folder) if file.exists()]
-    inodes = [file.stat().st_ino for file in files]
-    if position == (inodes[-1], files[-1].stat().st_size):
-        return b"", position
-    first = inodes.index(position[0]) if position[0] in inodes else 0
-    contents = [file.read_bytes() for file in files[first:]]
-    offset = position[1] if inodes[first] == position[0] else 0
-    last = contents[-1][: contents[-1].rfind(b"\n") + 1]
-    return b"".join([*contents[:-1], last])[offset:], (inodes[-1], len(last))
 
 
 def _matches(entry: LogEntry, site: str, since: str) -> bool:
@@ -170,15 +176,8 @@ def _log_files(folder: Path) -> list[Path]:
     return [*(folder / f"log.{n}.jsonl" for n in range(KEPT, 0, -1)), folder / LOG]
 
 
-def _rotate(folder: Path) -> None:
-    """Rename every log file to the next older name; the oldest is overwritten."""
-    for older, newer in pairwise(_log_files(folder)):
-        if newer.exists():
-            newer.replace(older)
-
-
 def _parse_entries(content: bytes) -> Iterator[LogEntry]:
-    """Yield the valid lines; lines cut off by a kill or a full disk are skipped."""
+    """Yield the log entries in a file's bytes; skip lines that are malformed or cut off."""
     for line in content.splitlines():
         with suppress(ValueError):
             parsed = json.loads(line)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable
 from urllib.parse import quote
 
 STUDY = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", re.ASCII)
@@ -18,9 +17,9 @@ LONGEST = 200
 
 
 def safe_folder_name(name: str) -> str:
-    """Return a folder name for any name; two names never share one.
+    """Return a valid folder name for any text; different texts get different folder names.
 
-    Special characters are percent-encoded; a long name is cut and gets a digest.
+    Special characters are percent-encoded. A result over 200 characters is cut and gets a digest.
     """
     quoted = quote(name, safe=" ", errors="surrogatepass") or "%"
     if quoted.startswith("."):
@@ -33,7 +32,7 @@ def safe_folder_name(name: str) -> str:
 
 
 def validate_study_name(name: str) -> str:
-    """Return the name; ValueError unless it is a valid folder name on every system."""
+    """Return `name` unchanged; ValueError if it is not a valid folder name on every system."""
     if not STUDY.fullmatch(name) or RESERVED.fullmatch(name):
         raise ValueError(
             f"a study cannot be called {name[:80]!r}: take letters, digits, '-', '_' and '.', at "
@@ -43,9 +42,10 @@ def validate_study_name(name: str) -> str:
 
 
 def validate_client_names(names: list[str]) -> list[str]:
-    """Return the names; ValueError if one is not printable or too long, or two are equal.
+    """Return `names` unchanged; ValueError if one is invalid or two are equal.
 
-    Names are compared without case, and with compatible Unicode characters as equal.
+    A name has 1 to 200 printable characters without space at the ends. Names are equal if they
+    differ only in case or in compatible Unicode characters (NFKC).
     """
     for name in names:
         if not name or not name.isprintable() or len(name) > LONGEST or name != name.strip():
@@ -53,17 +53,10 @@ def validate_client_names(names: list[str]) -> list[str]:
                 f"a client cannot be called {name[:80]!r}: take 1 to {LONGEST} printable "
                 "characters, no space at its ends"
             )
-    if duplicate := _first_duplicate(names):
-        raise ValueError(f"a name is listed twice: {duplicate!r}")
-    return names
-
-
-def _first_duplicate(names: Iterable[str]) -> str:
-    """Return the first name whose normalized form occurred before; empty if all differ."""
     normalized_names = set[str]()
     for name in names:
         normalized = unicodedata.normalize("NFKC", name).casefold()
         if normalized in normalized_names:
-            return name
+            raise ValueError(f"a name is listed twice: {name!r}")
         normalized_names.add(normalized)
-    return ""
+    return names

@@ -13,9 +13,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Process:
-    """A process id, its host name, and its start: boot id and start time in clock ticks.
+    """Identity of a process: `pid`, `host` name, and `start` (boot id and start time in ticks).
 
-    The start distinguishes processes that got the same id one after the other.
+    `start` distinguishes processes with the same pid one after the other. Stored in files, to see
+    later whether the writer is `alive`. The default is no process.
     """
 
     pid: int = 0
@@ -36,17 +37,17 @@ def current_process() -> Process:
 
 
 def _start(pid: int) -> str:
-    """Return boot id and start time of a process; empty if it does not exist or is a zombie."""
+    """Return boot id and start time of a process; empty if it does not exist or is a zombie.
+
+    Without a /proc file system, the same text is returned for every existing process.
+    """
     try:
         # The program name is in brackets, and may contain blanks and brackets itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else f"{_BOOT.read_text().strip()} {fields[19]}"
     except OSError:
-        return "" if Path("/proc/self").exists() else _start_without_proc(pid)
-
-
-def _start_without_proc(pid: int) -> str:
-    """Return a constant if a process with this id exists, else an empty string."""
+        if Path("/proc/self").exists():
+            return ""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -65,11 +65,13 @@ _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 
 
 class Store:
-    """A folder of numbered checkpoints; the newest `keep` valid ones are kept.
+    """Numbered checkpoints (tensors and a JSON meta) in `folder`; the newest `keep` are kept.
 
-    One process writes at a time, any may read; `lock` reserves the folder for this process. The
-    folder is created by the first write. With `encryption` only numbers and sizes are readable on
-    disk. With `read_only` nothing on disk is changed.
+    `write` saves a checkpoint atomically and durably, `read_newest` or `find` loads one, skipping
+    damaged ones. The folder is created by the first write. One process writes at a time, any may
+    read; `lock` reserves the folder for this process. With `encryption` only numbers, sizes and
+    digests of encrypted files are readable on disk. With `read_only` nothing on disk is changed and
+    `write` raises StoreError. `keep` below 1 is a StoreError.
     """
 
     def __init__(
@@ -88,15 +90,16 @@ class Store:
         self._encryption, self._read_only = encryption, read_only
 
     def make_folder(self) -> Path:
-        """Create the folder if it is missing, and return it; StoreError if that fails."""
+        """Create the folder if it is missing, and return its path; StoreError if that fails."""
         with wrap_disk_errors(f"{self._folder} cannot be made", "name a folder you may write to"):
             make_folder(self._folder)
         return self._folder
 
     def lock(self) -> None:
-        """Keep other processes from writing to the folder as long as this Store exists.
+        """Lock the folder against writes of other processes as long as this Store object exists.
 
-        Creates the folder if it is missing. Raises StoreError if another process has locked it.
+        Does not wait. Creates the folder if it is missing. Raises StoreError if another process has
+        locked the folder.
         """
         self.make_folder()
         with wrap_disk_errors(f"{self._folder} cannot be locked", "make it readable to this user"):
@@ -105,9 +108,10 @@ class Store:
     def write(self, tensors: Tensors, meta: Meta, *, number: int) -> None:
         """Write a checkpoint and sync it to disk; then remove the checkpoints beyond `keep`.
 
-        An existing number is replaced; a number older than the newest is a StoreError, as are a
-        meta that is not JSON and a disk error. After a disk error the newest valid checkpoint is
-        either the old or the new one.
+        The checkpoint `number` is replaced if it exists. Raises StoreError if `number` is less than
+        that of the newest valid checkpoint, the meta is not JSON, a tensor cannot be saved, the
+        folder has checkpoints of another format or key, another process writes, or the disk fails.
+        After a disk error the newest valid checkpoint is either the old or the new one.
         """
         self._require_writable(meta)
         self.make_folder()
@@ -115,15 +119,29 @@ class Store:
             self._require_next(number)
             try:
                 manifest = Manifest(number, dict(meta), "", 0, self._folder_origin())
-                self._commit(manifest, contiguous_tensors(tensors))
+                contiguous = contiguous_tensors(tensors)
+                failpoint("store.begun")
+                for other in self.numbers():  # StoreError for another format: never overwrite it
+                    with suppress(InvalidCheckpoint):
+                        self._read_manifest(other)
+                self._remove_leftovers()
+                self._write_manifest(self._write_tensors(manifest, contiguous))
+                self._invalid.pop(number, None)
+                kept_numbers = self.valid_numbers()[: self._keep]
+                for other in self.numbers():
+                    if other not in kept_numbers:
+                        (self._folder / f"{other}.json").unlink()
+                self._remove_leftovers()
+                failpoint("store.pruned")
             finally:
                 with suppress(OSError):
                     self._remove(_TEMPORARY)
 
     def replace_meta(self, meta: Meta, *, number: int) -> None:
-        """Replace the meta of a checkpoint atomically; its tensors are neither read nor written.
+        """Replace the meta of checkpoint `number` atomically, without reading or writing tensors.
 
-        Raises StoreError if the checkpoint is missing or invalid, or on a disk error.
+        Raises StoreError if the checkpoint is missing or its manifest is invalid, `meta` is not
+        JSON, the store is read-only, or the disk fails.
         """
         self._require_writable(meta)
         with self._writing(f"the meta of checkpoint {number} was not finished in {self._folder}"):
@@ -139,33 +157,59 @@ class Store:
                     self._remove(_TEMPORARY)
 
     def read_newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint; None if none was written.
+        """Load the newest valid checkpoint with all tensors; None if the folder has no checkpoint.
 
-        Invalid ones are listed in `skipped`. Raises StoreError if all are invalid.
+        Damaged ones are skipped and listed in `skipped`. Raises StoreError if all are damaged, or
+        of another format or key.
         """
         return self.find(lambda _: True)
 
     def peek(self) -> Checkpoint | None:
-        """Return the newest checkpoint without its tensors, whose file is only checked for size."""
-        return self._find(lambda _: True, self._check_tensor_file_size)
+        """Like `read_newest`, but load no tensors; of the tensor file only the size is checked."""
+
+        def check_size(manifest: Manifest) -> dict[str, Tensor]:
+            file = self._folder / manifest.file
+            with lost_as_invalid(file):
+                require_size(manifest, bounded_size(file, manifest.size))
+            return {}
+
+        return self._find(lambda _: True, check_size)
 
     def find(
         self, meta_filter: MetaFilter, name_filter: NameFilter = all_tensors
     ) -> Checkpoint | None:
-        """Return the newest valid checkpoint whose meta passes `meta_filter`, or None.
+        """Load the newest valid checkpoint whose meta passes `meta_filter`; None if none passes.
 
-        Only tensors that pass `name_filter` are loaded; the whole file is checked. Raises
-        StoreError if the folder cannot be read or all its checkpoints are invalid.
+        Only tensors whose names pass `name_filter` are loaded, but the digest of the whole file is
+        checked. Raises StoreError if the folder cannot be read, all its checkpoints are invalid, or
+        one that is read has another format or key.
         """
         return self._find(meta_filter, lambda manifest: self._load_tensors(manifest, name_filter))
 
-    def _find(self, meta_filter: MetaFilter, load: _Loader) -> Checkpoint | None:
-        """Like `find`, with tensors loaded by `load`."""
+    def _find(self, meta_filter: MetaFilter, load_tensors: _Loader) -> Checkpoint | None:
+        """Like `find`; `load_tensors` maps a manifest to tensors, or raises InvalidCheckpoint."""
         with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
             if not self._read_only and self._folder.exists():
                 # Renames by a killed writer may not be on disk yet: sync before relying on them.
                 sync_folder(self._folder)
-            numbers, checkpoint = self._search(meta_filter, load)
+            while True:
+                numbers, checkpoint = self.numbers(), None
+                self._invalid = {n: reason for n, reason in self._invalid.items() if n in numbers}
+                for number in numbers:
+                    try:
+                        manifest = self._read_manifest(number)
+                        if not meta_filter(manifest.meta):
+                            continue
+                        checkpoint = Checkpoint(number, load_tensors(manifest), manifest.meta)
+                    except InvalidCheckpoint as error:
+                        self._invalid[number] = str(error)
+                    else:
+                        self._invalid.pop(number, None)
+                        break
+                # A writer may have removed old checkpoints while they were read: try again.
+                if checkpoint or not self._read_only or numbers == self.numbers():
+                    break
+                self._invalid = {}
             self._folder_origin()
         if numbers and len(self._invalid) == len(numbers):
             raise StoreError(
@@ -175,9 +219,10 @@ class Store:
         return checkpoint
 
     def find_damage(self) -> list[str]:
-        """Describe every damaged checkpoint, and a missing one before the newest.
+        """Return a text for each damaged checkpoint, and if the second newest is missing.
 
-        Reads and checks all files. Raises StoreError if the folder cannot be read.
+        Empty if all are intact. Reads all files, changes nothing. Raises StoreError if the folder
+        cannot be read.
         """
         with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
             numbers, damage = self.numbers(), list[str]()
@@ -191,22 +236,9 @@ class Store:
             damage.append(f"checkpoint {newest - 1} is lost, or a newer one than {newest}")
         return damage
 
-    def _search(
-        self, meta_filter: MetaFilter, load: _Loader
-    ) -> tuple[list[int], Checkpoint | None]:
-        """Return the numbers present, and the newest valid checkpoint that passes, or None."""
-        while True:
-            numbers = self.numbers()
-            self._invalid = {n: reason for n, reason in self._invalid.items() if n in numbers}
-            checkpoint = self._newest_valid(numbers, meta_filter, load)
-            # A writer may have removed old checkpoints while they were read: try again.
-            if checkpoint or not self._read_only or numbers == self.numbers():
-                return numbers, checkpoint
-            self._invalid = {}
-
     @property
     def skipped(self) -> list[SkippedCheckpoint]:
-        """Invalid checkpoints found so far, newest first; the next write removes them."""
+        """Damaged checkpoints found by reads so far, newest first; the next write removes them."""
         return [SkippedCheckpoint(*each) for each in sorted(self._invalid.items(), reverse=True)]
 
     def numbers(self) -> list[int]:
@@ -217,27 +249,19 @@ class Store:
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def valid_numbers(self) -> list[int]:
-        """Return the numbers not found invalid so far, newest first; nothing is read for it."""
+        """Return the numbers in the folder that no read found damaged so far, newest first.
+
+        Only lists the folder: a damaged checkpoint that was not read yet is included.
+        """
         with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
             return [number for number in self.numbers() if number not in self._invalid]
 
-    def _newest_valid(
-        self, numbers: list[int], meta_filter: MetaFilter, load: _Loader
-    ) -> Checkpoint | None:
-        """Load the first of these checkpoints that passes and is valid; note the invalid ones."""
-        for number in numbers:
-            try:
-                manifest = self._read_manifest(number)
-                if meta_filter(manifest.meta):
-                    checkpoint = Checkpoint(number, load(manifest), manifest.meta)
-                    self._invalid.pop(number, None)
-                    return checkpoint
-            except InvalidCheckpoint as error:
-                self._invalid[number] = str(error)
-        return None
-
     def _read_manifest(self, number: int) -> Manifest:
-        """Read a manifest; InvalidCheckpoint if damaged, StoreError if of another format or key."""
+        """Read and check the manifest of checkpoint `number`.
+
+        Raises InvalidCheckpoint if it is missing or damaged, StoreError if of another format or
+        key.
+        """
         file = self._folder / f"{number}.json"
         try:
             return parse_manifest(read_bounded(file, MAX_MANIFEST_BYTES), number, self._encryption)
@@ -245,9 +269,10 @@ class Store:
             raise StoreError(f"{file} {error}") from error
 
     def _folder_origin(self) -> str:
-        """Return the origin of the folder's manifests, or a new random one; empty if unencrypted.
+        """Return the random folder id (`origin`) in the manifests, or a new one if there are none.
 
-        Raises StoreError if its checkpoints have several origins: some come from another folder.
+        Empty without encryption. Raises StoreError if the checkpoints have several ids: some were
+        copied from another folder.
         """
         if self._encryption is None:
             return ""
@@ -263,13 +288,6 @@ class Store:
             )
         return next(iter(origins), token_hex(16))
 
-    def _check_tensor_file_size(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Return no tensors; InvalidCheckpoint if the tensor file is lost or of another size."""
-        file = self._folder / manifest.file
-        with lost_as_invalid(file):
-            require_size(manifest, bounded_size(file, manifest.size))
-        return {}
-
     def _load_tensors(
         self, manifest: Manifest, name_filter: NameFilter = all_tensors
     ) -> dict[str, Tensor]:
@@ -277,18 +295,20 @@ class Store:
         return read_verified_tensors(file, manifest, self._encryption, name_filter)
 
     def _require_writable(self, meta: Meta) -> None:
+        """Raise StoreError if the meta is not JSON or the store is read-only."""
         require_json_meta(meta, self._encryption)
         if self._read_only:
             raise StoreError(f"{self._folder} was opened for reading: nothing is written")
 
     @contextmanager
     def _writing(self, problem: str) -> Generator[None]:
-        """Lock the folder for the body, and raise its disk errors as StoreError."""
+        """Lock the folder for the body; disk errors become StoreError, beginning with `problem`."""
         remedy = "the last valid one is unchanged; free space or mend the disk, then write it again"
         with wrap_disk_errors(problem, remedy), locked_folder(self._folder):
             yield
 
     def _require_next(self, number: int) -> None:
+        """Raise StoreError if `number` is no integer in range, or below the newest valid number."""
         if type(number) is not int or not 0 <= number < 10**18:
             raise StoreError(f"checkpoint {number!r}: a number is an integer from 0 to 10^18 - 1")
         newest = max(self.valid_numbers(), default=0)
@@ -298,21 +318,12 @@ class Store:
                 "from what read_newest() returns, or begin anew in another folder"
             )
 
-    def _commit(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-        """Write tensor file and manifest, then remove old checkpoints."""
-        failpoint("store.begun")
-        for number in self.numbers():  # raises StoreError for another format: never overwrite it
-            with suppress(InvalidCheckpoint):
-                self._read_manifest(number)
-        self._remove_leftovers()
-        manifest = self._write_tensors(manifest, tensors)
-        self._write_manifest(manifest)
-        self._invalid.pop(manifest.number, None)
-        self._prune()
-        failpoint("store.pruned")
-
     def _write_tensors(self, manifest: Manifest, tensors: dict[str, Tensor]) -> Manifest:
-        """Write and sync the tensor file; return the manifest with its digest and size."""
+        """Write and sync the tensor file; return the manifest with digest and size of the file.
+
+        The name of the file contains the digest: the file of an earlier write of the same number is
+        not overwritten.
+        """
         temporary = self._folder / f"{manifest.number}.safetensors.tmp"
         if self._encryption is None:
             save_file(tensors, temporary)
@@ -334,7 +345,7 @@ class Store:
         return manifest
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        """Write, sync and rename the manifest; from the rename on the checkpoint exists."""
+        """Write, sync and rename the manifest file; from the rename on the checkpoint exists."""
         temporary = self._folder / f"{manifest.number}.json.tmp"
         with open(temporary, "xb", opener=_open_private) as file:
             file.write(manifest.to_bytes(self._encryption))
@@ -347,37 +358,28 @@ class Store:
         failpoint("store.folder_synced")
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files, and tensor files without a manifest, left by failed writes."""
+        """Remove temporary files, and tensor files of no manifest, left by failed writes.
+
+        Keeps all tensor files of a number whose manifest is invalid.
+        """
         names = os.listdir(self._folder)
         files = [name for name in names if _TENSORS.fullmatch(name)]
-        used = {name for number in self.numbers() for name in self._used_files(number, files)}
+        used = set[str]()
+        for number in self.numbers():
+            candidates = [name for name in files if name.startswith(f"{number}.")]
+            if len(candidates) > 1:
+                with suppress(InvalidCheckpoint):
+                    candidates = [self._read_manifest(number).file]
+            used.update(candidates)
         if any(map(_TEMPORARY.fullmatch, names)) or set(files) - used:
             sync_folder(self._folder)
             self._remove(_TEMPORARY)
             self._remove(_TENSORS, used)
 
-    def _used_files(self, number: int, files: list[str]) -> list[str]:
-        """Return the tensor files that the manifest of a number may refer to.
-
-        The manifest is read only if several files have this number; if it is invalid, all of them
-        are returned.
-        """
-        candidates = [name for name in files if name.startswith(f"{number}.")]
-        try:
-            return [self._read_manifest(number).file] if len(candidates) > 1 else candidates
-        except InvalidCheckpoint:
-            return candidates
-
-    def _prune(self) -> None:
-        kept = self.valid_numbers()[: self._keep]
-        for number in self.numbers():
-            if number not in kept:
-                (self._folder / f"{number}.json").unlink()
-        self._remove_leftovers()
-
-    def _remove(self, pattern: re.Pattern[str], kept: Collection[str] = ()) -> None:
+    def _remove(self, pattern: re.Pattern[str], exceptions: Collection[str] = ()) -> None:
+        """Delete the folder's files whose names match `pattern`, but for the `exceptions`."""
         for name in os.listdir(self._folder):
-            if pattern.fullmatch(name) and name not in kept:
+            if pattern.fullmatch(name) and name not in exceptions:
                 (self._folder / name).unlink()
 
 

@@ -41,10 +41,10 @@ def no_tensors(_: str) -> bool:
 
 
 class TensorRead(NamedTuple):
-    """Loaded tensors, SHA-256 of the whole file, and an error message if it is malformed.
+    """Result of `read_tensors`: tensors by name, SHA-256 of the whole file, and an error message.
 
-    `tensors` is empty if `fault` is set. Compare `sha256` before using the tensors: the file may
-    be damaged.
+    `fault` is the message if the file is malformed, and `tensors` is then empty. Compare `sha256`
+    with the expected digest before using the tensors: they may be damaged without a fault.
     """
 
     tensors: dict[str, Tensor]
@@ -53,12 +53,18 @@ class TensorRead(NamedTuple):
 
 
 def read_tensors(file: Path, name_filter: NameFilter) -> TensorRead:
-    """Read a safetensors file once; tensors that `name_filter` rejects are hashed, not loaded."""
+    """Read a safetensors file once; load the tensors that `name_filter` accepts, hash all bytes.
+
+    A malformed file is reported in `fault` of the result. Raises OSError if reading fails.
+    """
     with FileIO(file) as opened:
         reader, size = _HashingReader(opened), file.stat().st_size
         tensors, fault = dict[str, Tensor](), ""
         try:
-            for entry in _read_header(reader, size):
+            count = int.from_bytes(reader.read(8), "little")
+            if count > min(size, MAX_HEADER_BYTES):
+                raise ValueError(f"its header would take {count} of {size} bytes")
+            for entry in parse_entries(_parse_header(reader.read(count)), size - 8 - count):
                 if name_filter(entry.name):
                     tensors[entry.name] = reader.read_tensor(entry)
                 else:
@@ -70,9 +76,10 @@ def read_tensors(file: Path, name_filter: NameFilter) -> TensorRead:
 
 
 def parse_tensors(data: bytes, name_filter: NameFilter) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file's bytes as views of these bytes.
+    """Return the tensors in `data` (bytes of a safetensors file) that `name_filter` accepts.
 
-    Raises ValueError if the bytes are malformed.
+    The tensors are views of `data`, not copies: do not write to them. Raises ValueError if `data`
+    is malformed.
     """
     start = 8 + int.from_bytes(data[:8], "little")
     if not 8 <= start <= len(data):
@@ -81,15 +88,8 @@ def parse_tensors(data: bytes, name_filter: NameFilter) -> dict[str, Tensor]:
     return {e.name: tensor_view(data, start, e) for e in entries if name_filter(e.name)}
 
 
-def _read_header(reader: _HashingReader, size: int) -> list[TensorEntry]:
-    """Read a file's header and return its tensors' entries in file order; ValueError if invalid."""
-    count = int.from_bytes(reader.read(8), "little")
-    if count > min(size, MAX_HEADER_BYTES):
-        raise ValueError(f"its header would take {count} of {size} bytes")
-    return parse_entries(_parse_header(reader.read(count)), size - 8 - count)
-
-
 def _parse_header(text: bytes) -> dict[str, Any]:
+    """Parse a safetensors header; return its entries by tensor name, ValueError if malformed."""
     header: Any = json.loads(text.decode("utf-8"))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
@@ -98,7 +98,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 
 class _HashingReader:
-    """Sequential reader of a file that updates `hash` with every byte read."""
+    """Sequential reader of an open `file` that updates `hash` (SHA-256) with every byte read."""
 
     def __init__(self, file: FileIO) -> None:
         self._file, self.hash = file, hashlib.sha256()
@@ -110,7 +110,10 @@ class _HashingReader:
         return bytes(buffer)
 
     def read_tensor(self, entry: TensorEntry) -> Tensor:
-        """Read the next tensor into new memory; ValueError if the file ends before."""
+        """Read the next bytes into a new tensor, with the shape and dtype of `entry`.
+
+        Raises ValueError if the file ends before.
+        """
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if tensor.numel():
             buffer: Any = tensor.view(-1).view(torch.uint8).numpy()
@@ -138,51 +141,52 @@ class _HashingReader:
 def read_verified_tensors(
     file: Path, manifest: Manifest, encryption: Encryption | None, name_filter: NameFilter
 ) -> dict[str, Tensor]:
-    """Load and decrypt the tensors of a checkpoint's file that `name_filter` accepts.
+    """Load the tensors of a checkpoint's tensor file that `name_filter` accepts.
 
-    Raises InvalidCheckpoint if the file is missing, or its size, digest or format is wrong.
+    `manifest` gives the expected size and digest of the whole file; `encryption` decrypts, None if
+    the file is not encrypted. Raises InvalidCheckpoint if the file is missing, its size or digest
+    is wrong, it cannot be decrypted, or it is no safetensors file.
     """
+    content = b""
     if encryption is not None:
-        return _read_encrypted_tensors(file, manifest, encryption, name_filter)
-    with lost_as_invalid(file):
-        require_size(manifest, bounded_size(file, manifest.size))
-        # Digest and tensors come from one read: the file may change between two.
-        tensors, digest, fault = read_tensors(file, name_filter)
-    _require_digest(manifest, digest)
-    if fault:
-        raise InvalidCheckpoint(f"{manifest.file} is no safetensors file: {fault}")
-    return tensors
-
-
-def _read_encrypted_tensors(
-    file: Path, manifest: Manifest, encryption: Encryption, name_filter: NameFilter
-) -> dict[str, Tensor]:
-    """Load an encrypted tensor file; InvalidCheckpoint if it is damaged or not decryptable."""
-    content = read_bounded(file, manifest.size)
-    require_size(manifest, len(content))
-    _require_digest(manifest, hashlib.sha256(content).hexdigest())
+        content = read_bounded(file, manifest.size)
+        require_size(manifest, len(content))
+        read = TensorRead({}, hashlib.sha256(content).hexdigest())
+    else:
+        with lost_as_invalid(file):
+            require_size(manifest, bounded_size(file, manifest.size))
+            # Digest and tensors come from one read: the file may change between two.
+            read = read_tensors(file, name_filter)
+    if read.sha256 != manifest.sha256:
+        raise InvalidCheckpoint(f"{manifest.file} is damaged: its digest differs")
     try:
-        return parse_tensors(encryption.decrypt(content, tensors_label(manifest)), name_filter)
+        if encryption is not None:
+            return parse_tensors(encryption.decrypt(content, tensors_label(manifest)), name_filter)
+        if read.fault:
+            raise ValueError(read.fault)
     except StoreError as error:
         raise InvalidCheckpoint(f"{manifest.file} cannot be decrypted: {error}") from error
     except ValueError as error:
         raise InvalidCheckpoint(f"{manifest.file} is no safetensors file: {error}") from error
-
-
-def _require_digest(manifest: Manifest, digest: str) -> None:
-    if digest != manifest.sha256:
-        raise InvalidCheckpoint(f"{manifest.file} is damaged: its digest differs")
+    return read.tensors
 
 
 def read_bounded(file: Path, limit: int) -> bytes:
-    """Return a regular file's bytes; InvalidCheckpoint if it is lost or larger than `limit`."""
+    """Return the bytes of a regular file.
+
+    Raises InvalidCheckpoint if the file is missing, not regular, or larger than `limit` bytes.
+    """
     with lost_as_invalid(file):
         bounded_size(file, limit)
         return file.read_bytes()
 
 
 def bounded_size(file: Path, limit: int) -> int:
-    """Return a file's size; InvalidCheckpoint if it is not regular, or larger than `limit`."""
+    """Return a file's size in bytes.
+
+    Raises InvalidCheckpoint if the file is larger than `limit` bytes or not regular, OSError if
+    missing.
+    """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise InvalidCheckpoint(f"{file.name} is not a regular file")
@@ -199,7 +203,10 @@ def require_size(manifest: Manifest, size: int) -> None:
 
 @contextmanager
 def lost_as_invalid(file: Path) -> Generator[None]:
-    """Raise InvalidCheckpoint if the body fails because a file is missing or unreadable."""
+    """Turn an OSError of the body (file missing, or input/output error) into InvalidCheckpoint.
+
+    Other OSErrors pass unchanged. `file` is named in the message.
+    """
     try:
         yield
     except OSError as error:

@@ -55,10 +55,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that server and clients each build from the same study.
+    """Data, initial model and agreement of one study; server and clients each build the same.
 
-    `data`: the clients' examples. `model`: the initial model. `agreement`: the terms that server
-    and clients must share.
+    `initial_values` and the digests are computed from `model` on first access and cached: access
+    these properties before `model` is trained.
+    `data`: the clients' prepared examples, the common test set and the task.
+    `model`: the initial model, with all adapters.
+    `agreement`: the settings that server and clients fix before round 1: params, method, training
+    arguments and privacy.
     """
 
     data: FederatedData
@@ -67,7 +71,7 @@ class Experiment:
 
     @cached_property
     def initial_values(self) -> dict[str, Tensor]:
-        """The initial values of all params that may change, by key."""
+        """CPU copies of the initial values of all params that may change, by param key."""
         return get_values(self.model, self.agreement.trainable)
 
     @cached_property
@@ -77,7 +81,7 @@ class Experiment:
 
     @property
     def param_digests(self) -> dict[str, str]:
-        """The digest of each param's initial value."""
+        """The digest of each param's initial value, by param key."""
         return self.initial_model.short_digests
 
     @cached_property
@@ -98,14 +102,26 @@ def build_experiment(
     site_table: tuple[str, Dataset] | None = None,
     in_memory: InMemoryInputs | None = None,
 ) -> Experiment:
-    """Build the experiment of a study; the same study gives the same experiment on every machine.
+    """Build data, initial model and agreement of a study; the same on every machine.
 
-    `site_table`: at a site, its name and its own dataset. `in_memory`: Python objects that replace
-    the study's files. Sets the number of torch threads. Raises ConfigError if `model.digest` does
-    not match, or for a study of in-memory inputs without `in_memory`.
+    `site_table`: at a client's site, the client's name and own dataset, in place of `data.path`.
+    `in_memory`: Python objects that replace the study's files; the model among these is copied.
+    Sets the number of torch threads to `study.threads`. Raises ConfigError if the model's digest
+    differs from `model.digest`, or for a study of in-memory inputs without `in_memory`, and
+    FedplanError if data, model or plan cannot be used.
     """
     if in_memory is not None:
-        return _build_in_memory(study, in_memory)
+        inputs = in_memory.configure_for(study)
+        torch.set_num_threads(study.threads)
+        # New layers are drawn from the study's seed, as for a model from a file, to allow resuming.
+        with fork_rng_state(seed=seeds.seed(study.name, "model", study.seed)):
+            model = pin_packed_layout(copy.deepcopy(inputs.model))
+            if inputs.task.kind != CUSTOM_KIND:
+                require_attention_mask(model, inputs.task.kind)
+            model = add_method_adapter(model, inputs.task, inputs.method)
+        agreement = make_agreement(study, describe(model), inputs.method)
+        check_plan(inputs.method.plan, agreement.params)
+        return Experiment(inputs.federated_data, model, agreement)
     require_study_from_files(study)
     torch.set_num_threads(study.threads)
     data, method = load_federated_data(study, site_table), make_method(study)
@@ -120,23 +136,8 @@ def build_experiment(
     return experiment
 
 
-def _build_in_memory(study: Study, inputs: InMemoryInputs) -> Experiment:
-    """Build an experiment from a copy of a model given as Python object, and its data."""
-    inputs = inputs.configure_for(study)
-    torch.set_num_threads(study.threads)
-    # New layers are drawn from the study's seed, as for a model from a file, to allow resuming.
-    with fork_rng_state(seed=seeds.seed(study.name, "model", study.seed)):
-        model = pin_packed_layout(copy.deepcopy(inputs.model))
-        if inputs.task.kind != CUSTOM_KIND:
-            require_attention_mask(model, inputs.task.kind)
-        model = add_method_adapter(model, inputs.task, inputs.method)
-    agreement = make_agreement(study, describe(model), inputs.method)
-    check_plan(inputs.method.plan, agreement.params)
-    return Experiment(inputs.federated_data, model, agreement)
-
-
 def require_study_from_files(study: Study) -> None:
-    """Raise ConfigError for a study of in-memory inputs, whose model and data have no files."""
+    """Raise ConfigError for a study that was made from Python objects (`data.from_python`)."""
     if study.data.from_python:
         raise ConfigError(
             f"{study.name} got its model and data from Python: continue it with "
@@ -146,15 +147,19 @@ def require_study_from_files(study: Study) -> None:
 
 
 def build_experiment_without_data(study: Study, labels: list[str]) -> Experiment:
-    """Build the experiment of a study with the given labels and no clients, as for an export."""
+    """Build the experiment of a study with the given labels and no clients, as for an export.
+
+    The dataset is not read. Raises as `build_experiment`.
+    """
     task = study.task.model_copy(update={"labels": labels})
     return build_experiment(study.model_copy(update={"data": DataSection(), "task": task}))
 
 
 def outline_agreement(study: Study) -> Agreement:
-    """Return the agreement of a study from the model's names and shapes alone.
+    """Return the agreement of a study from the names and shapes of the model's params alone.
 
-    Loads neither data nor weights.
+    Loads no data, and weights only where `build_meta_model` needs weights. Raises ConfigError for a
+    study of in-memory inputs, FedplanError if the plan does not match the model.
     """
     require_study_from_files(study)
     task = load_federated_data(study.model_copy(update={"data": DataSection()}), None).task
@@ -164,51 +169,45 @@ def outline_agreement(study: Study) -> Agreement:
     return agreement
 
 
-def require_usable_batches(experiment: Experiment, batch: int) -> None:
-    """Raise ConfigError if the model cannot compute the loss of some client's examples.
+def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
+    """Raise ConfigError if the task's loss fails on the model, or is not a single number.
 
-    Tries one batch of the first client, and two examples of every other client and test set.
+    Tries, without gradients, one batch of `batch_size` examples of the first client, and one batch
+    of two examples of every other client and test set; empty sets are skipped.
     """
-    data = experiment.data
-    examples_by_name = {
-        repr(name): examples for name, examples in data.train.items() if len(examples)
+    data, model = experiment.data, experiment.model
+    examples_by_owner: dict[str, Examples | None] = {
+        **{repr(name): examples for name, examples in data.train.items()},
+        **{f"{name!r} (test)": examples for name, examples in data.client_tests.items()},
+        "the common test set": data.common_test,
     }
-    examples_by_name |= {
-        f"{name!r} (test)": examples
-        for name, examples in data.client_tests.items()
-        if len(examples)
-    }
-    examples_by_name |= (
-        {"the common test set": data.common_test}
-        if data.common_test is not None and len(data.common_test)
-        else {}
-    )
-    for index, (owner, examples) in enumerate(examples_by_name.items()):
-        _require_usable_batch(experiment, owner, examples, 2 if index else batch)
-
-
-def _require_usable_batch(
-    experiment: Experiment, owner: str, examples: Examples, count: int
-) -> None:
-    """Compute the loss of the first `count` examples; raise ConfigError if that fails."""
-    try:
-        batch = to_device(
-            examples.batch(torch.arange(min(count, len(examples)))), model_device(experiment.model)
-        )
-        with torch.no_grad(), eval_mode(experiment.model):
-            loss = experiment.data.task.loss(experiment.model, batch)
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number")
-    except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise ConfigError(
-            f"the model cannot use the examples of {owner}: {type(error).__name__}: "
-            f"{lines[0][:300]}; check [model] and [task]"
-        ) from error
+    count = batch_size
+    for owner, examples in examples_by_owner.items():
+        if examples is None or not len(examples):
+            continue
+        try:
+            batch = to_device(
+                examples.batch(torch.arange(min(count, len(examples)))), model_device(model)
+            )
+            with torch.no_grad(), eval_mode(model):
+                loss = data.task.loss(model, batch)
+            if loss.numel() != 1:
+                raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number")
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise ConfigError(
+                f"the model cannot use the examples of {owner}: {type(error).__name__}: "
+                f"{lines[0][:300]}; check [model] and [task]"
+            ) from error
+        count = 2
 
 
 def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | None:
-    """Return a client's held-out examples and metrics; None unless `evaluate.on_clients` is set."""
+    """Return the held-out examples of a client in `data`, with the study's rules of evaluation.
+
+    `client`: the client's name; without held-out examples, the set has `examples` None. Returns
+    None if the study does not set `evaluate.on_clients`.
+    """
     section = study.evaluate
     if not section.on_clients:
         return None
@@ -219,9 +218,10 @@ def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | N
 
 
 def make_scoring(study: Study, data: FederatedData) -> EvalConfig:
-    """Return when and how the models of a study are evaluated.
+    """Return when the models of a study are evaluated, and which metric selects the best round.
 
-    Raises ConfigError if `evaluate.keep_best` needs a metric that nobody measures.
+    Raises ConfigError if `evaluate.keep_best` names models ("global" or "personal") that nobody
+    evaluates: `data` has no test examples for these models, and `evaluate.on_clients` is not set.
     """
     section, task = study.evaluate, data.task
     measured = {
@@ -245,33 +245,30 @@ def make_participation(study: Study) -> Participation:
 
 
 def make_method(study: Study) -> Method:
-    """Return the method of a study, or a method of its own plan.
+    """Return the method of a study: a published method by name, or a method of the study's plan.
 
-    With a private vote on layers (`privacy.vote_noise_multiplier`), all clients choose the same
-    layers.
+    With a private vote on layers (`privacy.vote_noise_multiplier`), `joint_choice` is set: all
+    clients use the same choice of layers. Raises FedplanError for an unknown name, setting or
+    phase.
     """
     method = _method_from_section(study.method)
-    return (
-        replace(method, joint_choice=True)
-        if study.privacy and study.privacy.vote_noise_multiplier
-        else method
-    )
+    has_vote = study.privacy and study.privacy.vote_noise_multiplier
+    return replace(method, joint_choice=True) if has_vote else method
 
 
 def _method_from_section(section: MethodSection) -> Method:
-    """Return the method of a section with its plan, inner method, phases and plug-ins.
+    """Return the method that a [method] section describes: plan, base method, phases, plug-ins.
 
-    Raises ConfigError for a phase that the plan does not have.
+    A base method gives training loop, client hooks and server optimizer (`with_training_of`); loop
+    and server optimizer of the section replace these, and hooks are added. Raises ConfigError for a
+    phase that the plan does not have, and UnknownName for an unknown method or plug-in.
     """
     if section.from_python:
         return parse_recorded_method(section.from_python)
     if section.name:
         method = method_by_name(section.name, section.settings)
-        method = (
-            replace(method, plan=chain(method.plan, parse(section.plan)))
-            if section.plan
-            else method
-        )
+        if section.plan:
+            method = replace(method, plan=chain(method.plan, parse(section.plan)))
     else:
         probe = get_probe(section.probe or "random")
         method = Method(parse(section.plan), probe=probe, joint_choice=section.joint_choice)
@@ -281,34 +278,24 @@ def _method_from_section(section: MethodSection) -> Method:
         if unknown := section.phases.keys() - set(phase_names(method.plan)):
             raise ConfigError(f"method.phases: the plan has no phase {min(unknown)!r}")
         method = replace(method, phase_rule=PlannedPhases(section.phases))
-    method = _apply_plugins(method, section)
-    method = (
-        replace(method, lora_aggregation=parse_product_rule(section.lora_aggregation))
-        if section.lora_aggregation
-        else method
-    )
-    return (
-        replace(method, compression=parse_codec(section.compression))
-        if section.compression
-        else method
-    )
-
-
-def _apply_plugins(method: Method, section: MethodSection) -> Method:
-    """Return the method with the training loop, client hooks and server optimizer of a section."""
     hooks = (*map(get_client_hook, section.client_hooks), *method.client_hooks)
     loop = get_training_loop(section.loop) if section.loop else method.loop
     server = method.server_optimizer
     if section.server_optimizer:
         server = make_server_optimizer(section.server_optimizer, section.server_optimizer_settings)
-    return replace(method, client_hooks=hooks, loop=loop, server_optimizer=server)
+    method = replace(method, client_hooks=hooks, loop=loop, server_optimizer=server)
+    if section.lora_aggregation:
+        method = replace(method, lora_aggregation=parse_product_rule(section.lora_aggregation))
+    if section.compression:
+        method = replace(method, compression=parse_codec(section.compression))
+    return method
 
 
 def make_agreement(study: Study, params: Params, method: Method | None = None) -> Agreement:
-    """Return the agreement of a study for a model with these params.
+    """Return the agreement (the settings fixed before round 1) of a study for a model's params.
 
-    `method`: replaces the study's own method. Raises FedplanError if the method cannot keep the
-    privacy guarantee.
+    `method` replaces the method of the study. Raises FedplanError if the method cannot keep the
+    study's privacy guarantee.
     """
     guarantee, train_config = privacy_guarantee(study), study.train.train_config
     agreed_method = method or make_method(study)
@@ -330,10 +317,11 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
 def privacy_statement(
     study: Study, folder: Path | None = None, *, run: str = ""
 ) -> Statement | None:
-    """Return the privacy statement of a study, or None without differential privacy.
+    """Return the privacy statement (guarantee and spent budget) of a study; None without DP.
 
-    `folder`: a run's folder or a site's account; then the statement has the epsilon spent there, of
-    the run `run` if given.
+    `folder`: a run's folder, or a site's privacy ledger; the statement then has the epsilon spent
+    there. `run`: count only ledger entries whose names start with this text. Raises PrivacyError if
+    an entry has other noise, sampling or steps than the guarantee, or if a ledger is damaged.
     """
     guarantee, secagg = privacy_guarantee(study), study.aggregation.config
     if guarantee is None:
@@ -348,43 +336,29 @@ def privacy_statement(
     )
 
 
-@cache
-def _calibrate_noise(guarantee: Guarantee, rounds: int) -> Guarantee:
-    """Return the guarantee with the least noise that keeps epsilon over the rounds; cached."""
-    return guarantee.with_calibrated_noise(rounds)
+_calibrate_noise = cache(Guarantee.with_calibrated_noise)
 
 
 def privacy_guarantee(study: Study) -> Guarantee | None:
-    """Return the differential-privacy guarantee of a study, or None.
+    """Return the differential-privacy guarantee of a study; None without [privacy].
 
-    If `privacy.noise_multiplier` is 0, the noise multiplier is calibrated to epsilon and the
-    rounds.
+    If `privacy.noise_multiplier` is 0, the noise multiplier is calibrated to epsilon and the number
+    of rounds; the calibration is cached.
     """
-    section, train = study.privacy, study.train
+    section, train, fraction = study.privacy, study.train, study.clients.fraction
     if section is None:
         return None
-    if section.unit == "client":
-        sampling_rate, steps, batch = (
-            (study.clients.fraction if study.clients.fraction < 1 else None),
-            0,
-            0,
-        )
-    else:
-        sampling_rate, steps, batch = (
-            train.batch_size / section.examples_per_site,
-            train.steps,
-            train.batch_size,
-        )
-    noise = section.noise_multiplier or 1.0
+    by_client = section.unit == "client"
+    client_rate = fraction if fraction < 1 else None
     guarantee = Guarantee(
         unit=section.unit,
         epsilon=section.epsilon,
         delta=section.delta,
         clipping_norm=section.clipping_norm,
-        noise_multiplier=noise,
-        sampling_rate=sampling_rate,
-        steps=steps,
-        batch_size=batch,
+        noise_multiplier=section.noise_multiplier or 1.0,
+        sampling_rate=client_rate if by_client else train.batch_size / section.examples_per_site,
+        steps=0 if by_client else train.steps,
+        batch_size=0 if by_client else train.batch_size,
         vote_noise_multiplier=section.vote_noise_multiplier,
         vote_every=section.vote_every,
         clipping_quantile=section.clipping_quantile,

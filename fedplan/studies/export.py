@@ -15,7 +15,7 @@ from fedplan.data.tasks import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.egress_log import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import only_run_folder, read_personal_model
-from fedplan.federation.global_state import GlobalState, global_values, personal_values
+from fedplan.federation.global_state import global_values, personal_values
 from fedplan.language.turn import Turn
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, Preprocessing, load_folder, save_folder
@@ -39,7 +39,7 @@ from fedplan.studies.golden_example import (
     tokenize_text,
 )
 from fedplan.studies.model_card import CARD_FILE, ModelCard, private_names
-from fedplan.studies.run import Run, read_consistently
+from fedplan.studies.run import read_consistently
 from fedplan.studies.run_folder import read_run_agreement, read_run_study, read_task_file
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.named import Tensors
@@ -50,7 +50,11 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class _ExportedModel:
-    """A model with the values of a run, its task, changed tensors by name, and its card."""
+    """A model filled with the values of a run, ready to be written.
+
+    `task`: the task with tokenizer or image settings. `changed`: names of the params that differ
+    from the initial model. `card`: the facts for the model card (README.md).
+    """
 
     model: nn.Module
     task: Task
@@ -67,15 +71,15 @@ def export_run(
     adapter: bool = False,
     best: bool = False,
 ) -> str:
-    """Write a model into a new or empty folder, and return the code that loads it.
+    """Write a model of a run into a new or empty folder, and return the code that loads the model.
 
-    `folder`: a run's folder, or at a site the folder of its experiment; then the site's personal
-    model is exported, and `key` is the key file of its state.
-    `client`: export this client's personal model instead of the global one.
-    `adapter`: write only the peft adapter; else adapters are merged into the full model.
-    `best`: export the best round, if the study has `evaluate.keep_best`. Beside the weights are
-    written the tokenizer or image processor, a model card, and a golden example for `check_export`.
-    Raises ConfigError if the model cannot be exported.
+    `folder`: a run's folder, or at a client's site the folder of the site's only run; a site
+    exports its personal model, and `key` is the key file that decrypts the site's state.
+    `client`: export this client's personal model instead of the global model.
+    `adapter`: write only the peft adapter; by default adapters are merged into the full model.
+    `best`: export the global model of the best round, stored by `evaluate.keep_best`. Also writes
+    the tokenizer or image processor, a model card, and a golden example for `check_export`. Raises
+    ConfigError if `output` is not empty, or the arguments or the run do not allow the export.
     """
     folder, output = Path(folder), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -92,10 +96,13 @@ def export_run(
 
 
 def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
-    """Load an exported model, run its golden example, and return the largest deviation of a logit.
+    """Run the golden example of an exported folder, and return the largest deviation of a logit.
 
-    An adapter is put on `model`, or else on the base model that it names. Raises ConfigError if the
-    deviation exceeds the tolerance, or if the folder prepares inputs differently from the run.
+    The golden example is a synthetic input with the model's logits at the export. `model`: the base
+    model that an exported adapter is put on; by default the base model named in the adapter's
+    configuration, from local files. Raises ConfigError if the deviation exceeds TOLERANCE times the
+    largest logit (or 1, if all logits are smaller), if the folder's tokenizer or image processor
+    gives other inputs, or if files are missing.
     """
     folder = Path(folder)
     try:
@@ -105,13 +112,14 @@ def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
             logits = compute_logits(_load_exported(folder, example, model), example.inputs)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{folder} cannot be checked: {error}") from error
-    if logits.shape != example.logits.shape:
+    expected = example.logits
+    if logits.shape != expected.shape:
         raise ConfigError(
             f"{folder}: the logits have shape {tuple(logits.shape)}, but had "
-            f"{tuple(example.logits.shape)} at the export"
+            f"{tuple(expected.shape)} at the export"
         )
-    deviation = float((logits - example.logits).abs().max())
-    if not deviation <= TOLERANCE * max(1.0, float(example.logits.abs().max())):
+    deviation = float((logits - expected).abs().max())
+    if not deviation <= TOLERANCE * max(1.0, float(expected.abs().max())):
         raise ConfigError(
             f"{folder} differs by {deviation:.2g} from the model's logits at the export: these "
             "are other weights, or another base model; export it again"
@@ -120,7 +128,11 @@ def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
 
 
 def _load_exported(folder: Path, example: GoldenExample, base: nn.Module | None) -> nn.Module:
-    """Load the model of an exported folder; an adapter is put on `base` or on its named base."""
+    """Load the model in an exported folder: a dual encoder, a transformers model, or an adapter.
+
+    `example`: names the transformers class and the labels. `base`: the model that an adapter is put
+    on; None loads the base model of the adapter's configuration from local files.
+    """
     import transformers
 
     if (folder / SETTINGS).exists():
@@ -129,16 +141,19 @@ def _load_exported(folder: Path, example: GoldenExample, base: nn.Module | None)
     if not (folder / CONFIG).exists():
         return load_pretrained(loader, str(folder), local_files_only=True)
     if base is None:
-        base_name = str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] or "")
+        name = str(json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] or "")
         labels = {"id2label": dict(enumerate(example.labels))} if example.labels else {}
-        base = cast(
-            "nn.Module", load_pretrained(loader, base_name, local_files_only=True, **labels)
-        )
+        base = cast("nn.Module", load_pretrained(loader, name, local_files_only=True, **labels))
     return load_adapter(base, str(folder))
 
 
 def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
-    """Raise ConfigError if the folder's tokenizer or processor gives other inputs than the run."""
+    """Raise ConfigError if a folder's tokenizer or image processor gives other inputs than the run.
+
+    Prepares the raw text or image of the golden example again, and compares the tensors with the
+    stored inputs (`torch.allclose`). Does nothing for an example without text and image, or for an
+    image if the folder has no image processor.
+    """
     import transformers
 
     prepared: Tensors = {}
@@ -160,56 +175,56 @@ def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
             )
 
 
-def _model_of_run(folder: Path, client: str, *, best: bool = False) -> _ExportedModel:
-    """Return the global model of a run, or a client's personal model, with its card."""
-    run, global_state, client_state = read_consistently(
-        folder, lambda run: _read_states(run, client, best=best)
-    )
-    require_study_from_files(run.study)
-    experiment = _rebuild_experiment(run.study, run.agreement, run.labels)
-    values = global_values(run.agreement, global_state, experiment.initial_values)
-    if client:
-        turn = Turn(run.round, client, global_state.phase, run.study.clients.traits.get(client, {}))
-        values = personal_values(
-            run.agreement, global_state, experiment.initial_values, turn, client_state
-        )
-    return _fill_model(
-        experiment, values, _make_card(run, global_state.round, personal=bool(client))
-    )
+def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
+    """Return the global model in the folder of a run, or the personal model of `client` if given.
 
-
-def _make_card(run: Run, round_number: int, *, personal: bool) -> ModelCard:
-    """Return the card of a model after a round; `personal` marks a client's model.
-
-    Metrics are shown only for the global model, and not under differential privacy.
+    `best`: use the global model of the best round instead of the last round; a client's personal
+    params are always those of the last round. The card shows metrics only for a global model
+    without differential privacy. Raises ConfigError if the run or the initial model cannot be read.
     """
-    study, statement = run.study, privacy_statement(run.study, run.folder)
-    clients = run.clients or list(study.clients.names)
-    show_metrics = statement is None and not personal
-    row = next((row for row in run.metrics if show_metrics and row["round"] == round_number), {})
-    return ModelCard(
+    run, global_state, client_state = read_consistently(
+        folder,
+        lambda run: (
+            run,
+            run.best_state if best else run.global_state,
+            run.client_state(client)[0] if client else dict[str, Tensor](),
+        ),
+    )
+    study = run.study
+    require_study_from_files(study)
+    experiment = _rebuild_experiment(study, run.agreement, run.labels)
+    initial = experiment.initial_values
+    values = global_values(run.agreement, global_state, initial)
+    if client:
+        turn = Turn(run.round, client, global_state.phase, study.clients.traits.get(client, {}))
+        values = personal_values(run.agreement, global_state, initial, turn, client_state)
+    statement = privacy_statement(study, run.folder)
+    names = run.clients or list(study.clients.names)
+    public, number = statement is None and not client, global_state.round
+    row = next((row for row in run.metrics if public and row["round"] == number), {})
+    card = ModelCard(
         study,
         run.agreement,
-        round_number,
-        len(clients),
-        personal=personal,
+        number,
+        len(names),
+        personal=bool(client),
         statement=statement,
         # The number of test examples is not revealed.
         scores={
-            name.removeprefix(METRIC_PREFIX): value
+            name.removeprefix("global."): value
             for name, value in row.items()
-            if name.startswith(METRIC_PREFIX) and not name.endswith("examples")
+            if name.startswith("global.") and not name.endswith("examples")
         },
-        private_names=private_names(study, clients),
+        private_names=private_names(study, names),
     )
-
-
-METRIC_PREFIX = "global."
-"""Prefix of metrics on the common test set."""
+    return _fill_model(experiment, values, card)
 
 
 def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:
-    """Load values into an experiment's model, and note the params that differ from the start."""
+    """Copy values by param key into an experiment's model, and return the model with `card`.
+
+    Also lists the names of the params that differ from their initial values.
+    """
     params = [p for p in experiment.agreement.trainable if p.key in values]
     changed = [
         p.name for p in params if not torch.equal(values[p.key], experiment.initial_values[p.key])
@@ -218,19 +233,12 @@ def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _Ex
     return _ExportedModel(experiment.model, experiment.data.task, tuple(changed), card)
 
 
-def _read_states(
-    run: Run, client: str, *, best: bool
-) -> tuple[Run, GlobalState, dict[str, Tensor]]:
-    """Return the run, its global state (last or best), and a client's stored tensors."""
-    return (
-        run,
-        run.best_state if best else run.global_state,
-        run.client_state(client)[0] if client else {},
-    )
-
-
 def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
-    """Return the personal model of a site, with its card."""
+    """Return the personal model in the folder of a run at a client's site.
+
+    `key`: file with the key of the site's encrypted state, or None. Raises FedplanError if the
+    folder has several runs, or if the client has not yet finished its training in any round.
+    """
     folder = only_run_folder(folder)
     study, terms = read_run_study(folder), read_agreement(folder)
     agreement = replace(read_run_agreement(folder), start=str(terms.get("model")))
@@ -247,9 +255,10 @@ def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
 
 
 def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -> Experiment:
-    """Build the initial model of a run, without data.
+    """Build the initial model of a run again, without data.
 
-    Raises ConfigError if the study's model is no longer the one that the run started from.
+    `agreement`: that of the run. `labels`: of the run's task. Raises ConfigError if the study's
+    model now has other params or another digest than the run started from.
     """
     experiment = build_experiment_without_data(study, labels)
     if experiment.agreement.params != agreement.params:
@@ -263,51 +272,44 @@ def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -
 
 
 def _write_model(exported: _ExportedModel, output: Path) -> str:
-    """Write the full model with its processor, card and golden example; return the loading code."""
+    """Write the model into the folder `output`, with merged adapters and without quantization.
+
+    Also writes the processor or tokenizer, the model card and the golden example. Returns the code
+    that loads the model.
+    """
     model, task = exported.model, exported.task
     if isinstance(model, DualEncoder):
         save_folder(model, output, preprocessing=_image_preprocessing(task))
         loading_code = "from fedplan.models.folder import predict\n\npredict({}, [image, ...])"
-        _write_card(model, task, exported.card, output, loading_code)
+        _write_card(exported, output, loading_code)
         return f"fedplan.models.folder.predict({str(output)!r}, [image, ...])"
     quantized, merged = is_quantized(model), merge_and_dequantize(model)
     cast("Any", merged).save_pretrained(output)
     _write_processor(task, output)
-    loading_code = f"transformers.{task.model_class}.from_pretrained({{}})"
-    _write_card(
-        merged,
-        task,
-        exported.card,
-        output,
-        f"import transformers\n\nmodel = {loading_code}{_processor_code(task)}",
-    )
-    loading_code = loading_code.format(repr(str(output)))
-    return (
-        f"{loading_code}  # dequantized: the base was quantized in the run"
-        if quantized
-        else loading_code
-    )
+    code = f"transformers.{task.model_class}.from_pretrained({{}})"
+    card_code = f"import transformers\n\nmodel = {code}{_processor_code(task)}"
+    _write_card(replace(exported, model=merged), output, card_code)
+    note = "  # dequantized: the base was quantized in the run" if quantized else ""
+    return code.format(repr(str(output))) + note
 
 
 def _write_adapter(exported: _ExportedModel, output: Path) -> str:
-    """Write the peft adapter with processor, card and golden example; return the loading code."""
+    """Write only the peft adapter of the model into the folder `output`.
+
+    Also writes the processor or tokenizer, the model card and the golden example. Returns the code
+    that puts the adapter on a base model.
+    """
     save_adapter(exported.model, output, exported.changed)
     _write_processor(exported.task, output)
-    loading_code = "peft.PeftModel.from_pretrained(model, {})"
-    card, path = replace(exported.card, adapter=True), exported.card.study.model.path
+    path = exported.card.study.model.path
     base = repr(strip_hub_prefix(path)) if is_hub_id(path) else "base"
-    card_code = f"base = transformers.{exported.task.model_class}.from_pretrained({base})"
-    card_code += (
-        f"\nmodel = {loading_code.replace('model', 'base')}{_processor_code(exported.task)}"
+    card_code = (
+        "import peft\nimport transformers\n\n"
+        f"base = transformers.{exported.task.model_class}.from_pretrained({base})\n"
+        f"model = peft.PeftModel.from_pretrained(base, {{}}){_processor_code(exported.task)}"
     )
-    _write_card(
-        exported.model,
-        exported.task,
-        card,
-        output,
-        f"import peft\nimport transformers\n\n{card_code}",
-    )
-    return loading_code.format(repr(str(output)))
+    _write_card(replace(exported, card=replace(exported.card, adapter=True)), output, card_code)
+    return f"peft.PeftModel.from_pretrained(model, {str(output)!r})"
 
 
 def _processor_code(task: Task) -> str:
@@ -317,19 +319,21 @@ def _processor_code(task: Task) -> str:
     return "\ntokenizer = transformers.AutoTokenizer.from_pretrained({})" if task.source else ""
 
 
-def _write_card(
-    model: nn.Module, task: Task, card: ModelCard, output: Path, loading_code: str
-) -> None:
-    """Write the model card and, if the model has one, the golden example."""
-    example = make_golden_example(model, task)
+def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> None:
+    """Write the model card and, for a model of images or tokens, the golden example to `output`.
+
+    `loading_code`: Python code for the card; each `{}` in the code becomes the folder ".".
+    """
+    example = make_golden_example(exported.model, exported.task)
     if example is not None:
         example.write(output)
-    text = card.text(loading_code.replace("{}", '"."'), has_golden_example=example is not None)
+    loading_code = loading_code.replace("{}", '"."')
+    text = exported.card.text(loading_code, has_golden_example=example is not None)
     (output / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def _write_processor(task: Task, output: Path) -> None:
-    """Write the image processor's configuration, or the tokenizer if there is one."""
+    """Write a task's image processor or tokenizer, if there is one, into the folder `output`."""
     if task.kind != "image-classification":
         if task.source:
             task.tokenizer.save_pretrained(output)
@@ -352,10 +356,6 @@ def _write_processor(task: Task, output: Path) -> None:
 
 
 def _image_preprocessing(task: Task) -> Preprocessing:
-    """Return the size, mean and standard deviation of a task's images."""
-    mean, std = image_mean_std(task.source)
-    return Preprocessing(task.image_size, _channel_values(mean), _channel_values(std))
-
-
-def _channel_values(tensor: Tensor) -> tuple[float, ...]:
-    return tuple(float(value) for value in tensor.flatten())
+    """Return the size, and the mean and standard deviation by channel, of a task's images."""
+    mean, std = (tuple(map(float, value.flatten())) for value in image_mean_std(task.source))
+    return Preprocessing(task.image_size, mean, std)

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FederatedData:
-    """Prepared examples of all clients.
+    """Prepared (tokenized or resized) examples of all clients, and the task that prepared these.
 
-    `train`: training examples by client.
-    `client_tests`: held-out examples by client, for clients that have any.
-    `common_test`: the common test set, or None.
-    `notes`: messages for the user about the data.
+    `train`: training examples by client name.
+    `client_tests`: held-out examples by client name, for clients that have any.
+    `common_test`: the common test set, on which the global model is evaluated, or None.
+    `task`: computes loss and metrics. `notes`: sentences for the user about the data.
     """
 
     train: dict[str, Examples]
@@ -70,47 +70,49 @@ TRUNCATION_NOTE = "Each text is one example: longer texts are truncated to {} to
 
 
 def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) -> FederatedData:
-    """Load and prepare the data of a study.
+    """Load a study's dataset, divide the rows among clients, and prepare all examples.
 
-    `site_table`: at a site, its name and its own dataset, which replaces `data.path`. Without
-    either there are no clients, only the common test and the task. Raises DataError for data that
-    the study cannot use, or a study of in-memory data.
+    `site_table`: at a client's site, the client's name and own dataset, in place of `data.path`;
+    this client gets all rows. With neither `site_table` nor `data.path`, the result has no clients,
+    only common test set and task. Filters and limits of [data] select the rows; rows that are also
+    in the common test set are dropped. A fraction `data.holdout_fraction` of the others becomes
+    test examples of the clients. Clients without training examples are dropped, but not under
+    differential privacy. Raises DataError for data that the study cannot use, and for a study of
+    in-memory data.
     """
     if study.data.from_python:
         raise DataError("this study has in-memory data: there is none to load")
-    test, table = (
-        _load_common_test(study),
-        _load_train_table(study, site_table[1] if site_table else None),
-    )
-    study_task = _make_task(study, _find_labels(study, [t for t in (table, test) if t is not None]))
+    test = _load_common_test(study)
+    table = _load_train_table(study, site_table[1] if site_table else None)
+    task = _make_task(study, _find_labels(study, [t for t in (table, test) if t is not None]))
     notes = [] if test is not None else [NO_TEST]
-    notes += (
-        [TRUNCATION_NOTE.format(study_task.max_length)]
-        if study_task.one_example_per_row and study_task.kind in TRUNCATING_TASKS
-        else []
-    )
-    notes += study_task.notes
+    if task.one_example_per_row and task.kind in TRUNCATING_TASKS:
+        notes.append(TRUNCATION_NOTE.format(task.max_length))
+    notes += task.notes
     train, client_tests = dict[str, Examples](), dict[str, Examples]()
     if table is not None:
-        table, fingerprints, overlap_notes = _drop_tested(
-            table, test, study_task, allow_empty=study.privacy is not None
-        )
-        train, client_tests = _prepare_clients(study, table, fingerprints, site_table, study_task)
+        table, fingerprints, overlap_notes = _drop_tested(study, task, table, test)
+        task_table = table.select_columns(_task_columns(task))
+        for name, (train_rows, test_rows) in _split_rows(
+            study, table, fingerprints, site_table
+        ).items():
+            train[name] = task.prepare(select_rows(task_table, train_rows))
+            client_tests[name] = task.prepare(select_rows(task_table, test_rows))
         # Under differential privacy, counts of examples and empty clients are not revealed.
         notes += [] if study.privacy else [*overlap_notes, *_drop_empty_clients(train, site_table)]
     nonempty_tests = {
         name: examples for name, examples in client_tests.items() if len(examples) and name in train
     }
-    return FederatedData(
-        train, nonempty_tests, study_task.prepare(test) if test else None, study_task, tuple(notes)
-    )
+    common_test = task.prepare(test) if test else None
+    return FederatedData(train, nonempty_tests, common_test, task, tuple(notes))
 
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Row numbers of a study's dataset, by client.
+    """Row numbers of a study's training table, by client.
 
-    `train`, `client_tests`: rows of the training table that a client trains on, and holds out.
+    Rows that are also in the common test set were removed from the table before.
+    `train`, `client_tests`: by client name, the rows to train on and the rows to hold out.
     `labels`: the labels of each row, for classification tasks; else empty.
     `common_test_size`: number of examples of the common test set.
     """
@@ -122,9 +124,9 @@ class DataSplit:
 
 
 def compute_split(study: Study) -> DataSplit:
-    """Return the rows of each client, as a run would divide them, without tokenizing any example.
+    """Return the rows of each client, as a run would divide the rows, without tokenizing any.
 
-    Raises DataError for a study without `data.path`.
+    Reads the dataset. Raises DataError for a study without `data.path`, or for unusable data.
     """
     if not study.data.path:
         raise DataError(
@@ -132,60 +134,68 @@ def compute_split(study: Study) -> DataSplit:
             "a study with data.path"
         )
     test, table = _load_common_test(study), cast("Dataset", _load_train_table(study, None))
-    study_task = _make_task(study, _find_labels(study, [t for t in (table, test) if t is not None]))
-    table, fingerprints, _ = _drop_tested(
-        table, test, study_task, allow_empty=study.privacy is not None
-    )
-    in_train = training_mask(
-        fingerprints, fraction=1 - study.data.holdout_fraction, seed=study.seed
-    )
-    indices = _client_indices(study, table, None)
-    train, client_tests = (
-        {
-            name: [row for row in numbers if bool(in_train[row]) == train_side]
-            for name, numbers in indices.items()
-        }
-        for train_side in (True, False)
-    )
-    has_classes = bool(study_task.label) and study_task.answer_kind in ("class", "labels")
-    values = label_values(table, study_task.label) if has_classes else []
+    task = _make_task(study, _find_labels(study, [t for t in (table, test) if t is not None]))
+    table, fingerprints, _ = _drop_tested(study, task, table, test)
+    rows = _split_rows(study, table, fingerprints, None)
+    has_classes = bool(task.label) and task.answer_kind in ("class", "labels")
+    values = label_values(table, task.label) if has_classes else []
     labels = [cast("list[str]", value) if isinstance(value, list) else [value] for value in values]
-    return DataSplit(train, client_tests, labels, len(test) if test is not None else 0)
+    return DataSplit(
+        {name: train_rows for name, (train_rows, _) in rows.items()},
+        {name: test_rows for name, (_, test_rows) in rows.items()},
+        labels,
+        len(test) if test is not None else 0,
+    )
 
 
-def _prepare_clients(
+def _split_rows(
     study: Study,
     table: Dataset,
     fingerprints: list[bytes],
     site_table: tuple[str, Dataset] | None,
-    study_task: Task,
-) -> tuple[dict[str, Examples], dict[str, Examples]]:
-    """Return the prepared training examples and held-out examples, each by client.
+) -> dict[str, tuple[list[int], list[int]]]:
+    """Return, by client name, the row numbers to train on and the row numbers to hold out.
 
-    `fingerprints`: content of each row; equal rows fall on the same side.
+    `fingerprints`: a digest of each row; equal rows are on the same side. `site_table`: the only
+    client and its dataset; that client gets all rows. Without `site_table`, the study's partition
+    divides the rows among clients.
     """
-    in_train = training_mask(
-        fingerprints, fraction=1 - study.data.holdout_fraction, seed=study.seed
-    )
-    task_table = table.select_columns(_task_columns(study_task))
-    train, client_tests = dict[str, Examples](), dict[str, Examples]()
-    for name, numbers in _client_indices(study, table, site_table).items():
-        sides = ([row for row in numbers if in_train[row] == side] for side in (True, False))
-        train[name], client_tests[name] = (
-            study_task.prepare(select_rows(task_table, side)) for side in sides
+    section = study.data
+    in_train = training_mask(fingerprints, fraction=1 - section.holdout_fraction, seed=study.seed)
+    if site_table is not None:
+        indices = {site_table[0]: list(range(len(table)))}
+    else:
+        partition = Partition(
+            kind=section.partition,
+            num_clients=section.num_clients,
+            column=section.partition_column,
+            alpha=section.alpha,
+            classes_per_client=section.classes_per_client,
+            min_examples=section.min_examples,
+            clients_per_value=section.clients_per_value,
         )
-    return train, client_tests
+        public = _public_values(study, partition) if study.privacy is not None else None
+        # A regression target is not a label to divide by: each number would be one.
+        label = "" if task_class(study.task.kind).answer_kind == "number" else study.task.label
+        indices = partition_table(
+            table, partition, seed=study.seed, label=label, known_values=public
+        )
+    return {
+        name: ([row for row in rows if in_train[row]], [row for row in rows if not in_train[row]])
+        for name, rows in indices.items()
+    }
 
 
-def _task_columns(study_task: Task) -> list[str]:
+def _task_columns(task: Task) -> list[str]:
     """Return the input columns and the label column of a task."""
-    return [*study_task.columns, *([study_task.label] if study_task.label else [])]
+    return [*task.columns, *([task.label] if task.label else [])]
 
 
 def _load_common_test(study: Study) -> Dataset | None:
-    """Load the common test set; None if the study defines none.
+    """Load the common test set of a study; None if the study defines no common test set.
 
-    Raises DataError if it has no path or no row.
+    Draws `data.max_test_examples` rows, if set. Raises DataError if neither `data.test_path` nor
+    `data.path` is set, or if the filters select no row.
     """
     section = study.data
     if not (section.test_path or section.test_split or section.test_filter):
@@ -195,88 +205,74 @@ def _load_common_test(study: Study) -> Dataset | None:
         raise DataError(
             "data.test_filter needs a dataset: set data.test_path, since data.path is empty"
         )
-    table = _filter_values(
-        filter_rows(load_table(path, split=section.test_split), section.test_filter), section.filter
-    )
+    table = filter_rows(load_table(path, split=section.test_split), section.test_filter)
+    table = _filter_values(table, section.filter)
     if not len(table):
         raise DataError(
             f"the common test selects no row of {path!r}: change data.test_filter or data.filter"
         )
-    return (
-        sample_rows(table, section.max_test_examples, seed=study.seed)
-        if section.max_test_examples
-        else table
-    )
+    limit = section.max_test_examples
+    return sample_rows(table, limit, seed=study.seed) if limit else table
 
 
 def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None:
-    """Return the rows that clients train on and hold out, as selected by the study.
+    """Return the rows to train on and to hold out, from `site_rows` or else from `data.path`.
 
-    They come from `site_rows` (a site's own dataset) or from `data.path`; returns None without
-    either. Raises DataError if no row is left (except under differential privacy), or for
-    `data.max_examples` under differential privacy.
+    `site_rows`: a client's own dataset. Rows are selected by the filters of [data]. Returns None
+    without a dataset. Raises DataError if no row is left (allowed under differential privacy), and
+    for `data.max_examples` under differential privacy.
     """
-    section = study.data
-    if section.max_examples and study.privacy is not None:
+    section, is_private = study.data, study.privacy is not None
+    if section.max_examples and is_private:
         raise DataError(
             "data.max_examples cannot be used with [privacy]: removing one row would let another "
             "one in; select rows by a value of their own instead, in data.train_filter"
         )
     if site_rows is None and not section.path:
         return None
-    allow_empty = study.privacy is not None
-    table = (
-        site_rows
-        if site_rows is not None
-        else load_table(section.path, split=section.split, allow_empty=allow_empty)
-    )
-    table = _filter_values(
-        filter_rows(table, section.train_filter, allow_empty=allow_empty), section.filter
-    )
-    if not len(table) and not allow_empty:
+    table = site_rows
+    if table is None:
+        table = load_table(section.path, split=section.split, allow_empty=is_private)
+    table = filter_rows(table, section.train_filter, allow_empty=is_private)
+    table = _filter_values(table, section.filter)
+    if not len(table) and not is_private:
         raise DataError("no row is left to train on: change data.train_filter or data.filter")
-    return (
-        sample_rows(table, section.max_examples, seed=study.seed) if section.max_examples else table
-    )
+    limit = section.max_examples
+    return sample_rows(table, limit, seed=study.seed) if limit else table
 
 
 def _drop_tested(
-    table: Dataset, test: Dataset | None, study_task: Task, *, allow_empty: bool
+    study: Study, task: Task, table: Dataset, test: Dataset | None
 ) -> tuple[Dataset, list[bytes], list[str]]:
-    """Drop training rows that also occur in the common test set.
+    """Drop the rows of the training table that also occur in the study's common test set.
 
     Returns the remaining rows, their content fingerprints, and notes for the user. Rows are
-    compared by the columns that the task uses. Raises DataError if no row is left, unless
-    `allow_empty`.
+    compared by the columns that the task uses. Raises DataError if no row is left (allowed under
+    differential privacy).
     """
     # Training rows are dropped, not test rows: every site knows the test set, but nobody knows the
     # rows of all sites.
-    columns = _task_columns(study_task)
+    columns = _task_columns(task)
     fingerprints = example_digests(table, columns)
-    test_fingerprints = set(example_digests(test, columns)) if test is not None else set[bytes]()
-    kept_rows = [
-        row for row, fingerprint in enumerate(fingerprints) if fingerprint not in test_fingerprints
-    ]
-    dropped = len(table) - len(kept_rows)
-    if dropped and not kept_rows and not allow_empty:
+    tested = set(example_digests(test, columns)) if test is not None else set[bytes]()
+    rows = [row for row, fingerprint in enumerate(fingerprints) if fingerprint not in tested]
+    dropped = len(table) - len(rows)
+    if dropped and not rows and study.privacy is None:
         raise DataError(
             f"all {dropped} training rows are in the common test set too: choose other test rows "
             "by data.test_split, data.test_filter or data.test_path, or leave these out"
         )
-    notes = (
-        [f"{dropped} rows are in the common test set too, and are not trained on."]
-        if dropped
-        else []
-    )
-    return select_rows(table, kept_rows), [fingerprints[row] for row in kept_rows], notes
+    note = f"{dropped} rows are in the common test set too, and are not trained on."
+    remaining = [fingerprints[row] for row in rows]
+    return select_rows(table, rows), remaining, [note] if dropped else []
 
 
 def _drop_empty_clients(
     train: dict[str, Examples], site_table: tuple[str, Dataset] | None
 ) -> list[str]:
-    """Remove clients without training examples from `train`, and return notes for the user.
+    """Delete clients without training examples from the dict `train`; return notes for the user.
 
-    Raises DataError if no client is left, or if this site has no training example.
+    Raises DataError if no client is left, or if the client of `site_table` has no training example.
     """
     empty = [name for name, examples in train.items() if not len(examples)]
     if site_table and empty:
@@ -294,10 +290,10 @@ def _drop_empty_clients(
 
 
 def _find_labels(study: Study, tables: list[Dataset]) -> list[str | int]:
-    """Return the labels of the study, or those found in its tables.
+    """Return the labels in the study, or else the labels in the tables; empty for other tasks.
 
-    Under differential privacy, only labels from a table's schema are used; raises DataError if
-    there are none.
+    Under differential privacy, only class names of a table's schema are used, not values of rows;
+    raises DataError if there are none.
     """
     column, labels = study.task.label, study.task.labels
     if labels or not column or task_class(study.task.kind).answer_kind not in ("class", "labels"):
@@ -315,7 +311,7 @@ def _find_labels(study: Study, tables: list[Dataset]) -> list[str | int]:
 
 
 def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
-    """Return the task of a study, with its tokenizer or image settings."""
+    """Return the task of a study with these labels, and with tokenizer or image settings."""
     section, privacy = study.task, study.privacy
     return make_task(
         section.kind,
@@ -334,32 +330,11 @@ def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
     )
 
 
-def _client_indices(
-    study: Study, table: Dataset, site_table: tuple[str, Dataset] | None
-) -> dict[str, list[int]]:
-    """Return the row numbers of each client; at a site, all rows."""
-    if site_table is not None:
-        return {site_table[0]: list(range(len(table)))}
-    section = study.data
-    partition = Partition(
-        kind=section.partition,
-        num_clients=section.num_clients,
-        column=section.partition_column,
-        alpha=section.alpha,
-        classes_per_client=section.classes_per_client,
-        min_examples=section.min_examples,
-        clients_per_value=section.clients_per_value,
-    )
-    public = _public_values(study, partition) if study.privacy is not None else None
-    # A regression target is not a label to divide by: each number would be one.
-    label = "" if task_class(study.task.kind).answer_kind == "number" else study.task.label
-    return partition_table(table, partition, seed=study.seed, label=label, known_values=public)
-
-
 def _public_values(study: Study, partition: Partition) -> list[str]:
-    """Return the column values that define clients, as listed in the study, not read from the data.
+    """Return the column values that define clients, as the study lists the values.
 
-    Empty for partitions that use no column. Raises DataError if the study does not list them.
+    Never reads the data. Empty for partitions that use no column. Raises DataError if neither
+    `data.filter`, `clients.names` nor `task.labels` lists the values.
     """
     column = partition.column or study.task.label
     if partition.kind in ("iid", "dirichlet"):
@@ -378,7 +353,10 @@ def _public_values(study: Study, partition: Partition) -> list[str]:
 
 
 def _filter_values(table: Dataset, allowed_values: Mapping[str, list[Any]]) -> Dataset:
-    """Return the rows whose value of each listed column is allowed."""
+    """Return the rows of a table with an allowed value in each listed column.
+
+    `allowed_values`: allowed values by column name.
+    """
     for column, allowed in allowed_values.items():
         values = column_values(table, column)
         table = select_rows(

@@ -16,6 +16,7 @@ from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.methods.lora_products import parse_product_rule
 from fedplan.methods.registry import SERVER_OPTIMIZER_REGISTRY
+from fedplan.models.peft_adapters import adapter_family
 from fedplan.naming import unknown_name_message
 from fedplan.privacy.accounting.events import NOISE_MULTIPLIERS
 from fedplan.privacy.mechanisms.clipping import CLIPPING_NORMS
@@ -47,7 +48,10 @@ def as_value_error() -> Generator[None]:
 
 
 def one_of_validator(kind: str, names: Collection[str]) -> Callable[[str], str]:
-    """Return a validator that accepts only some names; its message suggests the closest one."""
+    """Return a function that returns a name of `names` unchanged, and raises ValueError for others.
+
+    `kind`: the word for the name in the message, as "rule". The message suggests the closest name.
+    """
 
     def check(name: str) -> str:
         if name not in names:
@@ -60,7 +64,10 @@ def one_of_validator(kind: str, names: Collection[str]) -> Callable[[str], str]:
 def _range_validator(
     bounds: tuple[float, float], *, zero: bool = False
 ) -> Callable[[float], float]:
-    """Return a validator of numbers within (minimum, maximum), and of 0 if `zero` is true."""
+    """Return a function that returns a number within bounds, and else raises ValueError.
+
+    `bounds`: minimum and maximum, both allowed. `zero`: allow 0, too.
+    """
 
     def check(value: float) -> float:
         minimum, maximum = bounds
@@ -73,7 +80,10 @@ def _range_validator(
 
 
 def _name_validator(find: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a validator that calls `find(name)` and reports its FedplanError."""
+    """Return a function that returns a name if `find(name)` succeeds.
+
+    A FedplanError of `find` is raised as ValueError.
+    """
 
     def check(name: str) -> str:
         with as_value_error():
@@ -88,26 +98,17 @@ def _optional_name_validator(find: Callable[[str], object]) -> Callable[[str], s
     return _name_validator(lambda name: name and find(name))
 
 
-def _find_task(kind: str) -> object:
-    """Return the task class of a kind; the kind of in-memory tasks has none and is accepted."""
-    return kind == CUSTOM_KIND or task_class(kind)
-
-
-def _validate_device(name: str) -> str:
-    """Return a device name; raise ValueError for an unknown one."""
-    with as_value_error():
-        return check_device_name(name)
-
-
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 ClippingNorm = Annotated[float, AfterValidator(_range_validator(CLIPPING_NORMS))]
 NoiseMultiplier = Annotated[float, AfterValidator(_range_validator(NOISE_MULTIPLIERS, zero=True))]
-TaskKind = Annotated[str, AfterValidator(_name_validator(_find_task))]
+TaskKind = Annotated[
+    str, AfterValidator(_name_validator(lambda kind: kind == CUSTOM_KIND or task_class(kind)))
+]
 PartitionKind = Annotated[str, AfterValidator(one_of_validator("partition", PARTITION_KINDS))]
-DeviceName = Annotated[str, AfterValidator(_validate_device)]
+DeviceName = Annotated[str, AfterValidator(_name_validator(check_device_name))]
 ProbeName = Annotated[str, AfterValidator(_optional_name_validator(get_probe))]
 OptimizerName = Annotated[str, AfterValidator(_name_validator(make_client_optimizer))]
 ServerOptimizerName = Annotated[
@@ -117,3 +118,4 @@ ProductText = Annotated[str, AfterValidator(_optional_name_validator(parse_produ
 ClientHookName = Annotated[str, AfterValidator(_name_validator(get_client_hook))]
 MetricName = Annotated[str, AfterValidator(_name_validator(metric_named))]
 LoopName = Annotated[str, AfterValidator(_optional_name_validator(get_training_loop))]
+AdapterName = Annotated[str, AfterValidator(_optional_name_validator(adapter_family))]

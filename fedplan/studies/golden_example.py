@@ -31,13 +31,14 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class GoldenExample:
-    """A synthetic input, the model's logits for it, and the raw text or image behind the input.
+    """A synthetic input and the logits that an exported model gives, to check the model elsewhere.
 
-    `loader`: the transformers class that loads the model, such as "AutoModelForCausalLM".
-    `inputs`: the model's input tensors.
-    `text`: the raw text, or "".
+    `loader`: name of the transformers class that loads the model: "AutoModelForCausalLM".
+    `inputs`: the model's input tensors by name, a batch of one. `logits`: the output, float32.
+    `text`: the raw text behind the inputs, or "".
     `image`: the raw image as uint8 tensor (height, width, RGB), or None.
-    `labels`: the label names of a classifier.
+    `labels`: the label names of a classifier, else empty. `write` stores the example beside the
+    model, and `read_golden_example` reads the files again.
     """
 
     loader: str
@@ -48,9 +49,9 @@ class GoldenExample:
     labels: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Write TENSORS_FILE and JSON_FILE into a folder."""
+        """Write TENSORS_FILE and JSON_FILE into an existing folder; overwrites both."""
         tensors = {**self.inputs, "logits": self.logits}
-        tensors |= {"picture": self.image} if self.image is not None else {}
+        tensors |= {"image": self.image} if self.image is not None else {}
         save_file(
             {name: value.contiguous() for name, value in tensors.items()}, folder / TENSORS_FILE
         )
@@ -60,7 +61,7 @@ class GoldenExample:
             "inputs": sorted(self.inputs),
             "text": self.text,
             "labels": list(self.labels),
-            "shape": list(self.logits.shape),
+            "logits_shape": list(self.logits.shape),
             "logits": [round(value, 6) for value in first_logits],
             "tolerance": TOLERANCE,
         }
@@ -78,32 +79,37 @@ def read_golden_example(folder: Path) -> GoldenExample:
             inputs,
             tensors["logits"],
             str(summary["text"]),
-            tensors.get("picture"),
+            tensors.get("image"),
             tuple(map(str, summary["labels"])),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"{folder} has no readable golden example: {error!r}") from error
-    if list(example.logits.shape) != summary["shape"]:
+    if list(example.logits.shape) != summary["logits_shape"]:
         raise ValueError(f"{folder}: {JSON_FILE} does not belong to {TENSORS_FILE}")
     return example
 
 
 def make_golden_example(model: nn.Module, task: Task) -> GoldenExample | None:
-    """Run a model on a synthetic image or sentence and return the example.
+    """Run a model on a fixed synthetic image or sentence, and return the golden example.
 
-    Returns None for a model that takes neither images nor tokens, or has no tokenizer.
+    The image has the task's size and normalization, the sentence the task's tokenizer. Puts the
+    model into eval mode. Returns None for a model that takes neither images nor tokens, or a task
+    without tokenizer.
     """
     input_name = (
         "pixel_values" if isinstance(model, DualEncoder) else cast("Any", model).main_input_name
     )
-    text, image, inputs = "", None, dict[str, Tensor]()
+    text, image, size = "", None, task.image_size
     if input_name == "pixel_values":
-        image = _synthetic_image(task.image_size)
-        inputs = {input_name: normalize_image(image, *image_mean_std(task.source))}
+        index = torch.arange(size * size * 3, dtype=torch.int64)
+        image = (index * 2654435761 % 2**32 // 2**24).to(torch.uint8).reshape(size, size, 3)
+        mean, std = image_mean_std(task.source)
+        # Channels first, in a batch of one.
+        inputs = {input_name: ((image.permute(2, 0, 1).float() / 255 - mean) / std)[None]}
     elif input_name == "input_ids" and task.source:
         text = SENTENCE
         inputs = tokenize_text(task.tokenizer, text, task.max_length, task.model_class)
-    if not inputs:
+    else:
         return None
     return GoldenExample(
         task.model_class, inputs, compute_logits(model, inputs), text, image, tuple(task.labels)
@@ -112,7 +118,10 @@ def make_golden_example(model: nn.Module, task: Task) -> GoldenExample | None:
 
 @torch.no_grad()
 def compute_logits(model: nn.Module, inputs: Tensors) -> Tensor:
-    """Run a model in eval mode without gradients; return its logits as float32 on the CPU."""
+    """Run a model on input tensors without gradients; return the logits as float32 on the CPU.
+
+    Copies the inputs to the model's device. Puts the model into eval mode and leaves it there.
+    """
     model.eval()
     moved = to_device(inputs, model_device(model))
     output: Any = model(moved["pixel_values"]) if isinstance(model, DualEncoder) else model(**moved)
@@ -120,15 +129,12 @@ def compute_logits(model: nn.Module, inputs: Tensors) -> Tensor:
     return logits.detach().float().cpu()
 
 
-def normalize_image(image: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return a uint8 image (height, width, RGB) as a normalized batch of one, channels first."""
-    return ((image.permute(2, 0, 1).float() / 255 - mean) / std)[None]
-
-
 def tokenize_text(tokenizer: Any, text: str, max_length: int, loader: str) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask` of a text, truncated to `max_length` tokens.
 
-    For a sequence-to-sequence model, its first four tokens are also the `decoder_input_ids`.
+    `tokenizer`: a transformers tokenizer; its own maximum length is respected. `loader`: name of
+    the transformers class of the model; for a sequence-to-sequence model, the first four tokens are
+    also returned as `decoder_input_ids`.
     """
     max_length = min(max_length, int(tokenizer.model_max_length))
     encoding = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
@@ -136,9 +142,3 @@ def tokenize_text(tokenizer: Any, text: str, max_length: int, loader: str) -> di
     if loader == "AutoModelForSeq2SeqLM":
         inputs["decoder_input_ids"] = inputs["input_ids"][:, :4].clone()
     return inputs
-
-
-def _synthetic_image(size: int) -> Tensor:
-    """Return a square uint8 image whose bytes are a fixed hash of their position."""
-    index = torch.arange(size * size * 3, dtype=torch.int64)
-    return (index * 2654435761 % 2**32 // 2**24).to(torch.uint8).reshape(size, size, 3)

@@ -25,14 +25,16 @@ LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "fedplan")
 
 @dataclass(frozen=True)
 class InMemoryInputs:
-    """A method, a model, and each client's data as Python objects; the model is not modified.
+    """A method, a model and each client's data as Python objects, instead of a study's files.
 
-    `clients`: training data by client name.
+    `make_study` returns the study of these inputs; `build_experiment` then uses a copy of the
+    model. The constructor raises ConfigError if `clients` is empty, if `clients` or `client_tests`
+    is not a mapping, or if `client_tests` has a name that `clients` lacks.
+    `clients`: training data by client name, in a form that `task` can prepare.
     `task`: prepares the data, and computes loss and metrics.
     `test`: data of the common test set, or None.
-    `client_tests`: test data by client name, for personal models; names must be in `clients`. The
-    caller must keep training and test data apart. Raises ConfigError if `clients` is empty or not a
-    mapping.
+    `client_tests`: test data by client name, to evaluate personal models. The caller must keep
+    training and test data disjoint.
     """
 
     method: Method
@@ -56,18 +58,18 @@ class InMemoryInputs:
             raise ConfigError(f"client_tests has data of {unknown[0]!r}, which is not in clients")
 
     def configure_for(self, study: Study) -> InMemoryInputs:
-        """Return a copy whose task follows the study.
+        """Return a copy with the task changed as the study asks; a CustomTask stays as given.
 
-        Under example-level DP each record becomes one example, and metrics named in
-        `evaluate.metrics` are added. Raises ConfigError if a custom task would need named metrics.
+        The metrics of `evaluate.metrics` are added to the task. Under example-level DP, the task
+        makes exactly one example of each data row. Raises ConfigError if `evaluate.metrics` is set
+        with a CustomTask.
         """
         privacy, metrics = study.privacy, study.evaluate.metrics
         if not isinstance(self.task, CustomTask):
             one_example_per_record = privacy is not None and privacy.unit == "example"
+            extra = map(metric_named, metrics)
             task = adapt_task(
-                self.task,
-                one_example_per_row=one_example_per_record,
-                extra_metrics=map(metric_named, metrics),
+                self.task, one_example_per_row=one_example_per_record, extra_metrics=extra
             )
             return replace(self, task=task)
         if metrics:
@@ -78,55 +80,41 @@ class InMemoryInputs:
 
     @property
     def federated_data(self) -> FederatedData:
-        """Training and test data, prepared by the task."""
+        """Training and test data; the task prepares all data anew at each access, which is slow."""
         train, client_tests = (
             {str(name): self.task.prepare(rows) for name, rows in source.items()}
             for source in (self.clients, self.client_tests)
         )
-        common_test: Examples | None = (
-            self.task.prepare(self.test) if self.test is not None else None
-        )
-        return FederatedData(
-            train,
-            client_tests,
-            common_test,
-            self.task,
-            () if common_test is not None else (NO_TEST,),
-        )
+        test: Examples | None = self.task.prepare(self.test) if self.test is not None else None
+        notes = () if test is not None else (NO_TEST,)
+        return FederatedData(train, client_tests, test, self.task, notes)
 
     def make_study(self, **sections: Any) -> Study:
-        """Return the study that describes these inputs; `sections` are further sections and fields.
+        """Return the study that describes these inputs.
 
-        Model class, task and method are written by their code, so that a changed one gives another
-        digest. Model values and data are covered by the run's own digests.
+        `sections`: further sections as dicts, and fields such as `name` and `seed`. The study has
+        digests of the code of model class, task and method, so that changed code gives another
+        study digest; model values and data are not in the study. Raises ConfigError if a section is
+        invalid.
         """
         task = self.task
         # The tokenizer's path and additional metrics do not change the training.
-        binding_task = replace(task, source="", extra_metrics=())
-        task_text = (
-            binding_task.text
-            if isinstance(binding_task, CustomTask)
-            else canonical_text(binding_task)
-        )
+        binding = replace(task, source="", extra_metrics=())
+        text = binding.text if isinstance(binding, CustomTask) else canonical_text(binding)
+        # Classes of LIBRARIES are identified by name, others by their code, too.
+        modules = {type(module) for module in self.model.modules()}
+        custom = [cls for cls in modules if cls.__module__.partition(".")[0] not in LIBRARIES]
+        code = "\n".join(sorted(map(canonical_text, custom))).encode()
+        digest = f" #{hashlib.sha256(code).hexdigest()[:16]}" if custom else ""
+        model = f"{type(self.model).__module__}.{type(self.model).__qualname__}{digest}"
         clients = {"names": list(map(str, self.clients)), **sections.pop("clients", {})}
         return study_from_dict(
             {
-                "model": {"from_python": _describe_model_class(self.model)},
-                "task": {"kind": task.kind, "from_python": task_text},
+                "model": {"from_python": model},
+                "task": {"kind": task.kind, "from_python": text},
                 "data": {"from_python": True},
                 "method": {"from_python": list(self.method.lines)},
                 "clients": clients,
                 **sections,
             }
         )
-
-
-def _describe_model_class(model: nn.Module) -> str:
-    """Return the class name of a model, with a digest of the code of classes outside LIBRARIES."""
-    classes = {type(module) for module in model.modules()}
-    custom = [cls for cls in classes if cls.__module__.partition(".")[0] not in LIBRARIES]
-    digest = hashlib.sha256("\n".join(sorted(map(canonical_text, custom))).encode()).hexdigest()[
-        :16
-    ]
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
-    return f"{name} #{digest}" if custom else name

@@ -29,7 +29,7 @@ from fedplan.models.dual_encoder import load_dual_encoder
 from fedplan.models.hub import is_hub_id, load_pretrained, no_progress_bars
 from fedplan.models.peft_adapters import adapter_family, add_adapter, load_adapter, make_peft_config
 from fedplan.models.quantized import pin_packed_layout, quantization_config
-from fedplan.studies.model_section import AdapterSection, ModelSection
+from fedplan.studies.model_section import ModelSection
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import fork_rng_state
 
@@ -44,61 +44,56 @@ COMMON_SETTINGS = frozenset(
 
 
 def build_model(study: Study, task: Task, method: Method) -> nn.Module:
-    """Load or create the study's model, and add its layer map, adapter and the method's layers.
+    """Load or create a study's model; add the layer map, the adapter and the method's layers.
 
-    New weights are drawn from the study's seed. Raises FedplanError if the model cannot be built or
-    cannot do the task.
+    New weights are drawn from the study's seed; the global random state is restored. May download
+    from the Hub. Raises FedplanError if the model cannot be built, or not for the task.
     """
+    section = study.model
     with no_progress_bars(), fork_rng_state(seed=seeds.seed(study.name, "model", study.seed)):
         model = _load_model(study, task)
         require_attention_mask(model, task.kind)
-        model = freeze_batch_norms(model) if study.model.freeze_batch_norm else model
-        if layer_map := study.model.layer_map or (
-            {"like": study.model.layer_map_like} if study.model.layer_map_like else {}
-        ):
+        model = freeze_batch_norms(model) if section.freeze_batch_norm else model
+        like = {"like": section.layer_map_like} if section.layer_map_like else {}
+        if layer_map := section.layer_map or like:
             register_study_layer_map(model, layer_map)
-        model = _add_study_adapter(study, task, model) if study.model.adapter else model
+        model = _add_study_adapter(study, task, model) if section.adapter else model
         return add_method_adapter(model, task, method)
 
 
 def build_meta_model(study: Study, task: Task, method: Method) -> nn.Module:
-    """Build the study's model on the meta device: all names and shapes, without weights.
+    """Build the model of a study on the meta device, with the layers that the method adds.
 
-    Fetches nothing. A dual encoder, a saved adapter or a study's own layer map needs the real
-    weights; these must be local files, else raises FedplanError.
+    The result has all names and shapes, and no weights. Downloads nothing. A dual encoder, a saved
+    adapter or a layer map in the study needs the weights: then the real model is built on the CPU,
+    and FedplanError is raised if weights are on the Hub. Also raises FedplanError if the model
+    cannot be built for the task.
     """
-    section = study.model
-    has_layer_map, saved_adapter = (
-        section.layer_map_like or section.layer_map,
-        section.adapter and section.adapter.path,
-    )
-    if task.kind == "image-text" or has_layer_map or saved_adapter:
-        _require_local_files(study)
+    section, adapter = study.model, study.model.adapter
+    saved_adapter = adapter.path if adapter else ""
+    if task.kind == "image-text" or section.layer_map_like or section.layer_map or saved_adapter:
+        for name in (section.path, section.vision, section.text, section.bridge, saved_adapter):
+            if is_hub_id(name):
+                raise FedplanError(
+                    f"{name!r} is on the Hub, but its weights are needed to know its layers: "
+                    "download it, and give its folder"
+                )
         return build_model(study, task, method)
     with no_progress_bars(), torch.device("meta"):
-        model = _build_bare_model(study, task)
+        model = _build_bare_model(section, task)
         model = freeze_batch_norms(model) if section.freeze_batch_norm else model
         model = _add_study_adapter(study, task, model) if section.adapter else model
         return method.adapt(model) if method.adapt is not None else model
 
 
-def _require_local_files(study: Study) -> None:
-    """Raise FedplanError if a model or adapter of the study is on the Hub."""
-    section = study.model
-    adapter_path = section.adapter.path if section.adapter else ""
-    for name in (section.path, section.vision, section.text, section.bridge, adapter_path):
-        if is_hub_id(name):
-            raise FedplanError(
-                f"{name!r} is on the Hub, but its weights are needed to know its layers: download "
-                "it, and give its folder"
-            )
+def _build_bare_model(section: ModelSection, task: Task) -> nn.Module:
+    """Create the model of a [model] section for a task, without weights and adapters.
 
-
-def _build_bare_model(study: Study, task: Task) -> nn.Module:
-    """Create the model from its configuration alone, without weights and adapters."""
+    Reads the configuration from local files only, and uses the current torch device. Raises
+    FedplanError if the model cannot be created.
+    """
     import transformers
 
-    section = study.model
     with _explain_errors(f"model: {section.path or section.type!r} cannot be used for {task.kind}"):
         _require_model_settings(section, local_only=True)
         settings = {**section.config, **task.settings}
@@ -113,19 +108,15 @@ def _build_bare_model(study: Study, task: Task) -> nn.Module:
 
 
 def add_method_adapter(model: nn.Module, task: Task, method: Method) -> nn.Module:
-    """Return the model with the layers that a method adds, such as LoRA or prompts.
+    """Add the layers of a method, such as LoRA or prompts, to a model; return the adapted model.
 
-    Raises if packed examples would see each other, or if the method needs another LoRA scale.
+    The given model is changed in place, and may be wrapped. Raises FedplanError if examples that
+    the task packs into one sequence would see each other, or if the method aggregates LoRA products
+    at another scale than the model's.
     """
     model = method.adapt(model) if method.adapt is not None else model
     if task.packing:  # an adapter's prefix may connect packed examples
         require_packing_support(model)
-    _require_same_lora_scale(model, method)
-    return model
-
-
-def _require_same_lora_scale(model: nn.Module, method: Method) -> None:
-    """Raise FedplanError if the method folds LoRA products at another scale than the model."""
     rule, scales = method.lora_aggregation, lora_scales(model)
     if isinstance(rule, MeansAndResidual) and scales - {rule.scale}:
         listed = ", ".join(map(str, sorted(scales)))
@@ -133,10 +124,16 @@ def _require_same_lora_scale(model: nn.Module, method: Method) -> None:
             f"{rule.text} folds LoRA products at another scale than the model's LoRA ({listed}): "
             f"set lora_alpha = {rule.scale:g} * r in model.adapter"
         )
+    return model
 
 
 def _add_study_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
-    """Return the model with the adapter of `model.adapter`: a new or a saved one."""
+    """Return the model wrapped with the adapter of `study.model.adapter`: a new or a saved one.
+
+    The section must be set. The layers of `target` become peft's `target_modules`. `task`: gives
+    the model class. Raises FedplanError if the adapter cannot be added, or if `method.settings`
+    configures an adapter too (`rank` or `on`).
+    """
     section = study.model.adapter
     assert section is not None
     if section.path:
@@ -148,28 +145,27 @@ def _add_study_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
             "but the study has its own: set it in model.adapter"
         )
     with _explain_errors(f"model.adapter: {section.type!r} cannot be added to this model"):
-        return add_adapter(
-            model,
-            make_peft_config(section.type, _adapter_settings(section, model), task.model_class),
-        )
-
-
-def _adapter_settings(section: AdapterSection, model: nn.Module) -> dict[str, Any]:
-    """Return the peft settings of an adapter, with `target_modules` of its target part."""
-    if not section.target:
-        return section.settings
-    layers = hosts_of(model, parse_part(section.target))
-    settings = {**section.settings, "target_modules": layers}
-    if adapter_family(section.type)[0] == "ia3":
-        # IA3 scales the input of feed-forward layers, and the output of others.
-        mlp_layers = set(hosts_of(model, mlp)) if "mlp" in section.target else set[str]()
-        settings.setdefault("feedforward_modules", sorted(mlp_layers & set(layers)))
-    return settings
+        settings = section.settings
+        if section.target:
+            layers = hosts_of(model, parse_part(section.target))
+            settings["target_modules"] = layers
+            if adapter_family(section.type)[0] == "ia3":
+                # IA3 scales the input of feed-forward layers, and the output of others.
+                mlp_layers = set(hosts_of(model, mlp)) if "mlp" in section.target else set[str]()
+                settings.setdefault("feedforward_modules", sorted(mlp_layers & set(layers)))
+        return add_adapter(model, make_peft_config(section.type, settings, task.model_class))
 
 
 def _load_model(study: Study, task: Task) -> nn.Module:
-    """Load the study's dual encoder or pretrained model, or create a new model."""
+    """Load the study's dual encoder or pretrained model, or create a model with new weights.
+
+    The task gives the model class and labels. May download from the Hub. Raises FedplanError if the
+    model cannot be loaded, or if `model.path` or `model.type` does not exist.
+    """
+    import transformers
+
     section = study.model
+    dtype = getattr(torch, section.dtype)
     if task.kind == "image-text":
         with _explain_errors("model: the image and text encoders cannot be loaded"):
             return load_dual_encoder(
@@ -181,69 +177,51 @@ def _load_model(study: Study, task: Task) -> nn.Module:
                 template=task.template,
                 tokenizer=study.task.tokenizer,
             )
-    return _load_pretrained_model(study, task) if section.path else _create_model(study, task)
-
-
-def _load_pretrained_model(study: Study, task: Task) -> nn.Module:
-    """Load the weights of `model.path`, quantized if the study says so."""
-    section = study.model
-    if not is_hub_id(section.path) and not Path(section.path).is_dir():
-        raise FedplanError(
-            f"model.path: {section.path!r} does not exist: give a model folder, or hub:org/name"
-        )
-    with _explain_errors(f"model.path: {section.path!r} cannot be loaded for {task.kind}"):
-        dtype = getattr(torch, section.dtype)
-        _require_model_settings(section)
-        return pin_packed_layout(
-            load_pretrained(
-                _model_class(task),
-                section.path,
-                dtype=dtype,
-                **_quantization_arguments(section.quantization, dtype),
-                **task.settings,
-                **section.config,
-            )
-        )
-
-
-def _quantization_arguments(kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `from_pretrained` arguments to load quantized weights to the CPU; {} for ""."""
-    if not kind:
-        return {}
-    return {"quantization_config": quantization_config(kind, dtype), "device_map": {"": "cpu"}}
-
-
-def _create_model(study: Study, task: Task) -> nn.Module:
-    """Create a model of `model.type` with new weights."""
-    import transformers
-
-    section = study.model
-    _require_known_type(section.type)
+    if section.path:
+        return _load_pretrained_model(section, task, dtype)
+    types = list(transformers.CONFIG_MAPPING.keys())
+    if section.type not in types:
+        close = get_close_matches(section.type, types, n=1)
+        hint = f"did you mean {close[0]}?" if close else "there are vit, bert, gpt2 and many more"
+        raise FedplanError(f"model.type: transformers knows no model {section.type!r}: {hint}")
     with _explain_errors(
         f"model.type: {section.type!r} cannot be created for {task.kind} with these settings"
     ):
         _require_model_settings(section)
         config = transformers.AutoConfig.for_model(section.type, **section.config, **task.settings)
-        return _model_class(task).from_config(config).to(getattr(torch, section.dtype))
+        return _model_class(task).from_config(config).to(dtype)
 
 
-def _require_known_type(name: str) -> None:
-    """Raise FedplanError unless transformers has this model type; suggest the closest one."""
-    import transformers
+def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype) -> nn.Module:
+    """Load the weights of a [model] section's `path` as `dtype`, quantized if the section says so.
 
-    types = list(transformers.CONFIG_MAPPING.keys())
-    if name not in types:
-        close = get_close_matches(name, types, n=1)
-        hint = f"did you mean {close[0]}?" if close else "there are vit, bert, gpt2 and many more"
-        raise FedplanError(f"model.type: transformers knows no model {name!r}: {hint}")
+    Raises FedplanError if the folder does not exist, or cannot be loaded for the task.
+    """
+    if not is_hub_id(section.path) and not Path(section.path).is_dir():
+        raise FedplanError(
+            f"model.path: {section.path!r} does not exist: give a model folder, or hub:org/name"
+        )
+    with _explain_errors(f"model.path: {section.path!r} cannot be loaded for {task.kind}"):
+        _require_model_settings(section)
+        quantized = dict[str, Any]()
+        if section.quantization:
+            config = quantization_config(section.quantization, dtype)
+            quantized = {"quantization_config": config, "device_map": {"": "cpu"}}
+        settings = {"dtype": dtype, **quantized}
+        return pin_packed_layout(
+            load_pretrained(
+                _model_class(task), section.path, **settings, **task.settings, **section.config
+            )
+        )
 
 
 def _require_model_settings(section: ModelSection, *, local_only: bool = False) -> None:
-    """Raise FedplanError for settings that are not in the model's configuration.
+    """Raise FedplanError if `model.config` has a setting that the model's configuration lacks.
 
-    Others would be arguments of transformers itself, which a study from the network must not set.
-    `local_only`: read the configuration from local files only.
+    `section`: the [model] section. `local_only`: read the configuration from local files only;
+    otherwise from the Hub, too.
     """
+    # Others would be arguments of transformers itself, which a study from the network must not set.
     if not section.config:
         return
     import transformers
@@ -260,7 +238,10 @@ def _require_model_settings(section: ModelSection, *, local_only: bool = False) 
 
 @contextmanager
 def _explain_errors(context: str) -> Generator[None]:
-    """Re-raise any error of the body as FedplanError: the context and the error's first line."""
+    """Re-raise an Exception of the body as FedplanError: `context` and the error's first line.
+
+    A FedplanError passes unchanged.
+    """
     # transformers raises errors of any type for unusable files and settings.
     try:
         yield

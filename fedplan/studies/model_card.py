@@ -12,7 +12,7 @@ from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
 from fedplan.models.hub import is_hub_id, strip_hub_prefix
 from fedplan.models.params import Params
-from fedplan.privacy.statement import Statement
+from fedplan.privacy.statement import SPENT, Statement
 from fedplan.studies.schema import Study
 
 CARD_FILE = "README.md"
@@ -43,14 +43,16 @@ REDACTED = '"..."'
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Facts about one exported model.
+    """Facts about one exported model; `text` returns the model card, which reveals no client names.
 
-    `round`: rounds completed; 0 if unknown, as at a site.
+    `study`: the study of the run. `agreement`: the run's plan, params and initial-model digest.
+    `round`: number of completed rounds; 0 if unknown, as at a client's site.
     `clients`: number of clients of the federation.
     `personal`: whether this is one client's personal model.
     `adapter`: whether only a peft adapter was exported.
-    `statement`: the differential-privacy statement, or None.
-    `scores`: metrics of the global model on the common test set.
+    `statement`: the differential-privacy statement (guarantee and spent budget), or None without
+    DP.
+    `scores`: metrics of the global model on the common test set, by name.
     `private_names`: client names and traits, which are redacted in the plan.
     """
 
@@ -65,36 +67,51 @@ class ModelCard:
     private_names: frozenset[str] = frozenset()
 
     def text(self, loading_code: str, *, has_golden_example: bool) -> str:
-        """Return the card as Markdown; `loading_code` is Python code that loads the model."""
+        """Return the card as Markdown with YAML metadata.
+
+        `loading_code`: Python code that loads the model. `has_golden_example`: whether the folder
+        has a golden example; the card then explains how to check the model with it.
+        """
+        check_note = (
+            "\n`test_vector.safetensors` has a synthetic input and this model's output for it; "
+            "`test_vector.json` shows some of that. To check that you load the model and prepare "
+            'its inputs as in the run, call `fedplan.studies.export.check_export(".")`.\n'
+        )
+        loading = f"## How to load it\n\n```python\n{loading_code}\n```\n"
+        loading += check_note if has_golden_example else ""
+        limits = (
+            "## Limits\n\n- Nobody has seen all of the training data, so its gaps and biases are "
+            "unknown.\n- The model was tested only as listed above.\n- Inputs must be prepared as "
+            "the files beside the model define.\n"
+        )
         parts = (
             self._head(),
             self._about(),
             self._plan(),
-            self._load(loading_code, has_golden_example=has_golden_example),
+            loading,
+            self._scores(),
+            self._privacy(),
         )
-        return "\n".join((*parts, self._scores(), self._privacy(), self._limits()))
+        return "\n".join((*parts, limits))
 
     def _head(self) -> str:
         """Return the YAML metadata: library, pipeline tag, base model and tags."""
-        study, model = self.study, self.study.model.path
-        lines = [f"library_name: {'peft' if self.adapter else 'transformers'}"]
-        if pipeline := PIPELINE_TAGS.get(study.task.kind):
-            lines.append(f"pipeline_tag: {pipeline}")
+        model, pipeline = self.study.model.path, PIPELINE_TAGS.get(self.study.task.kind)
+        lines = ["---", f"library_name: {'peft' if self.adapter else 'transformers'}"]
+        lines += [f"pipeline_tag: {pipeline}"] if pipeline else []
         if model and is_hub_id(model):
             lines.append(f"base_model: {strip_hub_prefix(model).partition('@')[0]}")
-        lines += ["tags:", "- fedplan", "- federated-learning"]
-        return "\n".join(("---", *lines, "---", ""))
+        return "\n".join([*lines, "tags:", "- fedplan", "- federated-learning", "---", ""])
 
     def _about(self) -> str:
         """Return the title and a paragraph on the model's origin."""
         owner = "One client's personal model" if self.personal else "The global model"
-        kind = "adapter" if self.adapter else "model"
-        after_rounds = f", after {self.round} rounds"
+        after_rounds = f", after {self.round} rounds" if self.round else ""
         return (
             f"# {self.study.name}\n\n{owner} of a federation, for {self.study.task.kind}"
-            f"{after_rounds if self.round else ''}. {self.clients} "
+            f"{after_rounds}. {self.clients} "
             "clients were asked to take part; their data stayed with them. "
-            f"The {kind} was written by fedplan.\n\n"
+            f"The {'adapter' if self.adapter else 'model'} was written by fedplan.\n\n"
             f"Study `{self.study.digest}`, from the model `{self.agreement.start}`.\n"
         )
 
@@ -111,76 +128,41 @@ class ModelCard:
             lines.append(f"- {_list_kinds(params, untrained)}: never trained.")
         if not self.personal and params_with_roles(plan, params, Role.KEEP):
             lines.append("- For parts that each client keeps, this model has their initial values.")
-        text = QUOTED.sub(self._redact, plan.text)
+        names = self.private_names
+        text = QUOTED.sub(lambda m: REDACTED if m[0][1:-1] in names else m[0], plan.text)
         return "\n".join(("## Which part was trained", "", *lines, "", f"`{text}`", ""))
-
-    def _redact(self, match: re.Match[str]) -> str:
-        """Return a quoted string of the plan, or REDACTED if it is a private name."""
-        return REDACTED if match[0][1:-1] in self.private_names else match[0]
-
-    def _load(self, loading_code: str, *, has_golden_example: bool) -> str:
-        """Return the section on loading the model."""
-        check_note = (
-            "`test_vector.safetensors` has a synthetic input and this model's output for it; "
-            "`test_vector.json` shows some of that. To check that you load the model and prepare "
-            'its inputs as in the run, call `fedplan.studies.export.check_export(".")`.'
-        )
-        return f"## How to load it\n\n```python\n{loading_code}\n```\n" + (
-            f"\n{check_note}\n" if has_golden_example else ""
-        )
 
     def _scores(self) -> str:
         """Return the section with a table of metrics, or a note that there are none."""
         if not self.scores:
             return "## Scores\n\nNone measured, or none may leave: test the model before use.\n"
         rows = [f"| {name} | {value:.4f} |" for name, value in sorted(self.scores.items())]
-        head = [
-            "## Scores",
-            "",
-            "On the study's common test set.",
-            "",
-            "| metric | value |",
-            "|---|---|",
-        ]
-        return "\n".join((*head, *rows, ""))
+        head = "## Scores\n\nOn the study's common test set.\n\n| metric | value |\n|---|---|"
+        return "\n".join((head, *rows, ""))
 
     def _privacy(self) -> str:
         """Return the section on differential privacy."""
-        statement = self.statement
-        if statement is None:
-            text = "Differential privacy: off. The model may reveal its training data."
-        else:
+        text = "Differential privacy: off. The model may reveal its training data."
+        if statement := self.statement:
             lines = statement.text().splitlines()
             # Without charges here, each site has its own account, and the total is not known.
-            public_lines = [
-                line for line in lines if statement.charges or not line.startswith("Spent")
-            ]
-            text = "\n".join(public_lines)
+            text = "\n".join(
+                line for line in lines if statement.charges or not line.startswith(SPENT)
+            )
         return f"## Privacy\n\n{text}\n"
-
-    def _limits(self) -> str:
-        """Return the section on limits."""
-        return (
-            "## Limits\n\n- Nobody has seen all of the training data, so its gaps and biases are "
-            "unknown.\n- The model was tested only as listed above.\n- Inputs must be prepared as "
-            "the files beside the model define.\n"
-        )
 
 
 def private_names(study: Study, clients: Iterable[str]) -> frozenset[str]:
-    """Return client names and trait values, which a card must not show."""
+    """Return the names of clients and the trait values in a study, which a card must not show.
+
+    `clients`: further client names, as of a partition by column.
+    """
     traits = study.clients.traits.values()
-    return frozenset(
-        (
-            *clients,
-            *study.clients.names,
-            *(value for client_traits in traits for value in client_traits.values()),
-        )
-    )
+    values = (value for client_traits in traits for value in client_traits.values())
+    return frozenset((*clients, *study.clients.names, *values))
 
 
 def _list_kinds(params: Params, some: Iterable[object]) -> str:
-    """Return the kinds of some params, in model order, separated by commas."""
+    """Return the kinds of some of the params, in model order, separated by commas."""
     chosen = set(some)
-    kinds = dict.fromkeys(str(p.kind.value) for p in params if p in chosen)
-    return ", ".join(kinds)
+    return ", ".join(dict.fromkeys(str(p.kind.value) for p in params if p in chosen))

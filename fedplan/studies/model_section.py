@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from fedplan.models.peft_adapters import adapter_family
 from fedplan.models.quantized import QUANTIZATIONS
-from fedplan.studies.field_types import STRICT, as_value_error, one_of_validator
+from fedplan.studies.field_types import STRICT, AdapterName, one_of_validator
 
 QuantizationName = Annotated[
     str, AfterValidator(one_of_validator("quantization", ("", *QUANTIZATIONS)))
@@ -33,7 +32,10 @@ IMPLEMENTATION_NAME = re.compile("_?(attn|experts)_implementation.*")
 
 
 def _validate_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings; raise ValueError for one that could load code or is too large."""
+    """Return the settings unchanged; raise ValueError for one that could load code or is too large.
+
+    Also checks nested dicts.
+    """
     for name, value in settings.items():
         if name in FORBIDDEN_SETTINGS:
             raise ValueError(f"{name} is not a setting of the model: leave it out")
@@ -51,22 +53,16 @@ def _validate_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _validate_adapter_type(name: str) -> str:
-    """Return an adapter type; raise ValueError for one that fedplan does not support."""
-    with as_value_error():
-        _ = name and adapter_family(name)
-    return name
-
-
 class AdapterSection(BaseModel):
-    """A peft adapter: a new one by its `type`, or a saved one by its `path`.
+    """A peft adapter to add to the model: a new one by its `type`, or a saved one by its `path`.
 
-    All fields besides these and `target` are settings of peft's configuration.
+    `target`: the part of the model that gets the adapter. All other fields are settings of peft's
+    configuration, such as `r` and `lora_alpha` (see `settings`).
     """
 
     model_config = STRICT | ConfigDict(extra="allow")
 
-    type: Annotated[str, AfterValidator(_validate_adapter_type)] = ""
+    type: AdapterName = ""
     """Adapter type of peft, such as "lora"; other fields of this section are its peft settings."""
     path: str = ""
     """Saved adapter to start from, instead of a type: a folder or hub:org/name."""
@@ -80,7 +76,10 @@ class AdapterSection(BaseModel):
 
     @model_validator(mode="after")
     def _validate_choice(self) -> AdapterSection:
-        """Check that type and path, and target and target_modules, exclude each other."""
+        """Raise ValueError unless either type or path is set, with fields that fit the choice.
+
+        A path allows neither target nor settings; target and target_modules exclude each other.
+        """
         if bool(self.type) == bool(self.path):
             raise ValueError("set either type (a new adapter) or path (a saved one)")
         if self.path and (self.target or self.settings):
@@ -95,6 +94,10 @@ class ModelSection(BaseModel):
     """The initial model: pretrained weights (`path`), or a `type` with new weights.
 
     A dual encoder can also be built of two models: `vision` and `text`, joined by `bridge`.
+    `config` changes the transformers configuration; `dtype` and `quantization` are of the loaded
+    weights; `adapter` adds a peft adapter; `freeze_batch_norm` freezes running means and variances
+    of batch norms. `digest` pins the initial model. `layer_map_like` or `layer_map` explains a
+    model type that fedplan does not know. `from_python` is set by fedplan.simulate.
     """
 
     model_config = STRICT
@@ -132,7 +135,7 @@ class ModelSection(BaseModel):
 
     @model_validator(mode="after")
     def _validate_choice(self) -> ModelSection:
-        """Check that exactly one kind of model is given, and that its fields fit that kind."""
+        """Raise ValueError unless exactly one kind of model is given, with fields of that kind."""
         if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
             raise ValueError("a dual encoder needs both vision and text; bridge joins them")
         if sum(map(bool, (self.path, self.type, self.vision, self.from_python))) != 1:

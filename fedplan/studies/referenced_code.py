@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fedplan.data.custom_task import CUSTOM_KIND
@@ -22,26 +22,28 @@ if TYPE_CHECKING:
 
 
 def turn_code_fingerprints(study: Study) -> list[str]:
-    """Return the name and code fingerprint of each plug-in of a study that affects training."""
-    return [
-        f"\n{plugin.name} {plugin.code_fingerprint}"
-        for plugin in named_objects(study)
-        if plugin.code_fingerprint
-    ]
+    """Return the lines on a study's plug-ins that affect training: each name and code digest.
+
+    Built-in objects have no line. Imports the plug-ins; raises UnknownName if one is missing.
+    """
+    return _fingerprint_lines(named_objects(study))
 
 
 def metric_code_fingerprints(study: Study) -> list[str]:
-    """Return the name and code fingerprint of each plug-in metric of a study."""
-    metrics = map(METRIC_NAMES.find, study.evaluate.metrics)
-    return [
-        f"\n{metric.name} {metric.code_fingerprint}"
-        for metric in metrics
-        if metric.code_fingerprint
-    ]
+    """Return the lines on a study's plug-in metrics; see `turn_code_fingerprints`."""
+    return _fingerprint_lines(map(METRIC_NAMES.find, study.evaluate.metrics))
+
+
+def _fingerprint_lines(plugins: Iterable[NamedObject[Any]]) -> list[str]:
+    return [f"\n{p.name} {p.code_fingerprint}" for p in plugins if p.code_fingerprint]
 
 
 def named_objects(study: Study) -> list[NamedObject[Any]]:
-    """Resolve each name of a study that affects training: task, optimizer, method and its parts."""
+    """Return the object of each name in a study that affects training: task, optimizer, method.
+
+    Includes the method's probe, training loop, server optimizer and client hooks, also of base
+    methods. Imports plug-ins; raises UnknownName if one is missing.
+    """
     kind = "" if study.task.kind == CUSTOM_KIND else study.task.kind
     named = [(TASK_NAMES, kind), (OPTIMIZER_NAMES, study.train.optimizer)]
     named += _names_in_method(study.method)
@@ -49,7 +51,10 @@ def named_objects(study: Study) -> list[NamedObject[Any]]:
 
 
 def _names_in_method(section: MethodSection) -> Iterator[tuple[Registry[Any], str]]:
-    """Yield the registry and name of each plug-in of a method section and its inner methods."""
+    """Yield (registry, name) for each plug-in field of a method section and of its base methods.
+
+    The name is "" for a field that is not set.
+    """
     yield METHOD_REGISTRY, section.name
     yield PROBE_NAMES, section.probe
     yield LOOP_NAMES, section.loop

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from fedplan.federation.global_state import GLOBAL_FOLDER
@@ -37,11 +38,13 @@ START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE)
 def open_study(
     file: Path, changes: list[str], output: Path | None, *, resume: bool, earlier: str = ""
 ) -> tuple[Study, Path]:
-    """Return the study to run and the folder of its run; prepare the folder.
+    """Return the study to run and the folder of the run, after preparing the folder.
 
-    `file`: a study file, or with `resume` a run's folder. `changes` are overrides such as
-    "train.rounds=5". `earlier`: folder or id of a run whose clients' personal params are the start.
-    Raises ConfigError if the folder cannot be used.
+    `file`: a study file, or with `resume` a run's folder. `changes`: overrides, as
+    "train.rounds=5". `output`: the run's folder; by default `runs/` and the study's name.
+    `earlier`: folder or id of a run to continue from: clients start from the personal params of
+    that run. Raises ConfigError if the study is invalid or the folder cannot be used; see
+    `prepare_folder`.
     """
     if file.is_dir():
         if not resume:
@@ -62,24 +65,43 @@ def open_study(
 
 
 def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
-    """Raise ConfigError unless a study may run in a folder.
+    """Check that a study may run in a folder, and delete a run there that has made no progress.
 
-    A folder with a closed or privacy-charged round needs `resume` and the same study. The files of
-    a run without one are deleted, unless it is resumed with the same study.
+    A folder with progress (see `has_progress`) needs `resume` and the same study; else raises
+    ConfigError. A run without progress is deleted, except with `resume` and the same study. A
+    missing or empty folder is accepted. Raises StoreError if the folder cannot be read or is
+    locked.
     """
-    if not has_progress(folder):
-        return None if resume and _is_same_study(folder, study) else _remove_unstarted_run(folder)
-    if not resume:
-        raise ConfigError(
-            f"{folder} holds a run: continue it with --resume, or name another folder"
-        )
-    require_same_study(folder, study)
+    busy = f"{folder} holds a run: continue it with --resume, or name another folder"
+    if has_progress(folder):
+        if not resume:
+            raise ConfigError(busy)
+        require_same_study(folder, study)
+        return
+    if resume:
+        with suppress(ConfigError):
+            run_study = read_run_study(folder)
+            same_arguments = run_study.train.train_config == study.train.train_config
+            if not changed_fields(run_study, study) and same_arguments:
+                return
+    if not (folder / STUDY).exists():
+        return
+    with (
+        wrap_disk_errors(f"{folder} cannot be cleared", "name another folder"),
+        locked_folder(folder),
+    ):
+        if has_progress(folder):  # closed by another process in the meantime
+            raise ConfigError(busy)
+        shutil.rmtree(folder / "clients", ignore_errors=True)
+        for name in START_FILES:
+            (folder / name).unlink(missing_ok=True)
 
 
 def continue_study(study: Study, earlier: Path | str) -> Study:
-    """Return the study with `continues` set to the id of an earlier run, given by folder or id.
+    """Return a copy of the study with `continue_from` set to the id of an earlier run.
 
-    Raises ConfigError if the study already continues another run.
+    `earlier`: the folder or the id of that run. Raises ConfigError if the study already continues
+    another run, or if the folder has no run.
     """
     is_id = is_run_id(earlier) and not Path(earlier).is_dir()
     run_id = str(earlier) if is_id else read_identity(Path(earlier)).id
@@ -91,9 +113,10 @@ def continue_study(study: Study, earlier: Path | str) -> Study:
 
 
 def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
-    """Write each client's personal params of an earlier run as its state in a new run's folder.
+    """Write each client's personal params of an earlier run as the client's state in a new folder.
 
-    Raises ConfigError unless `earlier` is the folder of the run that the study continues.
+    `earlier`: folder of the run that the study continues; raises ConfigError for any other.
+    `folder`: the new run's folder. Clients without personal params get no state.
     """
     if not earlier or not Path(earlier).is_dir():
         raise ConfigError(
@@ -112,9 +135,10 @@ def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
 
 
 def has_progress(folder: Path) -> bool:
-    """Return whether a folder holds a closed round, or spent privacy budget.
+    """Return whether a folder holds a closed round, or spent privacy budget; False if missing.
 
-    A ledger that reaches round 2 counts, even if the global model is lost.
+    A ledger with entries of round 2 shows that round 1 was closed, even if the model is lost.
+    Raises StoreError if the folder cannot be read.
     """
     with wrap_disk_errors(f"{folder} cannot be read", "make it readable to this user"):
         charges = (folder / "privacy").rglob(CHARGES_FILE)
@@ -123,7 +147,7 @@ def has_progress(folder: Path) -> bool:
 
 
 def require_same_study(folder: Path, study: Study) -> None:
-    """Raise ConfigError unless a folder's run can be resumed with a study.
+    """Raise ConfigError if the run in a folder cannot be resumed with this study.
 
     Both must agree on everything that affects training. Rounds may be added, except where the noise
     or the learning rates depend on their number, and cannot be removed.
@@ -153,38 +177,9 @@ def require_same_study(folder: Path, study: Study) -> None:
         )
 
 
-def _is_same_study(folder: Path, study: Study) -> bool:
-    """Return whether a folder holds the same study, with the same training arguments."""
-    try:
-        run_study = read_run_study(folder)
-        return (
-            not changed_fields(run_study, study)
-            and run_study.train.train_config == study.train.train_config
-        )
-    except ConfigError:
-        return False
-
-
 def _closed_rounds(folder: Path) -> int:
     """Return the number of the last round with a checkpoint of the global model; 0 if none."""
     checkpoints = folder / GLOBAL_FOLDER
     return (
         max(Store(checkpoints, read_only=True).numbers(), default=0) if checkpoints.is_dir() else 0
     )
-
-
-def _remove_unstarted_run(folder: Path) -> None:
-    """Delete the files of a run without a closed round; raise ConfigError if a round has closed."""
-    if not (folder / STUDY).exists():
-        return
-    with (
-        wrap_disk_errors(f"{folder} cannot be cleared", "name another folder"),
-        locked_folder(folder),
-    ):
-        if has_progress(folder):  # closed by another process in the meantime
-            raise ConfigError(
-                f"{folder} holds a run: continue it with --resume, or name another folder"
-            )
-        shutil.rmtree(folder / "clients", ignore_errors=True)
-        for name in START_FILES:
-            (folder / name).unlink(missing_ok=True)

@@ -40,13 +40,15 @@ class RunAdvanced(ConfigError):
 
 @dataclass(frozen=True)
 class Run:
-    """A read-only view of a run at its last committed round when it was opened.
+    """A read-only view of a run's folder, as of the last round committed when it was opened.
 
-    Takes no lock and writes nothing, so a run can be read while it continues. Parts are read on
-    first use, always as of `round`; raises RunAdvanced if that is no longer possible.
-
-    `round`: the last committed round; 0 before the first.
-    `meta`: metadata of that round's checkpoint, such as the lengths of the files.
+    Get one by `open_run`. Takes no lock and writes nothing, so a run can be read while it
+    continues. Parts are read from disk on first use and cached, always as of `round`: the study,
+    the agreement, metrics, ledger records, the global model (`global_state`) and clients' states
+    (`client_state`). Raises RunAdvanced if the state of that round was overwritten meanwhile (see
+    `read_consistently`).
+    `folder`: the run's folder. `round`: the last committed round; 0 before the first.
+    `meta`: metadata of that round's checkpoint: the run's id, and length and digest of each file.
     """
 
     folder: Path
@@ -70,7 +72,7 @@ class Run:
 
     @cached_property
     def agreement(self) -> Agreement:
-        """The agreement between server and clients."""
+        """The agreement (the settings that server and clients fixed before round 1), rebuilt."""
         agreement = make_agreement(self.study, self.params)
         return replace(agreement, start=self.identity.start, run=self.identity.id)
 
@@ -109,7 +111,7 @@ class Run:
     def best_state(self) -> GlobalState:
         """The global state of the best round.
 
-        Raises ConfigError unless the study had `evaluate.keep_best`.
+        Raises ConfigError if none is stored, since the study has no `evaluate.keep_best`.
         """
         checkpoint = Store(self.folder / BEST, read_only=True).read_newest()
         if checkpoint is None or checkpoint.meta["run"] != self.identity.id:
@@ -126,29 +128,40 @@ class Run:
     def ledger_lines(self) -> Iterator[object]:
         """Yield the ledger's lines as parsed JSON; a line that is not JSON is yielded as bytes.
 
-        Reads one segment of the ledger at a time, to save memory.
+        Yields nothing before the first round. Reads one segment of the ledger at a time, to save
+        memory. Raises ConfigError if a file is missing.
         """
         if self.round:
             with self._explain_missing_files():
-                yield from map(_parse_ledger_line, ledger_lines(self.folder, self.meta["files"]))
+                for line in ledger_lines(self.folder, self.meta["files"]):
+                    try:
+                        value = parse_line(line)
+                    except FedplanError:
+                        value = line
+                    yield value
 
     @cached_property
     def records(self) -> list[Record]:
-        """The turns and rounds of the ledger; raises for a line that is neither."""
+        """The turns and rounds of the ledger; raises FedplanError for a line that is neither."""
         return [read_record(line) for line in self.ledger_lines()]
 
     @cached_property
     def metrics(self) -> Metrics:
         """One row of numbers per round: loss, bytes, and evaluation metrics."""
-        lines = self._committed_content(METRICS).splitlines()
-        scores = [cast("dict[str, Any]", parse_line(line)) for line in lines]
+        content = b""
+        if self.round:
+            with self._explain_missing_files():
+                committed_length = self.meta["files"][METRICS][0]
+                content = (self.folder / METRICS).read_bytes()[:committed_length]
+        scores = [cast("dict[str, Any]", parse_line(line)) for line in content.splitlines()]
         return collect_metrics(self.records, scores)
 
     def client_state(self, client: str) -> TensorsAndMeta:
-        """Return a client's stored tensors and notes as of `round`.
+        """Return (tensors, metadata) of a client's stored state, as of `round`.
 
-        Raises ConfigError if the client is unknown, its state is at a site, lost, or of another
-        run.
+        The tensors are personal params and auxiliary state, empty if the client never took part.
+        Raises ConfigError if the client is unknown, or if the client's state is at a site, lost, or
+        of another run.
         """
         if not self.study.has_central_data:
             raise ConfigError(f"{client}'s state is at its site: run the export there")
@@ -169,7 +182,7 @@ class Run:
         return state
 
     def request_names(self, client: str, after: int = 0) -> set[str]:
-        """Return the names of all requests to a client after a round, up to `round`."""
+        """Return the names of a client's requests in the rounds after `after`, up to `round`."""
         return {
             self.agreement.request_name(number, client)
             for number in range(after + 1, self.round + 1)
@@ -187,39 +200,39 @@ class Run:
             )
 
     def global_state_faults(self) -> list[str]:
-        """Return descriptions of damaged checkpoints of the global model."""
+        """Return a description of each damaged checkpoint of the global model."""
         return self._store.find_damage()
 
     def file_faults(self) -> dict[str, str]:
-        """Return faults by file name: files that differ from their committed content."""
-        self._require_round()
-        checked = {name: self._file_fault(name) for name in self.meta["files"]}
-        faults = {name: fault for name, fault in checked.items() if fault}
-        return closed_segment_faults(self.folder, self.meta["files"]) | faults
+        """Return faults by file name: files lost, changed or longer than when last committed.
 
-    def _file_fault(self, name: str) -> str:
-        """Return the fault of one file, or "": lost, changed, or longer than committed."""
-        file, (length, sha256) = self.folder / name, self.meta["files"][name]
-        if not file.is_file():
-            return f"{name} is lost"
-        content = file.read_bytes()
-        if hashlib.sha256(content[:length]).hexdigest() != sha256:
-            return f"{name} differs from its content at round {self.round}"
-        if len(content) > length and not name.endswith(CHARGES_FILE):
-            return (
-                f"{name} has {len(content) - length} bytes after round {self.round}, the last "
-                "committed one: continue the run with --resume, then verify it"
-            )
-        return ""
+        The file of charges to the privacy budget may be longer, since it grows during a round.
+        Raises ConfigError before the first round.
+        """
+        self._require_round()
+        faults = closed_segment_faults(self.folder, self.meta["files"])
+        for name, (length, sha256) in self.meta["files"].items():
+            if not (self.folder / name).is_file():
+                faults[name] = f"{name} is lost"
+                continue
+            content = (self.folder / name).read_bytes()
+            if hashlib.sha256(content[:length]).hexdigest() != sha256:
+                faults[name] = f"{name} differs from its content at round {self.round}"
+            elif len(content) > length and not name.endswith(CHARGES_FILE):
+                faults[name] = (
+                    f"{name} has {len(content) - length} bytes after round {self.round}, the last "
+                    "committed one: continue the run with --resume, then verify it"
+                )
+        return faults
 
     def identity_faults(self) -> list[str]:
-        """Return mismatches between the run's identity file, study and checkpoints."""
+        """Return sentences on mismatches between identity file, study and checkpoint."""
         identity, faults = self.identity, list[str]()
         if identity.id != self.meta["run"]:
             faults.append(f"{RUN_FILE} names another run than the global model's checkpoint")
         if identity.study != self.study.digest:
             faults.append(f"{RUN_FILE} names another study than the one in the folder")
-        start = hashlib.sha256(identity.marks.encode()).hexdigest()[:16]
+        start = hashlib.sha256(identity.digests.encode()).hexdigest()[:16]
         if identity.start != start:
             faults.append(
                 f"{RUN_FILE} has an initial-model digest that differs from its param digests"
@@ -234,13 +247,6 @@ class Run:
         if not self.round:
             raise ConfigError(f"{self.folder / GLOBAL_FOLDER} holds no committed round")
 
-    def _committed_content(self, name: str) -> bytes:
-        """Return an append-only file up to its length at `round`; b"" before the first round."""
-        if not self.round:
-            return b""
-        with self._explain_missing_files():
-            return (self.folder / name).read_bytes()[: self.meta["files"][name][0]]
-
     @contextmanager
     def _explain_missing_files(self) -> Generator[None]:
         """Re-raise OSError of the body as ConfigError."""
@@ -251,9 +257,9 @@ class Run:
 
 
 def open_run(folder: Path | str) -> Run:
-    """Open the run in a folder at its last committed round; model values are read later, on use.
+    """Open the run in a folder at the last committed round, read-only; see `Run`.
 
-    Raises ConfigError if the folder has no run.
+    Reads only the checkpoint's metadata. Raises ConfigError if the folder has no run.
     """
     folder = Path(folder)
     checkpoint = Store(folder / GLOBAL_FOLDER, read_only=True).peek()
@@ -266,9 +272,10 @@ def open_run(folder: Path | str) -> Run:
 
 
 def read_consistently(folder: Path, read: Callable[[Run], T]) -> T:
-    """Return `read(run)` for the run in a folder; repeat if the run advances meanwhile.
+    """Open the run in a folder, and return `read(run)`.
 
-    Raises RunAdvanced after READ_ATTEMPTS attempts.
+    If the run commits a round meanwhile (RunAdvanced), opens it again, READ_ATTEMPTS times in all;
+    the last attempt's RunAdvanced is raised.
     """
     for _ in range(READ_ATTEMPTS - 1):
         try:
@@ -276,11 +283,3 @@ def read_consistently(folder: Path, read: Callable[[Run], T]) -> T:
         except RunAdvanced:
             continue
     return read(open_run(folder))
-
-
-def _parse_ledger_line(line: bytes) -> object:
-    """Return a ledger line as JSON value, or as bytes if it is not JSON."""
-    try:
-        return parse_line(line)
-    except FedplanError:
-        return line

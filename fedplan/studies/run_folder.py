@@ -23,11 +23,12 @@ MANIFEST, TASK = "manifest.json", "task.json"
 
 
 def claim_run_folder(folder: Path, study: Study, params: Params, data: FederatedData) -> FolderLock:
-    """Lock a folder for a run; if no run started there, write study, manifest and task files.
+    """Create and lock a run's folder; if no run started there, write the run's first files.
 
-    Returns the lock: while it is held, no other process can open the folder. Files of a started run
-    are updated by `update_run_files`, after all checks of resuming have passed. Raises ConfigError
-    if the folder belongs to another study.
+    These are study, manifest (from `params`) and task file (from `data`). The files of a started
+    run are left for `update_run_files`. Returns the lock: no other process can claim the folder
+    until the lock is released. Raises ConfigError if the folder has a run of another study,
+    StoreError if another process has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with wrap_disk_errors(f"{folder} cannot be locked", "name a folder that you may write to"):
@@ -41,30 +42,33 @@ def claim_run_folder(folder: Path, study: Study, params: Params, data: Federated
 
 
 def update_run_files(server: Server, study: Study, data: FederatedData) -> None:
-    """Rewrite the study, manifest and task files after the server has accepted the resumed run."""
+    """Rewrite the study, manifest and task files of a run after the server has resumed the run.
+
+    `data`: gives labels and client names. Stores the study file's digest in the newest checkpoint.
+    """
     write_run_files(server.folder, study, server.agreement.params)
     write_task_file(server.folder, data)
     server.record_study()
 
 
 def write_run_files(folder: Path, study: Study, params: Params) -> None:
-    """Write the study, with absolute paths, and the model's manifest, where they differ."""
+    """Write the study, with absolute paths, and the model's manifest (names and shapes of params).
+
+    Creates the folder; a file with the same content is not touched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_if_changed(folder / STUDY, resolve_paths(study, Path.cwd()).model_dump_json(indent=1))
     write_if_changed(folder / MANIFEST, manifest_json(params))
 
 
 def write_task_file(folder: Path, data: FederatedData) -> None:
-    """Write the labels and the client names of a run.
-
-    They let the model be exported later, when the training data may be gone.
-    """
+    """Write the labels and the client names of a run, for exports when the data is gone."""
     content = {"labels": data.task.labels, "clients": list(data.train)}
     write_if_changed(folder / TASK, json.dumps(content, indent=1) + "\n")
 
 
 def read_task_file(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the labels and the client names of a run; raise ConfigError if they cannot be read."""
+    """Return (labels, client names) of the run in a folder; ConfigError if unreadable."""
     try:
         content = json.loads((folder / TASK).read_text(encoding="utf-8"))
         lists = tuple([str(item) for item in content[name]] for name in ("labels", "clients"))
@@ -83,5 +87,8 @@ def read_run_study(folder: Path) -> Study:
 
 
 def read_run_agreement(folder: Path, study: Study | None = None) -> Agreement:
-    """Return the agreement of a run from its folder's manifest and its study, or a given study."""
+    """Return the agreement of the run in a folder, from its manifest and its study.
+
+    `study` replaces the study in the folder.
+    """
     return make_agreement(study or read_run_study(folder), read_manifest(folder / MANIFEST))

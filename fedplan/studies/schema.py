@@ -60,13 +60,21 @@ NON_BINDING_FIELDS: dict[str, Any] = {
 
 
 class ConfigError(FedplanError):
-    """An invalid study, or a folder that does not fit it; the message names the field."""
+    """An invalid study, or a folder that does not fit the study; the message names the field."""
 
     code = "settings"
 
 
 class Study(Section):
-    """One study: model, task, data, method, training, privacy and seed."""
+    """The settings of one study, as in a study file; frozen, and validated when it is created.
+
+    Sections: `model`, `task`, `data` (dataset and partition), `method` (which part is trained and
+    shared), `train` (training arguments), `clients` (participation), `evaluate`, `timeouts`,
+    `early_stopping`, `privacy` (differential privacy), `defence` (robust aggregation) and
+    `aggregation` (plain or secure). Fields: `name`, `seed`, `continue_from` (id of an earlier run),
+    and for the machine `threads`, `device` and `deterministic`. Get one by `read_study` or
+    `study_from_dict`; the constructor raises pydantic's ValidationError.
+    """
 
     name: Annotated[str, AfterValidator(validate_study_name)] = "study"
     """Name of the study; folders of its runs and of its state at sites have this name."""
@@ -129,49 +137,38 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _validate_privacy(self) -> Study:
-        """Check that [privacy] fits [clients], [data] and [train]; raise ValueError if not."""
-        privacy = self.privacy
-        if self.client_level_dp and (self.clients.dropout_fraction or self.clients.late_fraction):
-            raise ValueError(
-                "client-level privacy draws its own participants: leave out "
-                "clients.dropout_fraction and clients.late_fraction"
-            )
-        if self.client_level_dp and self.clients.min_updates > 1:
-            raise ValueError(
-                f"clients.min_updates is {self.clients.min_updates}: with client-level privacy, "
-                "a round that fails for lack of answers would reveal who was absent; leave it out"
-            )
-        if self.client_level_dp and self.data.partition == "column" and not self.clients.names:
-            raise ValueError(
-                'with client-level privacy and data.partition = "column", list all possible '
-                "clients in clients.names: names read from the data would reveal who is in it"
-            )
-        if (
-            privacy
-            and privacy.unit == "example"
-            and not (self.train.steps and privacy.examples_per_site)
-        ):
-            raise ValueError(
-                "example-level privacy needs train.steps and privacy.examples_per_site, as "
-                "public numbers"
-            )
-        if (
-            privacy
-            and privacy.unit == "example"
-            and privacy.examples_per_site < self.train.batch_size
-        ):
-            raise ValueError(
-                "privacy.examples_per_site is below train.batch_size: a batch cannot be "
-                "larger than the data"
-            )
+        """Raise ValueError if [privacy] conflicts with clients, data, train or continue_from."""
+        privacy, clients = self.privacy, self.clients
+        if privacy and privacy.unit == "client":
+            if clients.dropout_fraction or clients.late_fraction:
+                raise ValueError(
+                    "client-level privacy draws its own participants: leave out "
+                    "clients.dropout_fraction and clients.late_fraction"
+                )
+            if clients.min_updates > 1:
+                raise ValueError(
+                    f"clients.min_updates is {clients.min_updates}: with client-level privacy, a "
+                    "round that fails for lack of answers would reveal who was absent; leave it out"
+                )
+            if self.data.partition == "column" and not clients.names:
+                raise ValueError(
+                    'with client-level privacy and data.partition = "column", list all possible '
+                    "clients in clients.names: names read from the data would reveal who is in it"
+                )
         if privacy and privacy.unit == "example":
+            if not (self.train.steps and privacy.examples_per_site):
+                raise ValueError(
+                    "example-level privacy needs train.steps and privacy.examples_per_site, as "
+                    "public numbers"
+                )
+            if privacy.examples_per_site < self.train.batch_size:
+                raise ValueError(
+                    "privacy.examples_per_site is below train.batch_size: a batch cannot be "
+                    "larger than the data"
+                )
             with as_value_error():
                 require_train_config(self.train.train_config)
-        return self
-
-    @model_validator(mode="after")
-    def _validate_continue_from(self) -> Study:
-        if self.privacy and self.continue_from:
+        if privacy and self.continue_from:
             raise ValueError(
                 "continue_from: params kept in an earlier run reveal examples, which this study's "
                 "privacy guarantee does not cover: leave it out"
@@ -185,23 +182,21 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _validate_in_memory(self) -> Study:
-        """Check that either all or none of model, task, method and data came from Python."""
-        parts = {
-            "model": self.model.from_python,
-            "task": self.task.from_python,
-            "method": self.method.from_python,
-        }
-        if mismatched := [
-            name for name, value in parts.items() if bool(value) != self.data.from_python
-        ]:
-            raise ValueError(
-                f"{mismatched[0]}.from_python is set by fedplan.simulate only: leave it out"
-            )
+        """Raise ValueError if only some of model, task, method and data came from Python."""
+        for name in ("model", "task", "method"):
+            if bool(getattr(self, name).from_python) != self.data.from_python:
+                raise ValueError(
+                    f"{name}.from_python is set by fedplan.simulate only: leave it out"
+                )
         return self
 
     @model_validator(mode="after")
     def _validate_evaluation(self) -> Study:
-        """Check that clients may reveal the metrics of [evaluate]; raise ValueError if not."""
+        """Raise ValueError if [evaluate] or [early_stopping] uses metrics that are not available.
+
+        Differential privacy and secure aggregation exclude metrics of clients; `on_clients` needs
+        held-out examples.
+        """
         section = self.evaluate
         if self.privacy and (section.on_clients or section.keep_best == "personal"):
             raise ValueError(
@@ -219,10 +214,6 @@ class Study(Section):
                 "evaluate.on_clients needs held-out examples of the clients: raise "
                 "data.holdout_fraction"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_early_stopping(self) -> Study:
         if self.privacy and self.early_stopping:
             with as_value_error():
                 self.early_stopping.callback.require_public()
@@ -230,7 +221,7 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _validate_sites(self) -> Study:
-        """Check that clients have data, and that sites know all labels; raise ValueError if not."""
+        """Raise ValueError if clients lack data or labels, or a dual encoder is misused."""
         if not self.data.path and not self.clients.names:
             raise ValueError("set data.path, or clients.names of sites with their own data")
         if self.data.path and self.clients.names and self.data.partition != "column":
@@ -242,14 +233,9 @@ class Study(Section):
         number = task.kind != CUSTOM_KIND and task_class(task.kind).answer_kind == "number"
         if self.clients.names and task.label and not task.labels and not number:
             raise ValueError("no site sees all labels: list them in task.labels")
-        return self
-
-    @model_validator(mode="after")
-    def _validate_dual_encoder(self) -> Study:
-        """Check that a dual encoder has the task image-text, and no dtype or adapter."""
-        if self.model.vision and self.task.kind != "image-text":
+        if self.model.vision and task.kind != "image-text":
             raise ValueError('model.vision and model.text need task.kind = "image-text"')
-        if self.task.kind == "image-text" and not self.model.is_plain:
+        if task.kind == "image-text" and not self.model.is_plain:
             raise ValueError(
                 "model.dtype, model.quantization and model.adapter cannot be used with a dual "
                 "encoder"
@@ -258,9 +244,10 @@ class Study(Section):
 
 
 def read_study(file: Path, overrides: list[str] | None = None) -> Study:
-    """Read a study file; `overrides` are texts such as "train.rounds=5".
+    """Read and validate a study file (TOML).
 
-    Relative paths in the file start from its folder. Raises ConfigError for an invalid study.
+    `overrides`: texts such as "train.rounds=5", applied before validation. Relative paths become
+    absolute, from the file's folder. Raises ConfigError for an unreadable or invalid study.
     """
     return resolve_paths(
         study_from_dict(apply_overrides(read_study_values(file), overrides)), file.parent
@@ -268,7 +255,10 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
 
 
 def read_study_values(file: Path) -> dict[str, Any]:
-    """Return the values of a study file as nested dicts; raise ConfigError if it cannot be read."""
+    """Return the values of a study file as nested dicts, not validated.
+
+    Raises ConfigError if the file is missing or not TOML; the message suggests a file nearby.
+    """
     try:
         return parse_toml(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -290,7 +280,12 @@ def resolve_paths(study: Study, base: Path) -> Study:
 
 
 def _resolve_path(value: Any, base: Path, path_fields: Mapping[str, Any]) -> Any:
-    """Return a path made absolute, or a section with its path fields made absolute."""
+    """Return a path as absolute text, or a section with absolute paths.
+
+    `value`: a path or a section; an empty value and an id on the Hub are returned unchanged.
+    `base`: the folder that relative paths start from. `path_fields`: names of the section's path
+    fields, as in PATH_FIELDS.
+    """
     if isinstance(value, BaseModel):
         changes = {
             name: _resolve_path(getattr(value, name), base, path_fields[name])
@@ -304,7 +299,7 @@ def _resolve_path(value: Any, base: Path, path_fields: Mapping[str, Any]) -> Any
 
 
 def changed_fields(first: Study, second: Study) -> list[str]:
-    """Return the dotted names of fields that differ and that affect training."""
+    """Return the dotted names of fields that affect training and differ in two studies."""
     left, right = (
         flatten_fields(study.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS))
         for study in (first, second)
@@ -313,52 +308,48 @@ def changed_fields(first: Study, second: Study) -> list[str]:
 
 
 def study_from_dict(values: dict[str, Any]) -> Study:
-    """Return the study of nested dicts; raise ConfigError with one line for each invalid field."""
-    faults = [
-        f"{section}: {fault}"
-        for section, value in values.items()
-        if (fault := unserializable_reason(value))
-    ]
-    code = ConfigError.code
-    try:
-        study = Study.model_validate(values) if not faults else None
-    except ValidationError as error:
-        study, faults = (
-            None,
-            [f"{_field_name(e['loc'])}: {_fault_message(e)}" for e in error.errors()],
-        )
-        code = _error_code(error)
-    if study is None:
-        raise ConfigError("invalid study file:\n  " + "\n  ".join(faults)).with_code(code)
-    return study
+    """Return the study of nested dicts of plain values, sections by name.
+
+    Raises ConfigError with one line for each invalid field. If a name, for example of a plug-in, is
+    unknown, the error's `code` is `UnknownName.code`.
+    """
+    code, faults = ConfigError.code, list[str]()
+    for section, value in values.items():
+        if fault := unserializable_reason(value):
+            faults.append(f"{section}: {fault}")
+    if not faults:
+        try:
+            return Study.model_validate(values)
+        except ValidationError as error:
+            faults = [_fault_line(details) for details in error.errors()]
+            causes = [details.get("ctx", {}).get("error") for details in error.errors()]
+            if any(isinstance(getattr(c, "__cause__", None), UnknownName) for c in causes):
+                code = UnknownName.code
+    raise ConfigError("invalid study file:\n  " + "\n  ".join(faults)).with_code(code)
 
 
-def _error_code(error: ValidationError) -> str:
-    """Return the code of an invalid study: unknown-name for a missing plug-in, else settings."""
-    causes = [cause.get("ctx", {}).get("error") for cause in error.errors()]
-    unknown_name = any(
-        isinstance(getattr(cause, "__cause__", None), UnknownName) for cause in causes
-    )
-    return UnknownName.code if unknown_name else ConfigError.code
+def _fault_line(details: Mapping[str, Any]) -> str:
+    """Return the dotted field and the message of one fault.
 
-
-def _fault_message(error: Mapping[str, Any]) -> str:
-    """Return the message of one pydantic error, with the invalid value if the text lacks it."""
-    if error["type"] == "extra_forbidden":
-        return unknown_field_message(Study, error["loc"])
-    if error["type"] in ("value_error", "missing"):
-        return str(error["msg"]).removeprefix("Value error, ")
-    return f"{error['msg']}, not {str(error['input'])[:60]!r}"
-
-
-def _field_name(location: tuple[int | str, ...]) -> str:
-    """Return the dotted name of a field's location in a study."""
-    names = (str(name) for name in location)
-    return ".".join(n if n.isprintable() else repr(n) for n in names) or "study"
+    `details`: an entry of pydantic's `ValidationError.errors()`. The invalid value is added if
+    pydantic's message lacks the value.
+    """
+    names = map(str, details["loc"])
+    field = ".".join(n if n.isprintable() else repr(n) for n in names) or "study"
+    if details["type"] == "extra_forbidden":
+        return f"{field}: {unknown_field_message(Study, details['loc'])}"
+    if details["type"] in ("value_error", "missing"):
+        return f"{field}: {str(details['msg']).removeprefix('Value error, ')}"
+    return f"{field}: {details['msg']}, not {str(details['input'])[:60]!r}"
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
-    """Set fields given as `section.field=value` in nested dicts, in place, and return these."""
+    """Set fields of nested dicts in place, and return the dicts.
+
+    `values`: fields by section. `overrides`: texts such as "train.rounds=5"; a value is parsed as
+    TOML, or taken as string. Raises ConfigError for a text without "=" or a section that is no
+    dict.
+    """
     for override in overrides or ():
         field, separator, text = override.partition("=")
         if not separator or not field:
@@ -368,7 +359,10 @@ def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict
 
 
 def set_field(values: dict[str, Any], field: str, value: Any) -> None:
-    """Set a field by its dotted name in nested dicts, in place; create missing sections."""
+    """Set a field of nested dicts in place, by dotted name as "train.rounds".
+
+    Creates missing sections in `values`. Raises ConfigError if a section on the way is no dict.
+    """
     *sections, name = field.split(".")
     for section in sections:
         values = values.setdefault(section, {})

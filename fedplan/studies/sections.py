@@ -43,13 +43,21 @@ from fedplan.studies.field_types import (
 
 
 class Section(BaseModel):
-    """Base class of all sections: unknown fields and wrong types are rejected."""
+    """Base class of all sections of a study; rejects unknown fields and values of another type.
+
+    Sections are frozen pydantic models; the constructor raises ValidationError.
+    """
 
     model_config = STRICT
 
 
 class TaskSection(Section):
-    """The task of the model, and the columns of its inputs and labels."""
+    """The task of the model (`kind`), and the dataset's columns of inputs and labels.
+
+    `input`, `label`: column names. `labels`: all labels. `tokenizer`, `max_length`, `packing`: of
+    texts. `image_size`: of images. `prompt_template`: of image-text models. `class_weights`: of the
+    loss. `from_python` is set by fedplan.simulate.
+    """
 
     kind: TaskKind
     """Task, such as "text-classification" or "causal-lm", or the name of your own."""
@@ -76,10 +84,12 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """The dataset, its training and test examples, and how it is divided among clients.
+    """The dataset (`path`), its training and test rows, and how rows are divided among clients.
 
-    Set `test_path`, `test_split` or `test_filter` to have a common test set; its examples are never
-    trained on.
+    Set `test_path`, `test_split` or `test_filter` to have a common test set, which is never trained
+    on. `split`, the filters and `max_examples` select rows. `partition` with `num_clients`,
+    `partition_column`, `alpha`, `classes_per_client`, `clients_per_value` and `min_examples`
+    divides the rows among clients; each client holds out `holdout_fraction`.
     """
 
     path: str = ""
@@ -123,10 +133,13 @@ class DataSection(Section):
 
 
 class MethodSection(Section):
-    """A published method with its settings, your own plan, or both.
+    """A published method by `name` with its `settings`, your own `plan`, or both.
 
-    A plan beside a name is applied after the method's plan. Your own code is named as
-    `package.module:attribute`, or by an entry point of an installed package.
+    A plan beside a name is applied after the method's plan. `phases`, `probe` and `joint_choice`
+    configure a plan; `base_method`, `loop`, `client_hooks`, `server_optimizer`, `lora_aggregation`
+    and `compression` replace parts of the method. Your own code is named as
+    `package.module:attribute`, or by an entry point of an installed package. `from_python` is set
+    by fedplan.simulate.
     """
 
     name: str = ""
@@ -160,7 +173,7 @@ class MethodSection(Section):
 
     @model_validator(mode="after")
     def _validate_choice(self) -> MethodSection:
-        """Check that a name or a plan is given, and that other fields fit it."""
+        """Raise ValueError if name and plan are both missing, or for fields without effect."""
         if self.from_python:
             return self
         if not self.name and not self.plan:
@@ -175,8 +188,13 @@ class MethodSection(Section):
 class ClientsSection(Section):
     """Participation of clients in each round, and simulated dropouts.
 
-    A round ends when all asked clients have answered or the time is up, with at least
-    `min_updates` answers.
+    The server asks a `fraction` of all clients. A round of real sites ends when all asked clients
+    have replied, or when there are `min_updates` valid updates and `timeouts.updates` is over or
+    all other sites are away. With fewer valid updates the server waits `timeouts.sites` longer,
+    then the run stops with an error. A simulation by `fedplan run` ignores `min_updates`.
+    `dropout_fraction` and `late_fraction`: simulated probability that an asked client does not
+    reply, or replies too late. `names` lists sites with their own data, or the clients of
+    `data.partition = "column"`, and `traits` properties of clients for the plan.
     """
 
     fraction: Annotated[float, Field(gt=0, le=1)] = Participation.fraction
@@ -194,7 +212,11 @@ class ClientsSection(Section):
 
 
 class TimeoutsSection(Section):
-    """Timeouts of a server with real sites, in seconds."""
+    """Timeouts of a server with real sites, in seconds, and the interval between two polls.
+
+    The longest wait for: `sites` to connect, `updates` of a round, a site to `reconnect`, and
+    `evaluations`.
+    """
 
     sites: Annotated[float, Field(gt=0)] = Timeouts.sites
     """Seconds to wait until enough sites are connected for a round."""
@@ -209,10 +231,12 @@ class TimeoutsSection(Section):
 
 
 class EvaluateSection(Section):
-    """Evaluation: how often, on which data, and with which metrics.
+    """Evaluation: how often (`every`), on which data, and with which metrics.
 
-    With `on_clients`, each client evaluates the global model and its personal model on its held-out
-    examples (`data.holdout_fraction`), and sends the metrics that it allows.
+    With `on_clients`, each client evaluates the global model, and with `personal` the personal
+    model, on the client's held-out examples, and sends the metrics that the client allows.
+    `keep_best` stores the global model of the best round. `trackers` names experiment trackers; the
+    property `callbacks` returns new callbacks for these.
     """
 
     every: Positive = EvalConfig.every
@@ -240,9 +264,10 @@ class EvaluateSection(Section):
 
 
 class EarlyStoppingSection(Section):
-    """Early stopping: end the run once a metric has stopped improving.
+    """Early stopping: end the run after `patience` rounds without improvement of a metric.
 
-    Rounds without the metric do not count.
+    `min_delta`: the least change that counts; `mode`: "max" or "min". Rounds without the metric do
+    not count.
     """
 
     metric: str
@@ -262,9 +287,11 @@ class EarlyStoppingSection(Section):
 
 
 class DefenceSection(Section):
-    """Robust aggregation: protection against manipulated updates and weights.
+    """Robust aggregation: limits the influence of manipulated updates and weights.
 
-    All rules except "mean" give each client the same weight.
+    `rule`: the aggregation rule; all rules except "mean" give each client the same weight, and
+    tolerate `malicious_clients`. `max_weight`, `max_weight_fraction` and `max_norm_ratio` limit
+    each client's weight and update norm. `config` returns the section as a Defence.
     """
 
     rule: Annotated[str, AfterValidator(one_of_validator("rule", RULES))] = Defence.rule
@@ -291,7 +318,12 @@ class DefenceSection(Section):
 
 
 class AggregationSection(Section):
-    """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum."""
+    """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum.
+
+    `kind`: "plain" or "secure". For secure aggregation: `threshold` clients unmask the sum, up to
+    `colluders` may collude, and a param needs `min_contributors`; `equal_weights` and
+    `wide_integers` set the encoding. `config` returns the section as a SecAggConfig.
+    """
 
     kind: Annotated[str, AfterValidator(one_of_validator("kind", AGGREGATION_KINDS))] = (
         SecAggConfig.kind
@@ -321,10 +353,13 @@ class AggregationSection(Section):
 
 
 class PrivacySection(Section):
-    """Differential privacy: the protected unit, and the (epsilon, delta) guarantee.
+    """Differential privacy: the protected `unit`, and the (`epsilon`, `delta`) guarantee.
 
-    Sampling rates: a client joins each round with probability `clients.fraction`, if that is below
-    1; an example joins each step with probability `train.batch_size` / `examples_per_site`.
+    `clipping_norm`, `noise_multiplier`: of client updates or example gradients. `clipping_quantile`
+    and `max_weight` are for the unit "client"; `vote_noise_multiplier` and `vote_every` for a
+    private vote on layers. Sampling rates: a client joins each round with probability
+    `clients.fraction`, if that is below 1; an example joins each step with probability
+    `train.batch_size` / `examples_per_site`.
     """
 
     unit: Unit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.data.infer_schema import ColumnSchema, TableSchema, infer_schema
+from fedplan.data.infer_schema import TableSchema, infer_schema
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
@@ -32,10 +32,12 @@ NEW_WEIGHTS_LR, PRETRAINED_LR = "1e-3", "5e-5"
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Choices of the user for a new study; empty ones are inferred from the dataset.
+    """Choices of the user for a new study file; empty ones are inferred from the dataset.
 
-    `input`, `label`, `client`: column names.
-    `clients`: number of clients, if no column names them; 0: chosen by the dataset's size.
+    `task`: task kind, such as "text-classification".
+    `input`, `label`, `client`: names of the columns with inputs, labels and client names.
+    `clients`: number of clients, if no column names the clients; 0: by the dataset's size.
+    `method`: name of the method.
     """
 
     task: str = ""
@@ -49,17 +51,18 @@ class StudyOptions:
 def new_study(
     data: str, model: str, output: Path, options: StudyOptions | None = None
 ) -> list[str]:
-    """Write a study file for a dataset and a model; return lines on the findings in the dataset.
+    """Write a commented study file for a dataset and a model, and return lines for the user.
 
-    Raises FedplanError if the file exists, or if no valid study can be written.
+    `data`: a file, folder or hub:org/name. `model`: a folder, hub:org/name, or a short name such as
+    "bert-base". `output`: the new file. The lines describe columns, clients and task as inferred.
+    Raises FedplanError if the file exists, or if no valid study can be written; then no file stays.
     """
     options = options or StudyOptions()
     if output.exists():
         raise FedplanError(f"{output} exists already: name another file with --output")
     METHOD_REGISTRY.find(options.method)
     draft = _StudyDraft(infer_schema(data), model, output, options)
-    text = draft.text()
-    write_atomic(output, text)
+    write_atomic(output, draft.text())
     try:
         read_study(output)
     except FedplanError:
@@ -69,7 +72,13 @@ def new_study(
 
 
 class _StudyDraft:
-    """A study file in the making: the dataset's schema, the model's configuration, the options."""
+    """A study file in the making: `text` returns the file, `findings` the lines for the user.
+
+    The constructor infers columns, task and clients from the dataset's `schema` and the user's
+    `options`, and reads the configuration of `model`; it raises DataError or FedplanError if no
+    study is possible. `output`: the future file, from which relative paths start; nothing is
+    written.
+    """
 
     def __init__(
         self, schema: TableSchema, model: str, output: Path, options: StudyOptions
@@ -83,59 +92,49 @@ class _StudyDraft:
                 f"the column {self.input!r} of {schema.path} has a space in its name, but "
                 "task.input separates two columns by a space: rename the column"
             )
-        self.inputs = [schema.column(name) for name in self.input.split()]
-        self.kind = options.task or self._infer_task()
-        self.label = self._find_label()
-        other_columns = [*self.input.split(), self.label]
-        self.client = options.client or schema.client_column(other_columns)
+        names = self.input.split()
+        self.inputs = [schema.column(name) for name in names]
+        label = options.label or schema.label_column([*names, options.client])
+        self.kind = options.task or self._infer_task(label)
+        self.label = "" if task_class(self.kind).answer_kind == "tokens" else label
+        if not label and task_class(self.kind).answer_kind != "tokens":
+            columns = ", ".join(f"{column.name} ({column.kind})" for column in schema.columns)
+            raise DataError(
+                f"{schema.path} has no column that looks like labels: it has {columns}; name "
+                "the label column with --label"
+            )
+        if self.label:
+            schema.column(self.label)
+        self.client = options.client or schema.client_column([*names, self.label])
         if self.client:
             schema.column(self.client)
-        self._require_no_gaps()
+        for name in filter(None, (*names, self.label, self.client)):
+            if missing := schema.column(name).missing:
+                raise DataError(
+                    f"column {name!r} of {schema.path} has no value in {missing} of its first "
+                    "rows: drop these rows, or name another column"
+                )
         self._require_matching_model()
 
-    def _infer_task(self) -> str:
-        """Return the task that fits the input and label columns."""
-        content, columns = self.inputs[0].kind, self.schema.columns
+    def _infer_task(self, label: str) -> str:
+        """Return the task kind that fits the input columns and the label column ("": no labels)."""
+        content = self.inputs[0].kind
         if content == "conversation" or len(self.inputs) == 2:
             return "instruction"
-        label = self.options.label or self.schema.label_column(
-            [*self.input.split(), self.options.client]
-        )
         if content == "image":
             return "image-classification"
         if content == "words":
             return "token-classification"
         if not label:
             return "causal-lm"
-        is_number = any(c.name == label and c.kind == "number" for c in columns)
+        is_number = any(c.name == label and c.kind == "number" for c in self.schema.columns)
         return "regression" if is_number else "text-classification"
 
-    def _find_label(self) -> str:
-        """Return the label column, or "" for tasks without; raise DataError if none is found."""
-        if task_class(self.kind).answer_kind == "tokens":
-            return ""
-        other_columns = [*self.input.split(), self.options.client]
-        label = self.options.label or self.schema.label_column(other_columns)
-        if not label:
-            columns = ", ".join(f"{column.name} ({column.kind})" for column in self.schema.columns)
-            raise DataError(
-                f"{self.schema.path} has no column that looks like labels: it has {columns}; name "
-                "the label column with --label"
-            )
-        self.schema.column(label)
-        return label
-
-    def _require_no_gaps(self) -> None:
-        """Raise DataError if an input, label or client column has missing values."""
-        for name in filter(None, (*self.input.split(), self.label, self.client)):
-            if missing := self.schema.column(name).missing:
-                raise DataError(
-                    f"column {name!r} of {self.schema.path} has no value in {missing} of its first "
-                    "rows: drop these rows, or name another column"
-                )
-
     def _require_matching_model(self) -> None:
-        """Raise FedplanError if the model takes images and the data are texts, or vice versa."""
+        """Raise FedplanError if the model takes images and the data are texts, or vice versa.
+
+        Also for texts and a model by a short name, which has no tokenizer.
+        """
         has_images = self.kind.startswith("image")
         takes_images = getattr(self._vision_config(), "image_size", None) is not None
         if has_images != takes_images:
@@ -153,34 +152,40 @@ class _StudyDraft:
 
     @property
     def findings(self) -> list[str]:
-        """Lines on the dataset, its columns, clients and task, for the user."""
+        """Lines for the user on the dataset, the columns, the clients and the task."""
         schema, labels = self.schema, self._label_summary()
         lines = [f"{schema.path}: {schema.rows} training examples", f"input   {self.input}"]
         if self.label:
             lines.append(f"label   {self.label}" + (f": {labels}" if labels else ""))
-        division = (
-            f"by the column {self.client}"
-            if self.client
-            else f"{self._client_count()}, examples divided at random"
-        )
-        lines.append(f"clients {division}")
-        lines.append(f"task    {self.kind}, scored by {task_class(self.kind).primary}")
-        return lines
+        at_random = f"{self._client_count()}, examples divided at random"
+        division = f"by the column {self.client}" if self.client else at_random
+        task = f"{self.kind}, scored by {task_class(self.kind).primary}"
+        return [*lines, f"clients {division}", f"task    {task}"]
 
     def _label_summary(self) -> str:
         """Return the number of labels and the first eight, or "" for tasks without classes."""
-        column: ColumnSchema | None = self.schema.column(self.label) if self.label else None
-        if column is None or task_class(self.kind).answer_kind not in ("class", "labels"):
+        if not self.label or task_class(self.kind).answer_kind not in ("class", "labels"):
             return ""
-        shown = ", ".join(column.values[:8])
-        return f"{len(column.values)} values, {shown}{', ...' if len(column.values) > 8 else ''}"
+        values = self.schema.column(self.label).values
+        return f"{len(values)} values, {', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"
 
     def _client_count(self) -> int:
         return self.options.clients or max(2, min(10, self.schema.rows // MIN_EXAMPLES))
 
     def text(self) -> str:
         """Return the text of the study file."""
-        parts = (self._head(), self._model(), self._task(), self._data(), self._method_and_train())
+        learning_rate = NEW_WEIGHTS_LR if self.model in SHORT_NAMES else PRETRAINED_LR
+        method_and_train = [
+            "[method]",
+            _commented(f"name = {_to_toml(self.options.method)}", "list them: fedplan methods"),
+            "",
+            "[train]",
+            "rounds = 10",
+            _commented(f"lr = {learning_rate}", "learning rate of AdamW"),
+            "batch_size = 16",
+            _commented("epochs = 1", "passes over a client's examples in each round"),
+        ]
+        parts = (self._head(), self._model(), self._task(), self._data(), method_and_train)
         return "\n".join(line for part in parts for line in part) + "\n"
 
     def _head(self) -> list[str]:
@@ -214,43 +219,33 @@ class _StudyDraft:
         ]
 
     def _task(self) -> list[str]:
-        """Return the lines of [task]."""
+        """Return the lines of [task].
+
+        max_length is the smallest of LENGTHS that is at least 1.5 times the words of a long text
+        (95th percentile), and at most the model's limit.
+        """
         lines = ["[task]", f"kind = {_to_toml(self.kind)}", f"input = {_to_toml(self.input)}"]
         if self.label:
             lines.append(_commented(f"label = {_to_toml(self.label)}", self._label_summary()))
         if self.kind.startswith("image"):
-            lines.append(
-                _commented(
-                    f"image_size = {self._image_size()}", "input size of the model, in pixels"
-                )
-            )
+            size: Any = self._vision_config().image_size
+            pixels = int(size[0] if isinstance(size, list | tuple) else size)
+            lines.append(_commented(f"image_size = {pixels}", "input size of the model, in pixels"))
         else:
-            lines.append(
-                _commented(
-                    f"max_length = {self._max_length()}",
-                    "tokens per example; longer texts are truncated",
-                )
-            )
+            limit = int(getattr(self.config, "max_position_embeddings", None) or LENGTHS[-1])
+            text_length = max(column.length for column in self.inputs)
+            choices = [length for length in LENGTHS if length >= 1.5 * text_length]
+            length = min(choices[0] if choices else LENGTHS[-1], limit)
+            comment = "tokens per example; longer texts are truncated"
+            lines.append(_commented(f"max_length = {length}", comment))
         return [*lines, ""]
 
     def _vision_config(self) -> Any:
-        """Return the configuration of the image encoder, or the whole one."""
+        """Return the configuration of the image encoder, or the model's whole configuration."""
         return getattr(self.config, "vision_config", self.config)
 
-    def _image_size(self) -> int:
-        """Return the model's image size in pixels."""
-        size: Any = self._vision_config().image_size
-        return int(size[0] if isinstance(size, list | tuple) else size)
-
-    def _max_length(self) -> int:
-        """Return the smallest choice for 1.5 times a typical text, within the model's limit."""
-        limit = int(getattr(self.config, "max_position_embeddings", None) or LENGTHS[-1])
-        text_length = max(column.length for column in self.inputs)
-        choices = [length for length in LENGTHS if length >= 1.5 * text_length]
-        return min(choices[0] if choices else LENGTHS[-1], limit)
-
     def _data(self) -> list[str]:
-        """Return the lines of [data]."""
+        """Return the lines of [data]: dataset, common test set, and the partition among clients."""
         schema = self.schema
         lines = ["[data]", f"path = {_to_toml(self._relative_path(schema.path))}"]
         lines += [f"split = {_to_toml(schema.train)}"] if schema.train else []
@@ -262,43 +257,22 @@ class _StudyDraft:
                 "# No common test set: each client is tested on its own examples. To have one,",
                 '# name another file: test_path = "test.csv"',
             ]
-        comment = "fraction of its examples that a client is tested on"
-        return [*lines, *self._partition(), _commented("holdout_fraction = 0.2", comment), ""]
-
-    def _partition(self) -> list[str]:
-        """Return the lines of [data] that divide the examples among clients."""
         if self.client:
-            too_many = self.schema.column(self.client).distinct > MAX_CLIENTS
-            return [
+            count = MAX_CLIENTS if schema.column(self.client).distinct > MAX_CLIENTS else 0
+            lines += [
                 _commented('partition = "column"', "one client per value of a column"),
                 f"partition_column = {_to_toml(self.client)}",
-                _commented(
-                    f"num_clients = {MAX_CLIENTS if too_many else 0}",
-                    "those with the most examples; 0: all",
-                ),
+                _commented(f"num_clients = {count}", "those with the most examples; 0: all"),
             ]
-        count = f"num_clients = {self._client_count()}"
-        if not self._label_summary() or self.kind == "token-classification":
-            return [_commented('partition = "iid"', "at random, in about equal parts"), count]
-        return [
-            _commented('partition = "dirichlet"', "at random, with skewed labels"),
-            _commented("alpha = 0.5", "the smaller, the more clients differ"),
-            count,
-        ]
-
-    def _method_and_train(self) -> list[str]:
-        """Return the lines of [method] and [train]."""
-        learning_rate = NEW_WEIGHTS_LR if self.model in SHORT_NAMES else PRETRAINED_LR
-        return [
-            "[method]",
-            _commented(f"name = {_to_toml(self.options.method)}", "list them: fedplan methods"),
-            "",
-            "[train]",
-            "rounds = 10",
-            _commented(f"lr = {learning_rate}", "learning rate of AdamW"),
-            "batch_size = 16",
-            _commented("epochs = 1", "passes over a client's examples in each round"),
-        ]
+        else:
+            if not self._label_summary() or self.kind == "token-classification":
+                lines.append(_commented('partition = "iid"', "at random, in about equal parts"))
+            else:
+                lines.append(_commented('partition = "dirichlet"', "at random, with skewed labels"))
+                lines.append(_commented("alpha = 0.5", "the smaller, the more clients differ"))
+            lines.append(f"num_clients = {self._client_count()}")
+        comment = "fraction of its examples that a client is tested on"
+        return [*lines, _commented("holdout_fraction = 0.2", comment), ""]
 
     def _relative_path(self, path: str) -> str:
         """Return a path relative to the study file's folder; Hub ids are kept."""
@@ -307,8 +281,8 @@ class _StudyDraft:
         return Path(os.path.relpath(path, self.output.absolute().parent)).as_posix()
 
 
-def _commented(assignment: str, comment: str = "") -> str:
-    """Return a line of TOML with a comment, if there is one."""
+def _commented(assignment: str, comment: str) -> str:
+    """Return a line of TOML with a comment, or without one if `comment` is empty."""
     return f"{assignment:<24} # {_printable(comment)}" if comment else assignment
 
 
@@ -318,7 +292,7 @@ def _printable(text: str) -> str:
 
 
 def _to_toml(value: Any) -> str:
-    """Return a value as TOML."""
+    """Return a string, number or boolean as TOML, or a dict of these as inline table."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         return "{ " + ", ".join(f"{k} = {_to_toml(v)}" for k, v in items) + " }"

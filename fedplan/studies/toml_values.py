@@ -17,10 +17,11 @@ _KEY_SEPARATOR = re.compile(r"[,=\[\]{}\n]")
 
 
 def unserializable_reason(value: Any, depth: int = 0) -> str:
-    """Return why a value would change when written to a file and read again; "" if it would not.
+    """Return why a value cannot be written to a TOML or JSON file and read unchanged; "" if it can.
 
     Rejects values nested deeper than MAX_DEPTH, types other than str, int, float, bool, None, dict
-    and list, NaN and infinity, and strings that are not valid UTF-8.
+    and list, NaN and infinity, and strings that are not valid UTF-8. `depth`: nesting depth of
+    `value`.
     """
     if depth > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} deep"
@@ -40,9 +41,9 @@ def unserializable_reason(value: Any, depth: int = 0) -> str:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML text.
+    """Parse a TOML text to nested dicts.
 
-    Raises ValueError if it is not TOML, is nested too deep, or has a key with too many dots.
+    Raises ValueError for invalid TOML, for values nested too deep, or a key with too many dots.
     """
     # tomllib needs quadratic time for a long dotted key, so these are rejected first.
     without_strings = _STRING.sub("", text)
@@ -63,7 +64,11 @@ def parse_toml_value(text: str) -> Any:
 
 
 def flatten_fields(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted names, each starting with `prefix`."""
+    """Return nested dicts as one dict with dotted names, each name starting with `prefix`.
+
+    >>> flatten_fields({"train": {"lr": 0.1}, "seed": 1})
+    {'train.lr': 0.1, 'seed': 1}
+    """
     fields = dict[str, Any]()
     for name, value in values.items():
         fields |= (

@@ -13,7 +13,7 @@ from fedplan.studies.sections import Section
 from fedplan.training.activation_cache import DEFAULT_MEGABYTES, ActivationCache
 from fedplan.training.fit import TrainConfig
 from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
-from fedplan.training.optimizers import DECAY, MOMENTUM, ClientOptimizer, make_client_optimizer
+from fedplan.training.optimizers import DECAY, MOMENTUM, make_client_optimizer
 
 _CONFIG_FIELDS = tuple(
     f.name for f in fields(TrainConfig) if f.name not in ("optimizer", "lr_scheduler")
@@ -22,7 +22,15 @@ _CONFIG_FIELDS = tuple(
 
 
 class TrainSection(Section):
-    """Training arguments of a client's turn: its local training in one round."""
+    """Training arguments of a client's turn (the local training of one client in one round).
+
+    Optimizer and learning rate: `optimizer`, `lr`, `lr_scheduler`, `warmup`, `weight_decay`,
+    `momentum`, `optimizer_settings`, `lr_scheduler_settings`. Length: `rounds` of the run, and
+    `epochs` or `steps` of a turn.
+    Batches: `batch_size`, `gradient_accumulation_steps`, `max_grad_norm`, `group_by_length`,
+    `num_workers`. Speed and memory: `precision`, `gradient_checkpointing`, `torch_compile`,
+    `cache_activations`. All have defaults; `train_config` returns the form for the training loop.
+    """
 
     rounds: Positive = 10
     """Number of rounds."""
@@ -77,37 +85,31 @@ class TrainSection(Section):
     @property
     def train_config(self) -> TrainConfig:
         """The training arguments as a TrainConfig, with optimizer and schedule objects."""
+        decay_and_momentum = {
+            name: value for name in ("weight_decay", "momentum") if (value := getattr(self, name))
+        }
+        settings = {**self.optimizer_settings, **decay_and_momentum}
+        optimizer = make_client_optimizer(self.optimizer, settings)
+        # A constant schedule does not depend on the rounds, so that rounds can be added later.
+        is_constant = self.lr_scheduler == TrainConfig.lr_scheduler.name
+        over = self.rounds if self.lr_scheduler_span == "run" and not is_constant else 0
+        schedule = make_lr_schedule(
+            self.lr_scheduler, self.lr_scheduler_settings, warmup=self.warmup, rounds=over
+        )
         values = {name: getattr(self, name) for name in _CONFIG_FIELDS}
-        return TrainConfig(self._optimizer, lr_scheduler=self._schedule, **values)
+        return TrainConfig(optimizer, lr_scheduler=schedule, **values)
 
     @property
     def activation_cache(self) -> ActivationCache | None:
-        """A new activation cache, or None unless `cache_activations` is set."""
+        """A new activation cache at each access; None without `cache_activations`."""
         return ActivationCache(self.activation_cache_mb) if self.cache_activations else None
-
-    @property
-    def _optimizer(self) -> ClientOptimizer:
-        settings = {
-            name: value for name in ("weight_decay", "momentum") if (value := getattr(self, name))
-        }
-        return make_client_optimizer(self.optimizer, {**self.optimizer_settings, **settings})
-
-    @property
-    def _schedule(self) -> LRSchedule:
-        """The learning-rate schedule; a constant one does not depend on the number of rounds."""
-        # So that rounds can be added later.
-        over = (
-            self.rounds
-            if self.lr_scheduler_span == "run"
-            and self.lr_scheduler != TrainConfig.lr_scheduler.name
-            else 0
-        )
-        settings, warm = self.lr_scheduler_settings, self.warmup
-        return make_lr_schedule(self.lr_scheduler, settings, warmup=warm, rounds=over)
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> TrainSection:
-        """Check that optimizer and schedule can be built, and the two fields of weight decay."""
+        """Raise ValueError if optimizer or schedule cannot be built.
+
+        Also if `decay_norm_and_bias` is false without `weight_decay`.
+        """
         with as_value_error():
             self.train_config.lr_scheduler.factor(self.lr, 1, 1)
         if not self.decay_norm_and_bias and not self.weight_decay:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from statistics import mean
@@ -21,6 +21,7 @@ from fedplan.sweeps.run_differences import (
     read_role_history,
 )
 from fedplan.sweeps.statistics import Interval, holm, mean_interval, p_value
+from fedplan.sweeps.tables import comparison_csv, comparison_markdown, comparison_values
 
 FEW_SEEDS = 5
 """With fewer seeds, a comparison has a note that its intervals are wide."""
@@ -28,7 +29,10 @@ FEW_SEEDS = 5
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one study by seed; the label has the settings that differ from the other groups."""
+    """The runs of one study that differ only in their seed, by seed.
+
+    `label`: the settings that differ from the other groups. `runs`: never empty.
+    """
 
     label: str
     runs: Mapping[int, RunResult]
@@ -44,9 +48,9 @@ class RunGroup:
         return {seed: score for seed, score in scores.items() if score is not None}
 
     def mean_of(self, name: str) -> float | None:
-        """Return the mean over runs of `up`, `down`, `epsilon`, `rounds` or `seconds`.
+        """Return the mean over runs of a number: `upload_bytes`, `epsilon_spent`, `seconds` ...
 
-        Returns None if a run does not have it.
+        Returns None if the value is None for any run.
         """
         values = [getattr(run, name) for run in self.runs.values()]
         return mean(values) if all(value is not None for value in values) else None
@@ -54,12 +58,13 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """A group of runs against the baseline group.
+    """One group of runs, compared with the baseline group.
 
-    `score` is the mean score over seeds, and `difference` the mean difference from the baseline
-    over the common seeds. `p` is the p-value of the paired t test, and `p_holm` corrected for the
-    number of groups. `differences` are sentences on fields and roles. The baseline itself has only
-    a score.
+    `score`: the mean score over the group's seeds. `difference`: the mean difference from the
+    baseline over the common seeds, None without any. `p`: p-value of the paired t test on these
+    differences; `p_holm`: corrected for the number of groups; None if not defined. `differences`:
+    sentences on fields and roles that differ from the baseline. The baseline itself has only a
+    score.
     """
 
     group: RunGroup
@@ -72,9 +77,11 @@ class GroupComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of groups of runs by the metric `score`; the first row is the baseline.
+    """A comparison of groups of runs by the metric `score`; see `compare`.
 
-    `notes` are sentences on runs that were left out and on limits of the statistics.
+    `rows`: one for each group; the first is the baseline. `notes`: sentences on runs that were left
+    out and on limits of the statistics. `markdown`, `csv`, `json` and `html` return the comparison
+    in these formats.
     """
 
     score: str
@@ -89,20 +96,14 @@ class Comparison:
 
     def markdown(self) -> str:
         """Return the comparison as Markdown: the table, differences in words, and notes."""
-        from fedplan.sweeps.tables import comparison_markdown
-
         return comparison_markdown(self)
 
     def csv(self) -> str:
         """Return the table as CSV with unrounded numbers."""
-        from fedplan.sweeps.tables import comparison_csv
-
         return comparison_csv(self)
 
     def json(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
-        from fedplan.sweeps.tables import comparison_values
-
         return comparison_values(self)
 
     def html(self) -> str:
@@ -113,13 +114,13 @@ class Comparison:
 
 
 def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
-    """Compare the runs in folders of runs and of sweeps.
+    """Compare finished runs, grouped by everything but their seed, with the first group.
 
-    Runs that differ only in their seed are one group; the first group is the baseline, and
-    differences are paired by seed. `score` is the metric to compare, by default the task's primary
-    metric; each run counts with the last round that has it. Runs that are unfinished or cannot be
-    read are left out with a note. Raises FedplanError if no run is left, or if not all runs have
-    the score.
+    `places`: folders of runs and of sweeps. The first group is the baseline; differences are paired
+    by seed. `score`: the metric to compare, by default chosen by `choose_score`; the value of a
+    run is that of the last round with the metric. Runs that are unfinished or unreadable are left
+    out with a note. Raises FedplanError if a place is neither run nor sweep, if no run is left, if
+    two runs of a group have one seed, or if not all runs have the score.
     """
     folders, notes = find_run_folders(places)
     results = list[RunResult]()
@@ -146,27 +147,28 @@ def group_results(results: Sequence[RunResult]) -> list[RunGroup]:
 
     Raises FedplanError if a group has two runs of one seed.
     """
-    groups = group_by_seed(results, lambda each: (each.study, each.plan, each.folder))
-    return [RunGroup(label, _runs_by_seed(runs)) for label, runs in groups]
-
-
-def _runs_by_seed(runs: Sequence[RunResult]) -> dict[int, RunResult]:
-    by_seed = dict[int, RunResult]()
-    for run in runs:
-        if (other := by_seed.setdefault(run.study.seed, run)) is not run:
-            raise FedplanError(
-                f"{run.folder} and {other.folder} have the same study and seed: name one of them"
-            )
-    return by_seed
+    groups = list[RunGroup]()
+    for label, runs in group_by_seed(results, lambda each: (each.study, each.plan, each.folder)):
+        by_seed = dict[int, RunResult]()
+        for run in runs:
+            if (other := by_seed.setdefault(run.study.seed, run)) is not run:
+                raise FedplanError(
+                    f"{run.folder} and {other.folder} have the same study and seed: name one of "
+                    "them"
+                )
+        groups.append(RunGroup(label, by_seed))
+    return groups
 
 
 def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
     """Compare each group with the first one by a score that all runs have.
 
-    `notes` come first in the notes of the comparison.
+    `notes` come first in the notes of the comparison. Reads the ledger of a group's first run if
+    the group has another plan than the baseline.
     """
     baseline = groups[0]
-    baseline_scores, differences = baseline.scores(score), _DifferenceReader(baseline.first)
+    # So that the ledger of the baseline is read at most once, and only if it is needed.
+    baseline_scores, read_roles = baseline.scores(score), cache(read_role_history)
     rows = list[GroupComparison]()
     for group in groups:
         scores = group.scores(score)
@@ -174,11 +176,12 @@ def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] 
         if group is not baseline:
             common = [seed for seed in scores if seed in baseline_scores]
             paired = [scores[seed] - baseline_scores[seed] for seed in common]
+            sentences = _describe_differences(baseline.first, group.first, read_roles)
             row = replace(
                 row,
                 difference=mean_interval(paired) if paired else None,
                 p=p_value(paired) if paired else None,
-                differences=tuple(differences.describe(group.first)),
+                differences=tuple(sentences),
             )
         rows.append(row)
     corrected = holm([row.p for row in rows])
@@ -187,34 +190,29 @@ def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] 
     return Comparison(score, higher_is_better, tuple(rows), (*notes, *_seed_notes(rows)))
 
 
-@dataclass(frozen=True)
-class _DifferenceReader:
-    """Describes differences of runs from a baseline run, whose ledger is read at most once."""
+def _describe_differences(
+    baseline: RunResult, other: RunResult, read_roles: Callable[[Path], RoleHistory]
+) -> list[str]:
+    """Return sentences on the fields, plan and roles in which a run differs from the baseline run.
 
-    baseline: RunResult
-
-    @cached_property
-    def _baseline_roles(self) -> RoleHistory:
-        return read_role_history(self.baseline.folder)
-
-    def describe(self, other: RunResult) -> list[str]:
-        """Return sentences on fields, plan and roles of a run that differ from the baseline.
-
-        Roles of clients are left out if one of the runs has client-level DP.
-        """
-        baseline = self.baseline
-        sentences = describe_study_differences(baseline.study, other.study)
-        if other.plan == baseline.plan:
-            return sentences
-        sentences.append(f"the plan is {other.plan}, not {baseline.plan}")
-        if baseline.study.client_level_dp or other.study.client_level_dp:
-            return sentences
-        other_roles = read_role_history(other.folder)
-        return sentences + describe_role_differences(self._baseline_roles, other_roles)
+    `other`: the run to describe. `read_roles`: reads the roles from the ledger in a run's folder.
+    Roles are compared only if the plans differ and neither run has client-level DP.
+    """
+    sentences = describe_study_differences(baseline.study, other.study)
+    if other.plan == baseline.plan:
+        return sentences
+    sentences.append(f"the plan is {other.plan}, not {baseline.plan}")
+    if baseline.study.client_level_dp or other.study.client_level_dp:
+        return sentences
+    other_roles = read_roles(other.folder)
+    return sentences + describe_role_differences(read_roles(baseline.folder), other_roles)
 
 
 def _seed_notes(rows: Sequence[GroupComparison]) -> list[str]:
-    """Return notes on few seeds, diverged runs, and seeds without a pair in the baseline."""
+    """Return sentences on few seeds, diverged runs, and seeds without a pair in the baseline.
+
+    `rows`: the baseline's row first.
+    """
     notes = list[str]()
     counts = [rows[0].score.count, *(r.difference.count for r in rows[1:] if r.difference)]
     if min(counts) == 1:

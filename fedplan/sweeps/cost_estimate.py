@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,10 +36,11 @@ COLUMN_NAMES = ("method", "score", "MB per round", "MB in total", "epsilon", "ti
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated cost of each method for a study.
+    """The estimated cost of a study's whole run with each method; see `estimate`.
 
-    `score` is the name of the measured metric, `line` the speed of a site's network line, and
-    `threads` the number of threads that were used.
+    `costs`: one for each method. `score`: name of the measured metric, "" if not measured. `line`:
+    speed of a site's network line, such as "100Mbit". `threads`: number of threads that were used.
+    `markdown` and `json` return the table with `notes`.
     """
 
     costs: tuple[MethodCost, ...]
@@ -49,7 +50,27 @@ class Estimate:
 
     def markdown(self) -> str:
         """Return the estimate as a Markdown table with notes."""
-        rows = [self._row(cost) for cost in self.costs]
+        rows, bits = list[list[str]](), parse_line_speed(self.line)
+        for cost in self.costs:
+            forecast, measured = cost.forecast, cost.measured
+            if forecast is None or measured is None:
+                rows.append([cost.method, "failed", *[EMPTY_CELL] * (len(COLUMN_NAMES) - 2)])
+                continue
+            total = forecast.upload_bytes + forecast.download_bytes
+            rows.append(
+                [
+                    cost.method,
+                    EMPTY_CELL if measured.score is None else f"{measured.score:.3f}",
+                    megabytes(total // forecast.rounds),
+                    megabytes(total),
+                    EMPTY_CELL if forecast.epsilon is None else f"{forecast.epsilon:.3g}",
+                    duration(cost.total_seconds(bits)),
+                    duration(cost.transfer_seconds(bits)),
+                    EMPTY_CELL
+                    if forecast.memory_bytes is None
+                    else megabytes(forecast.memory_bytes),
+                ]
+            )
         notes = [f"Note: {note}." for note in self.notes]
         return "\n".join([markdown_table(COLUMN_NAMES, rows), *notes]) + "\n"
 
@@ -57,63 +78,42 @@ class Estimate:
         """Return the estimate as plain values, in bytes and seconds."""
         bits = parse_line_speed(self.line)
         return {
-            "score": self.score,
-            "bits_a_second": bits,
+            "metric": self.score,
+            "bits_per_second": bits,
             "methods": [cost.json(bits) for cost in self.costs],
             "notes": list(self.notes),
         }
 
-    def _row(self, cost: MethodCost) -> list[str]:
-        """Return the table cells of a method."""
-        forecast, measured, bits = cost.forecast, cost.measured, parse_line_speed(self.line)
-        if forecast is None or measured is None:
-            return [cost.method, "failed", *[EMPTY_CELL] * (len(COLUMN_NAMES) - 2)]
-        total = forecast.up + forecast.down
-        return [
-            cost.method,
-            EMPTY_CELL if measured.score is None else f"{measured.score:.3f}",
-            megabytes(total // forecast.rounds),
-            megabytes(total),
-            EMPTY_CELL if forecast.epsilon is None else f"{forecast.epsilon:.3g}",
-            duration(cost.total_seconds(bits)),
-            duration(cost.transfer_seconds(bits)),
-            EMPTY_CELL if forecast.memory is None else megabytes(forecast.memory),
-        ]
-
     @property
     def notes(self) -> list[str]:
         """Sentences on failed methods, and on the meaning and limits of the numbers."""
-        return list(self._notes())
-
-    def _notes(self) -> Iterator[str]:
-        yield from (f"{cost.method} failed: {cost.error}" for cost in self.costs if cost.error)
+        notes = [f"{cost.method} failed: {cost.error}" for cost in self.costs if cost.error]
         complete = [
             (cost.method, cost.forecast, cost.measured)
             for cost in self.costs
             if cost.forecast and cost.measured
         ]
         for _, forecast, measured in complete[:1]:
-            yield (
+            notes += [
                 f"the score is {self.score or 'not measured'} after {measured.rounds_run} of "
-                f"{forecast.rounds} rounds; it says little about the score after all rounds"
-            )
-            yield (
+                f"{forecast.rounds} rounds; it says little about the score after all rounds",
                 "bytes are at most those of one client that takes part in every round, upload and "
                 f"download; time is for all {forecast.rounds} rounds, if every site computes as "
                 f"fast as this machine ({self.threads} threads) and has a line of {self.line} per "
-                "second; each round waits for the slowest site; evaluation is not included"
-            )
+                "second; each round waits for the slowest site; evaluation is not included",
+            ]
         for method, forecast, measured in complete:
             if not measured.steps_reported:
-                yield (
+                notes.append(
                     f"{method}: the study's privacy hides a client's number of training steps, "
                     "so the time is that of an average client; one with more examples takes longer"
                 )
             if forecast.stages > 1:
-                yield (
+                notes.append(
                     f"{method} has {forecast.stages} stages: the time of all rounds is computed "
                     "from the rounds that were simulated"
                 )
+        return notes
 
 
 def estimate(
@@ -126,12 +126,12 @@ def estimate(
 ) -> Estimate:
     """Simulate the first rounds of a study with each method, and estimate the cost of all rounds.
 
-    A method is a name, or the fields of a method section as a dictionary; a string may have several
-    names with commas. By default it is the study's method. The study's own method keeps its
-    settings. The simulated rounds are exactly those of the whole run, with its noise and learning
-    rates. No run is kept. `on_method` is called with each cost. A method that fails has an error in
-    its cost. Raises ConfigError if the study or an argument is invalid, or if the study has no
-    data here.
+    `methods`: names, or fields of a method section as dicts; a string may have several names with
+    commas; by default the study's method, which keeps its settings. `rounds`: how many rounds to
+    simulate; a full run would begin with the same rounds. `line`: speed of a site's network line.
+    `on_method` is called with each cost when it is known. No run is kept on disk. A method that
+    fails has an error in its cost. Raises ConfigError if the study or an argument is invalid, or if
+    the study has no `data.path`.
     """
     if rounds < 1:
         raise ConfigError(f"rounds is {rounds}: give the number of rounds to simulate, 1 or more")
@@ -156,9 +156,16 @@ def estimate(
 def _estimate_method(
     base: BaseStudy, unchanged: Study, method: str | dict[str, Any], rounds: int
 ) -> tuple[MethodCost, str]:
-    """Return the cost of a method and the name of its score; any Exception becomes an error."""
+    """Simulate `rounds` rounds of a study with a method; return the cost and the score's name.
+
+    `base`: the study's values, into which `method` is put; `unchanged`: the validated study without
+    changes. `method`: a name, or fields of [method]; if these are the name or plan of the study,
+    the study's [method] is used unchanged. Any Exception becomes an error in the cost, with the
+    score's name "".
+    """
     section = method if isinstance(method, dict) else {"name": method}
-    name = _section_text(section)
+    others = ", ".join(f"{key}={value}" for key, value in section.items() if key != "name")
+    name = " ".join(filter(None, [str(section.get("name", "")), others]))
     is_own = section in ({"name": unchanged.method.name}, {"plan": unchanged.method.plan})
     try:
         study = base.with_changes({} if is_own else {"method": section})
@@ -172,32 +179,29 @@ def _estimate_method(
         return MethodCost(name, error=f"{type(error).__name__}: {error}"), ""
 
 
-def _section_text(section: dict[str, Any]) -> str:
-    """Return a method section as text: the name, then the other fields as key=value."""
-    others = ", ".join(f"{key}={value}" for key, value in section.items() if key != "name")
-    return " ".join(filter(None, [str(section.get("name", "")), others]))
-
-
 def _forecast(study: Study) -> CostForecast:
-    """Return the forecast of a study's whole run, for the most expensive class of clients."""
+    """Return the bytes, epsilon and memory of a study's whole run, without training.
+
+    Takes the maximum over classes of clients (clients with the same roles).
+    """
     explanation, statement = explain_experiment(study, build_experiment(study))
     clients = explanation.forecast.clients
     steps = [step for client in clients for step in explanation.memory(client).values()]
     return CostForecast(
         plan=explanation.forecast.plan.text,
         rounds=study.train.rounds,
-        up=max(client.max_upload for client in clients),
-        down=max(client.max_download for client in clients),
+        upload_bytes=max(client.max_upload for client in clients),
+        download_bytes=max(client.max_download for client in clients),
         epsilon=statement.guarantee.forecast_epsilon(statement.rounds) if statement else None,
-        memory=max((step.total for step in steps), default=None),
+        memory_bytes=max((step.total for step in steps), default=None),
         stages=max(len(client.stages) for client in clients),
     )
 
 
 def _measure(study: Study, folder: Path, rounds: int) -> tuple[MeasuredCost, str]:
-    """Simulate the first rounds in a folder; return the measurements and the score's name.
+    """Simulate the first rounds of a study in a new folder; return (measurements, score's name).
 
-    The clock is stopped during the evaluation, which happens after the last round only.
+    Evaluates after the last simulated round only; the measured time leaves out evaluation.
     """
     simulation = Simulation(study, folder)
     federation, committed, seconds = simulation.federation, list[CommittedRound](), 0.0

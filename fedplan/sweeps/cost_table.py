@@ -17,7 +17,7 @@ _SPEED = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]bit)(?:/s)?", re.IGNORECASE)
 
 
 def parse_line_speed(line: str) -> float:
-    """Return the bits per second of a line speed; raise FedplanError if it is invalid or 0.
+    """Return the bits per second of a line speed; raise FedplanError if `line` is invalid or 0.
 
     >>> parse_line_speed("100Mbit"), parse_line_speed("2.5 Gbit/s")
     (100000000.0, 2500000000.0)
@@ -30,18 +30,19 @@ def parse_line_speed(line: str) -> float:
 
 @dataclass(frozen=True)
 class CostForecast:
-    """The cost of a whole run for a client that takes part in every round, from shapes alone.
+    """The cost of a whole run for a client that takes part in every round, without training.
 
-    `up` and `down` are the most bytes, `epsilon` is None without DP, and `memory` are the bytes of
-    a training step, None if not known. `stages` counts the stages of the plan.
+    `plan`: the plan's text. `rounds`: number of rounds. `upload_bytes`, `download_bytes`: upper
+    bounds of the sum over all rounds. `epsilon`: None without DP. `memory_bytes`: of a training
+    step, None if not known. `stages`: number of the plan's stages (rounds with the same roles).
     """
 
     plan: str
     rounds: int
-    up: int
-    down: int
+    upload_bytes: int
+    download_bytes: int
     epsilon: float | None
-    memory: int | None
+    memory_bytes: int | None
     stages: int
 
 
@@ -49,9 +50,10 @@ class CostForecast:
 class MeasuredCost:
     """Measurements of a short run on this machine.
 
-    `score` is that of the last of `rounds_run` rounds. `step_seconds` is the mean time of a
-    training step, with all work of a round but evaluation. `max_steps` are the steps of the longest
-    turn. If DP hides the steps (`steps_reported` is false), each turn counts as one step.
+    `score`: the metric after the last of `rounds_run` rounds. `step_seconds`: mean time of a
+    training step, with all work of a round except evaluation. `max_steps`: steps of the longest
+    turn (one client in one round). `steps_reported`: false if DP hides the steps; then each turn
+    counts as one step.
     """
 
     rounds_run: int
@@ -60,20 +62,13 @@ class MeasuredCost:
     max_steps: int
     steps_reported: bool
 
-    def json(self) -> dict[str, Any]:
-        """Return the measurements as plain values."""
-        return {
-            "played": self.rounds_run,
-            "score": self.score,
-            "step": self.step_seconds,
-            "longest": self.max_steps,
-            "told": self.steps_reported,
-        }
-
 
 @dataclass(frozen=True)
 class MethodCost:
-    """The cost of one method: forecast and measurements, or the error that prevented them."""
+    """The cost of one method: `forecast` and `measured`, or the `error` of a method that failed.
+
+    `method`: the name, with settings. Times are for sites that compute as fast as this machine.
+    """
 
     method: str
     forecast: CostForecast | None = None
@@ -82,7 +77,7 @@ class MethodCost:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of computation of the slowest site in all rounds, if it is like this machine.
+        """Seconds of computation of the slowest client in all rounds, on a machine like this.
 
         Returns 0 if the method failed.
         """
@@ -94,7 +89,7 @@ class MethodCost:
         """Return the seconds to transfer the bytes of all rounds at `bits` per second."""
         if self.forecast is None:
             return 0.0
-        return 8 * (self.forecast.up + self.forecast.down) / bits
+        return 8 * (self.forecast.upload_bytes + self.forecast.download_bytes) / bits
 
     def total_seconds(self, bits: float) -> float:
         """Return the seconds of all rounds, if all sites compute and transfer at the same time."""
@@ -105,8 +100,8 @@ class MethodCost:
         return {
             "method": self.method,
             "forecast": asdict(self.forecast) if self.forecast else None,
-            "measured": self.measured.json() if self.measured else None,
+            "measured": asdict(self.measured) if self.measured else None,
             "error": self.error,
-            "seconds_compute": self.compute_seconds,
-            "seconds_travel": self.transfer_seconds(bits),
+            "compute_seconds": self.compute_seconds,
+            "transfer_seconds": self.transfer_seconds(bits),
         }

@@ -13,7 +13,7 @@ from fedplan.reports.figures.palette import HUES
 from fedplan.reports.figures.series import Series, mean_series
 from fedplan.reports.pages.clients import drift_section
 from fedplan.reports.pages.facts import read_run_facts
-from fedplan.reports.pages.markup import Html, html_list, html_table, join_html, tag
+from fedplan.reports.pages.markup import html_list, html_table, join_html, tag
 from fedplan.reports.pages.page import Page, PageFigure, PageSection
 from fedplan.reports.pages.roles import roles_section
 from fedplan.studies.run import read_consistently
@@ -21,7 +21,7 @@ from fedplan.sweeps.intervals import interval_chart
 from fedplan.sweeps.tables import column_names, row_cells, table_explanation
 
 if TYPE_CHECKING:
-    from fedplan.sweeps.comparisons import Comparison, GroupComparison
+    from fedplan.sweeps.comparisons import Comparison
 
 CURVES = {
     "loss": "Training loss",
@@ -37,33 +37,38 @@ BAND_CAPTION = "A line is the mean over seeds; its band spans the lowest and the
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Return a comparison as one HTML document without external resources."""
-    runs = sum(row.score.count for row in comparison.rows)
-    lead = f"{len(comparison.rows)} groups, {runs} runs, compared by {comparison.score}."
+    """Return a comparison as one HTML document without external resources.
+
+    Reads the folders of each group's first run. Raises ConfigError if one cannot be read.
+    """
+    rows = comparison.rows
+    runs = sum(row.score.count for row in rows)
+    lead = f"{len(rows)} groups, {runs} runs, compared by {comparison.score}."
+    cells = [row_cells(comparison, row) for row in rows]
+    table = html_table(column_names(comparison), cells, numbers=len(cells[0]) - 1)
+    notes = [
+        tag("p", f"Note: {note}.", class_="faint")
+        for note in (*comparison.notes, table_explanation(comparison))
+    ]
+    sentences = [
+        join_html(tag("h3", row.group.label), html_list(row.differences))
+        for row in rows
+        if row.differences
+    ]
     sections = (
-        PageSection("Table", intro=(_table(comparison), *_notes(comparison))),
+        PageSection("Table", intro=(table, *notes)),
         PageSection("Differences", figures=tuple(_difference_figures(comparison))),
         PageSection("By round", figures=tuple(_curve_figures(comparison))),
         PageSection("Costs", figures=tuple(_cost_figures(comparison))),
         PageSection("By part of the model", figures=tuple(_part_figures(comparison))),
-        PageSection("Differences in words", intro=tuple(_difference_lists(comparison))),
+        PageSection("Differences in words", intro=tuple(sentences)),
     )
     title = f"Comparison: {comparison.baseline.first.study.name}"
     return Page(title, (tag("p", lead),), sections, "Written by fedplan compare.").html()
 
 
-def _table(comparison: Comparison) -> Html:
-    rows = [row_cells(comparison, row) for row in comparison.rows]
-    return html_table(column_names(comparison), rows, numbers=len(rows[0]) - 1)
-
-
-def _notes(comparison: Comparison) -> list[Html]:
-    notes = (*comparison.notes, table_explanation(comparison))
-    return [tag("p", f"Note: {note}.", class_="faint") for note in notes]
-
-
 def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
-    """Yield the chart of differences from the baseline, if there are finite ones."""
+    """Yield one chart of the groups' differences from the baseline, if any is finite."""
     rows = [(row.group.label, row.difference) for row in comparison.rows]
     finite = [(label, interval) for label, interval in rows if interval and isfinite(interval.mean)]
     if finite:
@@ -78,34 +83,34 @@ def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
 
 
 def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
-    """Yield a chart by round of the score, and of each metric in CURVES that all groups have."""
+    """Yield a line chart by round of the score, and of each metric in CURVES that all groups have.
+
+    A line is the mean over a group's seeds, with a band over the seeds.
+    """
     private = any(row.group.first.study.privacy for row in comparison.rows)
     primary = comparison.rows[0].group.first.primary
     # A simulation has these metrics, but DP hides them.
     others = {} if private else {name.format(primary): title for name, title in CURVES.items()}
     for name, title in {comparison.score: f"Score: {comparison.score}", **others}.items():
-        series = [_group_series(row, name) for row in comparison.rows]
+        series = list[Series]()
+        for row in comparison.rows:
+            by_seed = [
+                Series(str(seed), tuple((float(n), score) for n, score in run.curve(name)))
+                for seed, run in sorted(row.group.runs.items())
+            ]
+            series.append(mean_series(row.group.label, by_seed))
         if all(each.points for each in series):
             has_band = any(each.band for each in series)
             caption = BAND_CAPTION if has_band and name == comparison.score else ""
             yield PageFigure(name, line_chart(title, series, y=name), caption)
 
 
-def _group_series(row: GroupComparison, name: str) -> Series:
-    """Return the mean over a group's seeds of a metric by round, with a band over the seeds."""
-    runs = [
-        Series(str(seed), tuple((float(n), score) for n, score in run.curve(name)))
-        for seed, run in sorted(row.group.runs.items())
-    ]
-    return mean_series(row.group.label, runs)
-
-
 def _cost_figures(comparison: Comparison) -> Iterator[PageFigure]:
-    """Yield a bar chart of upload, download, epsilon and time, each if some group has it."""
+    """Yield bar charts of the groups' mean upload, download, epsilon and time, where known."""
     for name, title, unit, divisor in (
-        ("up", "Upload of all clients", "MB", 1e6),
-        ("down", "Download of all clients", "MB", 1e6),
-        ("epsilon", "Epsilon spent", "epsilon", 1.0),
+        ("upload_bytes", "Upload of all clients", "MB", 1e6),
+        ("download_bytes", "Download of all clients", "MB", 1e6),
+        ("epsilon_spent", "Epsilon spent", "epsilon", 1.0),
         ("seconds", "Time on the machine that ran it", "seconds", 1.0),
     ):
         means = [(row.group.label, row.group.mean_of(name)) for row in comparison.rows]
@@ -130,9 +135,3 @@ def _part_figures(comparison: Comparison) -> Iterator[PageFigure]:
     for section in (roles_section, drift_section):
         for label, run_facts in facts:
             yield from section(run_facts, label).figures
-
-
-def _difference_lists(comparison: Comparison) -> Iterator[Html]:
-    for row in comparison.rows:
-        if row.differences:
-            yield join_html(tag("h3", row.group.label), html_list(row.differences))

@@ -17,7 +17,10 @@ from fedplan.sweeps.trials import read_base_study
 
 
 class _TimeLeftColumn(ProgressColumn):
-    """Column with the estimated time left and the names of two running trials."""
+    """Column with the estimated time left and the names of at most two running trials.
+
+    Empty until `progress` is set, which `sweep_with_progress` does when the sweep starts.
+    """
 
     max_refresh = 1.0
 
@@ -35,9 +38,10 @@ class _TimeLeftColumn(ProgressColumn):
 def sweep_with_progress(
     study: Path, settings: Iterable[str], *, folder: Path | None, seeds: str, parallel: int
 ) -> Sweep:
-    """Run or resume a sweep, and print its progress; arguments as of `sweep`.
+    """Run or resume a sweep, and print a line for each trial and a progress bar to the terminal.
 
-    Without `folder`, it is `sweeps/` and the study's name. Ctrl-C raises SystemExit(130).
+    `study`, `settings`, `seeds`, `parallel`: as of `sweep`. `folder`: the sweep's folder, by
+    default `sweeps/` and the study's name. Raises as `sweep`; Ctrl-C raises SystemExit(130).
     """
     console, time_left = Console(highlight=False, soft_wrap=True), _TimeLeftColumn()
     sweep_folder = folder or Path("sweeps") / read_base_study(study).with_changes({}).name
@@ -63,28 +67,27 @@ def sweep_with_progress(
         except KeyboardInterrupt:
             console.print("Stopped. The same command resumes the sweep.", markup=False)
             raise SystemExit(130) from None
-    console.print(_closing_line(result), markup=False)
+    closing = f"Done. Compare the runs: fedplan compare {result.folder}"
+    if result.failures:
+        closing = (
+            f"{len(result.failures)} of {len(result.names)} runs failed: see "
+            f"{result.folder / FAILURES_FILE}; the same command tries them again"
+        )
+    elif result.unfinished:
+        closing = f"{len(result.unfinished)} runs were stopped: the same command resumes them"
+    console.print(closing, markup=False)
     return result
 
 
 def event_line(event: SweepEvent) -> str:
-    """Return one line about a trial that ended, as ` 2/10  seed=1  12 s, 2 min left`."""
+    """Return one line about the end of a trial, as ` 2/10  seed=1  12 s, 2 min left`.
+
+    A failed trial has the first line of its error in place of the time.
+    """
     result, width = event.result, len(str(event.total))
     first_line = result.error.partition("\n")[0]
     outcome = f"failed: {first_line}" if result.error else duration(result.seconds)
-    stopped = f", stopped: {result.stopped}" if result.stopped else ""
+    stopped = f", stopped: {result.stop_reason}" if result.stop_reason else ""
     more = event.seconds_left and event.ended < event.total
     left = f", {duration(event.seconds_left)} left" if more else ""
     return f"{event.ended:{width}}/{event.total}  {event.name}  {outcome}{stopped}{left}"
-
-
-def _closing_line(result: Sweep) -> str:
-    """Return the last line of the output: failed or stopped trials, or the next command."""
-    if result.failures:
-        return (
-            f"{len(result.failures)} of {len(result.names)} runs failed: see "
-            f"{result.folder / FAILURES_FILE}; the same command tries them again"
-        )
-    if result.unfinished:
-        return f"{len(result.unfinished)} runs were stopped: the same command resumes them"
-    return f"Done. Compare the runs: fedplan compare {result.folder}"

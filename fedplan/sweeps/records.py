@@ -14,24 +14,24 @@ from fedplan.studies.schema import ConfigError
 from fedplan.sweeps.settings import Setting
 from fedplan.sweeps.trials import Trial
 
-SWEEP_FILE, FINISHED_FILE, FAILURES_FILE = "sweep.json", "ended.json", "failures.json"
+SWEEP_FILE, FINISHED_FILE, FAILURES_FILE = "sweep.json", "finished.json", "failures.json"
 """In a sweep's folder: its specification, the finished trials, and the failed ones."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended, after `seconds`.
+    """How one trial (run of a sweep) ended, after `seconds`.
 
-    `stopped` is the reason if it ended before its last round, and `stop_requested` whether a person
-    asked for the stop: such a trial is resumed later. A failed trial has an `error`, and a
-    traceback in `trace` if the error was unexpected.
+    `stop_reason`: why the trial ended before its last round, else "". `stop_requested`: whether a
+    person asked for that stop; the trial is resumed later. `error`: message of a failed trial, else
+    ""; `traceback`: of an unexpected error.
     """
 
     seconds: float = 0.0
-    stopped: str = ""
+    stop_reason: str = ""
     stop_requested: bool = False
     error: str = ""
-    trace: str = ""
+    traceback: str = ""
 
     @property
     def finished(self) -> bool:
@@ -41,7 +41,11 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """The specification of a sweep: values by field, seeds, and the study digest of each trial."""
+    """The specification of a sweep, as stored in its folder.
+
+    `settings`: the values to try, by dotted field. `seeds`: the seeds. `runs`: the digest of each
+    trial's study, by trial name.
+    """
 
     settings: dict[str, list[Any]]
     seeds: list[int]
@@ -72,36 +76,28 @@ def is_sweep(folder: Path) -> bool:
 
 
 def start_sweep_folder(folder: Path, spec: SweepSpec) -> None:
-    """Create the folder of a sweep, or extend an existing sweep, and write the specification.
+    """Create the folder of a sweep, or extend the sweep in it, and write the specification.
 
-    Raises ConfigError if the folder has other files, or a sweep that `spec` does not contain:
-    values and seeds may be added, but no trial may be changed or removed.
+    Raises ConfigError if the folder has other files, or a sweep of which a trial is changed or
+    missing in `spec`: values and seeds may be added, but no trial may be changed or removed.
     """
-    if (
-        folder.is_dir()
-        and not is_sweep(folder)
-        and any(file.suffix != ".tmp" for file in folder.iterdir())
-    ):
-        raise ConfigError(f"{folder} is not empty and is not a sweep: name another folder")
     if is_sweep(folder):
-        _require_extension(folder, read_sweep_spec(folder), spec)
+        old = read_sweep_spec(folder)
+        if changed := [n for n, digest in old.runs.items() if spec.runs.get(n, digest) != digest]:
+            raise ConfigError(
+                f"{folder} has a sweep of another study: the study file has changed since "
+                f"{changed[0]} was started; undo the change, or name another folder"
+            )
+        if removed := [name for name in old.runs if name not in spec.runs]:
+            raise ConfigError(
+                f"{folder} has the sweep {old.text}, but {removed[0]} is not in the present one: "
+                "give all these settings and seeds again, with more if you like, or name another "
+                "folder"
+            )
+    elif folder.is_dir() and any(file.suffix != ".tmp" for file in folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty and is not a sweep: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_if_changed(folder / SWEEP_FILE, json.dumps(asdict(spec), indent=1) + "\n")
-
-
-def _require_extension(folder: Path, old: SweepSpec, new: SweepSpec) -> None:
-    """Raise ConfigError if a trial of the old specification is changed or missing in the new."""
-    changed = [name for name, digest in old.runs.items() if new.runs.get(name, digest) != digest]
-    if changed:
-        raise ConfigError(
-            f"{folder} has a sweep of another study: the study file has changed since "
-            f"{changed[0]} was started; undo the change, or name another folder"
-        )
-    if removed := [name for name in old.runs if name not in new.runs]:
-        raise ConfigError(
-            f"{folder} has the sweep {old.text}, but {removed[0]} is not in the present one: give "
-            "all these settings and seeds again, with more if you like, or name another folder"
-        )
 
 
 def read_sweep_spec(folder: Path) -> SweepSpec:
@@ -126,7 +122,10 @@ def read_failures(folder: Path) -> dict[str, TrialResult]:
 
 
 def _read_results(file: Path) -> dict[str, TrialResult]:
-    """Return the trial results in a file by name; none if there is no file."""
+    """Return the trial results in a JSON file by trial name; empty if there is no file.
+
+    Raises ConfigError if the file cannot be read.
+    """
     try:
         return {name: TrialResult(**fields) for name, fields in _read_json(file).items()}
     except TypeError as error:
@@ -136,14 +135,17 @@ def _read_results(file: Path) -> dict[str, TrialResult]:
 
 
 def write_trial_results(folder: Path, results: Mapping[str, TrialResult]) -> None:
-    """Write the results of finished trials and of failed trials into the two files of a sweep."""
+    """Write the results of finished and of failed trials into the two files of a sweep's folder.
+
+    `results`: by trial name; replaces the files. A trial that was stopped on request is in neither.
+    """
     finished = {
-        name: {"seconds": result.seconds, "stopped": result.stopped}
+        name: {"seconds": result.seconds, "stop_reason": result.stop_reason}
         for name, result in results.items()
         if result.finished
     }
     failed = {
-        name: {"seconds": result.seconds, "error": result.error, "trace": result.trace}
+        name: {"seconds": result.seconds, "error": result.error, "traceback": result.traceback}
         for name, result in results.items()
         if result.error
     }

@@ -24,12 +24,14 @@ from fedplan.sweeps.records import is_sweep, read_failures, read_sweep_spec
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of one run.
+    """The result so far of the run in `folder`, read by `read_run_result`.
 
-    `plan` is the plan's text, `rounds` the number of closed rounds, and `finished` whether the run
-    reached its last round or stopped early by a rule. `metrics` has a row per round. `seconds` is
-    the duration of all rounds, at the median of the last ones, and `epsilon` the spent one; None
-    if not known. `recorded_primary` is the primary metric in the run's status, or "".
+    `study`: the run's study. `plan`: the plan's text. `rounds`: number of closed rounds.
+    `finished`: whether the run reached its last round or was stopped early by a rule. `metrics`:
+    one row of numbers per round. `seconds`: `rounds` times the median duration of the last rounds.
+    `epsilon_spent`: so far. `seconds` and `epsilon_spent` are None if not known.
+    `recorded_primary`: the task's primary metric in the run's status, or "". `score` and `curve`
+    return a metric that may be shown under the run's privacy.
     """
 
     folder: Path
@@ -39,18 +41,18 @@ class RunResult:
     finished: bool
     metrics: Metrics
     seconds: float | None
-    epsilon: float | None
+    epsilon_spent: float | None
     recorded_primary: str = ""
 
     @property
-    def up(self) -> int | None:
+    def upload_bytes(self) -> int | None:
         """The bytes that all clients uploaded; None under client-level DP."""
-        return self._total_bytes("up")
+        return self._total_bytes("upload_bytes")
 
     @property
-    def down(self) -> int | None:
+    def download_bytes(self) -> int | None:
         """The bytes that all clients downloaded; None under client-level DP."""
-        return self._total_bytes("down")
+        return self._total_bytes("download_bytes")
 
     def _total_bytes(self, metric: str) -> int | None:
         # Under client-level DP, the bytes would reveal the number of sampled clients.
@@ -58,9 +60,9 @@ class RunResult:
 
     @cached_property
     def public_metrics(self) -> list[dict[str, float]]:
-        """The metrics of each round without those of single clients, if the run has DP.
+        """The metrics of each round; with DP, without the metrics of single clients.
 
-        Under client-level DP, metrics of the sampled clients are left out too.
+        Client-level DP also excludes sums and means over the sampled clients (COHORT_PREFIXES).
         """
         if not self.study.privacy:
             return list(self.metrics)
@@ -79,14 +81,18 @@ class RunResult:
 
     @property
     def primary(self) -> str:
-        """The name of the task's primary metric, as recorded by the run if it is."""
+        """The name of the task's primary metric, as the run recorded or else by the task's kind."""
         if self.recorded_primary:
             return self.recorded_primary
         kind = self.study.task.kind
         return CustomTask.primary if kind == CUSTOM_KIND else task_class(kind).primary
 
     def higher_is_better(self, name: str) -> bool:
-        """Whether a higher value of a metric is better; spreads are of the primary metric."""
+        """Return whether a higher value of the metric `name` is better.
+
+        Decided by the end of the name, as "loss"; a statistic over clients (SPREADS) has the
+        direction of the task's primary metric.
+        """
         if not name.startswith(SPREADS):
             return not name.endswith(LOWER_IS_BETTER)
         kind = self.study.task.kind
@@ -96,34 +102,40 @@ class RunResult:
 
 
 def read_run_result(folder: Path) -> RunResult:
-    """Return the result so far of the run in a folder; raise FedplanError if unreadable."""
-    return read_consistently(folder, _run_result)
+    """Return the result so far of the run in a folder; raise FedplanError if unreadable.
 
+    The run may be running meanwhile.
+    """
 
-def _run_result(run: Run) -> RunResult:
-    """Return the result of an open run."""
-    status, study = read_status(run.folder), run.study
-    # Stopped by early stopping or a callback, not by a person, a signal or an error.
-    stopped_early = status is not None and status.state == RunState.STOPPED and status.ruled
-    has_epsilon = study.privacy and study.has_central_data
-    return RunResult(
-        folder=run.folder,
-        study=study,
-        plan=run.agreement.method.plan.text,
-        rounds=run.round,
-        finished=run.round >= study.train.rounds or stopped_early,
-        metrics=run.metrics,
-        seconds=status.seconds * run.round if status and status.seconds is not None else None,
-        recorded_primary=status.primary if status else "",
-        epsilon=read_privacy_statement(run.folder).epsilon_spent if has_epsilon else None,
-    )
+    def read(run: Run) -> RunResult:
+        status, study = read_status(run.folder), run.study
+        # Stopped by early stopping or a callback, not by a person, a signal or an error.
+        stopped_early = (
+            status is not None and status.state == RunState.STOPPED and status.stopped_early
+        )
+        has_epsilon = study.privacy and study.has_central_data
+        return RunResult(
+            folder=run.folder,
+            study=study,
+            plan=run.agreement.method.plan.text,
+            rounds=run.round,
+            finished=run.round >= study.train.rounds or stopped_early,
+            metrics=run.metrics,
+            seconds=status.round_seconds * run.round
+            if status and status.round_seconds is not None
+            else None,
+            recorded_primary=status.primary_metric if status else "",
+            epsilon_spent=read_privacy_statement(run.folder).epsilon_spent if has_epsilon else None,
+        )
+
+    return read_consistently(folder, read)
 
 
 def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str]]:
-    """Return the distinct run folders of runs and sweeps, and notes on missing trials of sweeps.
+    """Return (folders of runs, notes on missing trials) for folders of runs and of sweeps.
 
-    Trials that failed or have not started are left out. Raises FedplanError if a place is neither
-    a run nor a sweep.
+    Each folder occurs once. Trials that failed or have not started are left out with a note. Raises
+    FedplanError if one of `places` is neither a run nor a sweep.
     """
     folders, notes = list[Path](), list[str]()
     for place in map(Path, places):
@@ -145,10 +157,10 @@ def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str
 
 
 def choose_score(name: str, results: Sequence[RunResult]) -> str:
-    """Return the metric to compare runs by: `name` if given, else the first that all runs have.
+    """Return the metric to compare the runs by: `name` if given, else the first that all runs have.
 
     The candidates are the primary metric of the global model, then of personal models, then the
-    loss. Raises FedplanError if no candidate is in all runs.
+    loss. Raises FedplanError if `name`, or every candidate, is missing in some of the `results`.
     """
     primaries = {result.primary for result in results}
     prefixes = ("global", "sites.global", "personal", "sites.spread.personal")

@@ -38,9 +38,10 @@ def _field_text(fields: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True)
 class RoleHistory:
-    """The roles of a run's params, by kind and round, as texts; and the number of values by kind.
+    """The roles of a run's params by kind of param and round.
 
-    A text is a role, as "shared", or "partly shared and partly kept".
+    `roles`: by kind, then by round, a role in words: "shared", or "partly shared and partly kept"
+    if params of the kind, or clients, have several roles. `sizes`: number of param values by kind.
     """
 
     roles: Mapping[Kind, Mapping[int, str]]
@@ -53,7 +54,7 @@ class RoleHistory:
 
 
 def describe_role_differences(base: RoleHistory, other: RoleHistory) -> list[str]:
-    """Return a sentence for each group of kinds whose roles in `other` differ from `base`.
+    """Return a sentence for each kind of param that has other roles in `other` than in `base`.
 
     Compares the rounds that both runs have. Kinds with the same change in the same rounds share a
     sentence.
@@ -78,36 +79,39 @@ def describe_role_differences(base: RoleHistory, other: RoleHistory) -> list[str
 
 
 def read_role_history(folder: Path) -> RoleHistory:
-    """Return the roles that the ledger of the run in a folder records."""
-    return read_consistently(folder, _role_history)
+    """Return the roles in the run of a folder by kind of param and round, from the run's ledger.
 
+    The params of a kind and the clients of a round are not told apart: if their roles differ, the
+    text names each role once. Raises FedplanError if the folder has no run, if the ledger cannot
+    be read, or if the run goes on too fast to be read.
+    """
 
-def _role_history(run: Run) -> RoleHistory:
-    """Return the role history of an open run: for each kind, the roles of all its turns."""
-    params, roles_by_kind = run.params, dict[Kind, dict[int, set[Role]]]()
-    counted = set[tuple[int, str]]()
-    for line in run.ledger_lines():
-        turn = read_record(line)
-        if isinstance(turn, TurnRecord) and (turn.round, turn.roles) not in counted:
-            counted.add((turn.round, turn.roles))
-            for param, letter in zip(params, turn.roles, strict=True):
-                by_round = roles_by_kind.setdefault(param.kind, {})
-                by_round.setdefault(turn.round, set()).add(ROLE_BY_LETTER[letter])
-    texts = {
-        kind: {number: _roles_text(roles) for number, roles in by_round.items()}
-        for kind, by_round in roles_by_kind.items()
-    }
-    sizes = {kind: sum(p.numel for p in params if p.kind is kind) for kind in roles_by_kind}
-    return RoleHistory(texts, sizes)
+    def read(run: Run) -> RoleHistory:
+        params, roles_by_kind = run.params, dict[Kind, dict[int, set[Role]]]()
+        counted = set[tuple[int, str]]()
+        for turn in map(read_record, run.ledger_lines()):
+            if isinstance(turn, TurnRecord) and (turn.round, turn.roles) not in counted:
+                counted.add((turn.round, turn.roles))
+                for param, letter in zip(params, turn.roles, strict=True):
+                    by_round = roles_by_kind.setdefault(param.kind, {})
+                    by_round.setdefault(turn.round, set()).add(ROLE_BY_LETTER[letter])
+        texts = dict[Kind, dict[int, str]]()
+        for kind, by_round in roles_by_kind.items():
+            for number, roles in by_round.items():
+                words = [role.word for role in Role if role in roles]
+                several = " and ".join(f"partly {word}" for word in words)
+                texts.setdefault(kind, {})[number] = words[0] if len(words) == 1 else several
+        sizes = {kind: sum(p.numel for p in params if p.kind is kind) for kind in roles_by_kind}
+        return RoleHistory(texts, sizes)
 
-
-def _roles_text(roles: set[Role]) -> str:
-    words = [role.word for role in Role if role in roles]
-    return words[0] if len(words) == 1 else " and ".join(f"partly {word}" for word in words)
+    return read_consistently(folder, read)
 
 
 def _rounds_text(numbers: tuple[int, ...], total: int) -> str:
-    """Describe ascending rounds: `all rounds`, `round 3`, `rounds 4-10`, `7 of 10 rounds, ...`."""
+    """Return ascending round numbers in words: `all rounds`, `round 3`, `rounds 4-10`.
+
+    Other numbers give `7 of 10 rounds, the first of them 2`. `total`: number of all rounds.
+    """
     if len(numbers) == total:
         return "all rounds"
     if len(numbers) == 1:

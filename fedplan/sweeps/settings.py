@@ -18,9 +18,9 @@ MAX_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class Setting:
-    """A study field by its dotted name, and the values that the sweep tries.
+    """A study field by its dotted name, as "train.lr", and the values that a sweep tries.
 
-    Raises ConfigError if the field is the seed, or if values are missing or repeated.
+    The constructor raises ConfigError for the field "seed", and for missing or repeated values.
     """
 
     field: str
@@ -39,7 +39,10 @@ class Setting:
 
 
 def parse_setting(text: str) -> Setting:
-    """Parse a setting as of `--set`, such as `method.name=fedavg,fedper`; raises ConfigError."""
+    """Parse a text of `--set`, such as `method.name=fedavg,fedper`; values are TOML or strings.
+
+    Raises ConfigError for a text without field or "=", or with an empty value.
+    """
     field, equals, values_text = text.partition("=")
     if not equals or not field.strip():
         raise ConfigError(f"--set is {text!r}: write it as section.field=value,value")
@@ -52,9 +55,10 @@ def parse_setting(text: str) -> Setting:
 def parse_settings(
     settings: Mapping[str, Sequence[Any]] | Iterable[str] | None,
 ) -> tuple[Setting, ...]:
-    """Return the settings of a mapping from fields to values, or of texts as of `--set`.
+    """Return the settings of a sweep.
 
-    Raises ConfigError if one of them is invalid, or if a field is set twice.
+    `settings`: a mapping from dotted fields to values, or texts of `--set`; None gives none. Raises
+    ConfigError if a setting is invalid, or if a field is set twice.
     """
     if isinstance(settings, Mapping):
         by_field = cast("Mapping[str, Sequence[Any]]", settings)
@@ -68,9 +72,9 @@ def parse_settings(
 
 
 def parse_seeds(seeds: str | int | Sequence[int], first: int) -> tuple[int, ...]:
-    """Return seeds: a number of them, counted from `first`, or the seeds of a list.
+    """Return the seeds of a sweep: a number of seeds, counted from `first`, or the seeds of a list.
 
-    Raises ConfigError if there are none, too many, or the same twice.
+    Raises ConfigError for no seed, more than MAX_SEEDS, or the same seed twice.
 
     >>> parse_seeds("3", first=7)
     (7, 8, 9)

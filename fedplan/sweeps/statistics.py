@@ -17,9 +17,10 @@ RELATIVE_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean of `count` numbers, and half the width of its 95 % confidence interval.
+    """The mean of `count` numbers with a 95 % confidence interval: mean ± `half_width`.
 
-    `half_width` is None for a single number, and if a number is not finite.
+    `half_width` is None for a single number, and if a number is not finite. Get one by
+    `mean_interval`.
     """
 
     mean: float
@@ -37,7 +38,7 @@ class Interval:
         return None if self.half_width is None else self.mean + self.half_width
 
     def text(self, digits: int = 3) -> str:
-        """Return mean and half width, as `0.812 ± 0.020`, or the mean alone.
+        """Return mean and half width with `digits` decimals, as `0.812 ± 0.020`, or the mean alone.
 
         >>> mean_interval([0.0, 1.0]).text()
         '0.500 ± 6.353'
@@ -47,16 +48,15 @@ class Interval:
 
 
 def mean_interval(numbers: Sequence[float]) -> Interval:
-    """Return the mean of one or more numbers with its 95 % confidence interval (Student's t).
+    """Return the mean of one or more numbers with a 95 % confidence interval (Student's t).
 
     The mean is NaN if a number is not finite, as the score of a diverged model.
     """
     if not all(map(isfinite, numbers)):
         return Interval(nan, None, len(numbers))
-    if len(numbers) < 2:
-        return Interval(mean(numbers), None, len(numbers))
-    standard_error = stdev(numbers) / sqrt(len(numbers))
-    half_width = t_quantile(len(numbers) - 1) * standard_error
+    half_width = None
+    if len(numbers) > 1:
+        half_width = t_quantile(len(numbers) - 1) * (stdev(numbers) / sqrt(len(numbers)))
     return Interval(mean(numbers), half_width, len(numbers))
 
 

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean
@@ -33,7 +33,11 @@ from fedplan.sweeps.trials import Trial, make_trials, read_base_study
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep: its folder, the names of all trials, and the results of the trials that ran."""
+    """The outcome of a sweep: the results of the trials that ran, by trial name.
+
+    `folder`: the sweep's folder, with a run folder for each trial. `names`: all trials, also the
+    ones that did not run.
+    """
 
     folder: Path
     names: tuple[str, ...]
@@ -60,9 +64,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepEvent:
-    """The end of a trial: its name and result, and the progress of the sweep.
+    """The end of one trial, and the progress of the sweep.
 
-    `ended` of `total` trials have ended; `seconds_left` is the estimated time of the others.
+    `name`, `result`: of the trial. `ended` of `total` trials have ended; `seconds_left`: estimated
+    time until all have.
     """
 
     name: str
@@ -73,26 +78,21 @@ class SweepEvent:
 
     def json(self) -> dict[str, Any]:
         """Return the event as plain values."""
-        result = self.result
         return {
             "name": self.name,
-            "end": {
-                "seconds": result.seconds,
-                "stopped": result.stopped,
-                "stop_requested": result.stop_requested,
-                "error": result.error,
-                "trace": result.trace,
-            },
+            "result": asdict(self.result),
             "ended": self.ended,
-            "of": self.total,
-            "left": self.seconds_left,
+            "total": self.total,
+            "seconds_left": self.seconds_left,
         }
 
 
 class SweepProgress:
     """The progress of a running sweep: running trials, counts, and an estimate of the time left.
 
-    `remaining` trials are to be run, `parallel` at once; `ended` have ended before.
+    `folder`: the sweep's folder. `remaining`: number of trials to run, `parallel` at once. `ended`:
+    number of trials that an earlier call has finished. The sweep calls `start_trial` and
+    `finish_trial`, from any thread.
     """
 
     def __init__(self, folder: Path, parallel: int, *, remaining: int, ended: int = 0) -> None:
@@ -109,7 +109,10 @@ class SweepProgress:
             self._running[name] = time.monotonic()
 
     def finish_trial(self, name: str, result: TrialResult) -> SweepEvent:
-        """Record that a running trial has ended, and return the event."""
+        """Record that the running trial `name` has ended with `result`, and return the event.
+
+        Raises KeyError if the trial was not started.
+        """
         with self._lock:
             del self._running[name]
             self.ended += 1
@@ -125,13 +128,16 @@ class SweepProgress:
     def seconds_left(self) -> float:
         """Estimate the seconds until the last trial ends, from durations and run statuses.
 
-        Returns 0 as long as no trial has ended or reported the duration of its rounds.
+        Reads the status files of running trials. Returns 0 until a trial of this sweep has
+        succeeded, or a running trial has reported the duration of its rounds.
         """
         statuses = [read_status(self.folder / name) for name in self.running]
-        timed = [s for s in statuses if s is not None and s.seconds is not None]
-        forecasts = [s.seconds * s.rounds for s in timed if s.seconds is not None]
+        timed = [s for s in statuses if s is not None and s.round_seconds is not None]
+        forecasts = [s.round_seconds * s.rounds for s in timed if s.round_seconds is not None]
         per_trial = mean(self._durations or forecasts or [0.0])
-        running = sum(s.left or 0.0 for s in timed) + per_trial * (len(statuses) - len(timed))
+        running = sum(s.seconds_left or 0.0 for s in timed) + per_trial * (
+            len(statuses) - len(timed)
+        )
         at_once = max(1, min(self.parallel, self.total - self.ended))
         return (self._waiting * per_trial + running) / at_once
 
@@ -146,15 +152,17 @@ def sweep(
     on_trial_end: Callable[[SweepEvent], None] = lambda _: None,
     on_start: Callable[[SweepProgress], None] = lambda _: None,
 ) -> Sweep:
-    """Run a study for each combination of settings and each seed, and return the sweep.
+    """Run a study for each combination of settings and each seed, and return all results.
 
-    `settings` maps fields to values, as `{"method.name": ["fedavg", "fedper"]}`, or has texts as
-    `method.name=fedavg,fedper`. `seeds` is a number of seeds, counted from the study's own, or a
-    list. Each trial has its own folder inside `folder`. Finished trials are not run again, stopped
-    ones are resumed, and the error of a failed one is recorded while the others continue. With
-    `parallel` above 1, that many processes run trials, each with the study's threads. `on_start` is
-    called once before the first trial, `on_trial_end` after each. Raises ConfigError if an
-    argument or a study is invalid, or the folder belongs to something else.
+    `study`: a Study or a study file. `settings`: maps fields to values, as `{"method.name":
+    ["fedavg", "fedper"]}`, or has texts as `method.name=fedavg,fedper`. `seeds`: a number of seeds,
+    counted from the study's own, or a list. Each trial has its own run folder inside `folder`.
+    Finished trials are not run again, stopped ones are resumed, and the error of a failed one is
+    recorded while the others continue. `parallel`: number of processes that run trials, each with
+    the study's threads; 1 runs trials here. `on_start` is called once before the first trial,
+    `on_trial_end` after each. Blocks until all trials have ended. Raises ConfigError if an argument
+    or a study is invalid, or if the folder has other files, and StoreError if another sweep runs in
+    the folder.
     """
     if parallel < 1:
         raise ConfigError(f"parallel is {parallel}: give the number of runs at once, 1 or more")
@@ -180,14 +188,17 @@ def run_trials(
     on_trial_end: Callable[[SweepEvent], None] = lambda _: None,
     on_start: Callable[[SweepProgress], None] = lambda _: None,
 ) -> Sweep:
-    """Run all unfinished trials, each in a subfolder of its name, and return the sweep.
+    """Run all unfinished trials, each in a subfolder of the trial's name, and return all results.
 
-    Locks the folder against other sweeps, then writes `spec`, if given. A finished trial whose
-    folder was deleted is run again. Results are written after each trial. The callbacks are those
-    of `sweep`. Raises ConfigError if the folder has another sweep, StoreError if it is locked.
+    Locks the folder against other sweeps, then writes `spec`, if given. A finished trial without a
+    subfolder is run again. Results are written after each trial. `parallel`, `on_start` and
+    `on_trial_end`: as of `sweep`. Raises ConfigError if the folder has another sweep, StoreError if
+    another process has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked_sweep(folder):
+    with ExitStack() as stack:
+        with wrap_disk_errors(f"{folder} cannot be locked", "name another folder"):
+            stack.enter_context(locked_folder(folder))
         if spec is not None:
             start_sweep_folder(folder, spec)
         results = {n: r for n, r in read_finished(folder).items() if (folder / n).is_dir()}
@@ -203,21 +214,13 @@ def run_trials(
     return Sweep(folder, tuple(trial.name for trial in trials), results)
 
 
-@contextmanager
-def _locked_sweep(folder: Path) -> Generator[None]:
-    """Lock a folder against other sweeps; disk errors of the lock become StoreError."""
-    with ExitStack() as stack:
-        with wrap_disk_errors(f"{folder} cannot be locked", "name another folder"):
-            stack.enter_context(locked_folder(folder))
-        yield
-
-
 def _trial_results(
     folder: Path, trials: Sequence[Trial], progress: SweepProgress
 ) -> Generator[tuple[str, TrialResult]]:
-    """Run trials, here or in `progress.parallel` processes, and yield name and result as they end.
+    """Run trials in subfolders of `folder`, and yield (name, result) of each as it ends.
 
-    Closing the generator early ends the worker processes.
+    Trials run here, or in `progress.parallel` processes if there are two trials or more. Closing
+    the generator early drops waiting trials and ends the processes.
     """
     if progress.parallel == 1 or len(trials) < 2:
         runner = InProcessRunner()
@@ -238,17 +241,10 @@ def _trial_results(
         finally:
             idle.put(runner)
 
-    with _thread_pool(runners) as pool:
-        for future in as_completed([pool.submit(run, trial) for trial in trials]):
-            yield future.result()
-
-
-@contextmanager
-def _thread_pool(runners: Sequence[TrialRunner]) -> Generator[ThreadPoolExecutor]:
-    """Yield a pool with a thread for each runner; at the end, drop waiting work and close them."""
     pool = ThreadPoolExecutor(len(runners), thread_name_prefix="sweep")
     try:
-        yield pool
+        for future in as_completed([pool.submit(run, trial) for trial in trials]):
+            yield future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for runner in runners:

@@ -24,8 +24,7 @@ def comparison_markdown(comparison: Comparison) -> str:
     """Return a comparison as Markdown: the table, the differences in words, and notes."""
     rows = comparison.rows
     parts = [markdown_table(column_names(comparison), [row_cells(comparison, row) for row in rows])]
-    different = [row for row in rows if row.differences]
-    if different:
+    if different := [row for row in rows if row.differences]:
         parts.append(f"Differences from {comparison.baseline.label}:\n")
         parts += [f"- **{row.group.label}**: {'; '.join(row.differences)}." for row in different]
         parts.append("")
@@ -35,7 +34,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def table_explanation(comparison: Comparison) -> str:
-    """Return a sentence, without a period, that explains the columns of the table."""
+    """Return the sentence, without a period, that explains the columns of a comparison's table."""
     better = "higher" if comparison.higher_is_better else "lower"
     text = (
         f"{comparison.score} is the value of the last round that has it, {better} is better; ± is "
@@ -60,18 +59,20 @@ def column_names(comparison: Comparison) -> list[str]:
 
 
 def row_cells(comparison: Comparison, row: GroupComparison) -> list[str]:
-    """Return the cells of a group's row as texts; MB are of a whole run, all clients together."""
+    """Return the cells of a group's row in a comparison's table, in the order of `column_names`.
+
+    Upload and download are MB of a whole run, summed over clients, mean over the group's runs.
+    """
     group, several = row.group, len(comparison.rows) > 1
     difference = row.difference.text() if row.difference else EMPTY_CELL
-    paired = [difference, format_p_value(row.p_holm)]
-    up, down, seconds = (group.mean_of(name) for name in ("up", "down", "seconds"))
-    epsilon, rounds = group.mean_of("epsilon"), group.mean_of("rounds")
+    up, down, seconds = map(group.mean_of, ("upload_bytes", "download_bytes", "seconds"))
+    epsilon, rounds = group.mean_of("epsilon_spent"), group.mean_of("rounds")
     epsilon_cell = f"{epsilon:.3g}" if epsilon is not None else EMPTY_CELL
     return [
         group.label,
         str(row.score.count),
         row.score.text(),
-        *(paired if several else []),
+        *([difference, format_p_value(row.p_holm)] if several else []),
         megabytes(int(up)) if up is not None else EMPTY_CELL,
         megabytes(int(down)) if down is not None else EMPTY_CELL,
         *([epsilon_cell] if _has_epsilon(comparison) else []),
@@ -81,7 +82,7 @@ def row_cells(comparison: Comparison, row: GroupComparison) -> list[str]:
 
 
 def _has_epsilon(comparison: Comparison) -> bool:
-    return any(row.group.mean_of("epsilon") is not None for row in comparison.rows)
+    return any(row.group.mean_of("epsilon_spent") is not None for row in comparison.rows)
 
 
 def format_p_value(value: float | None) -> str:
@@ -103,58 +104,69 @@ def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """Return the table as CSV: unrounded numbers, bytes and seconds; unknown values are empty."""
+    """Return the table of a comparison as CSV with a header line, and a line for each group.
+
+    Numbers are not rounded, sizes in bytes, times in seconds; unknown values are empty. An interval
+    is three columns: the mean, and both ends.
+    """
+    rows = list[dict[str, Any]]()
+    for row in comparison.rows:
+        values = _group_values(row)
+        for name in ("score", "difference"):
+            interval = values.pop(name) or dict.fromkeys(("mean", "low", "high"))
+            values[name] = interval["mean"]
+            values |= {f"{name}_low": interval["low"], f"{name}_high": interval["high"]}
+        del values["runs"], values["differences"]
+        label = spreadsheet_safe(values.pop("label"))
+        rows.append({"label": label, "metric": comparison.score, **values})
     output = StringIO()
-    rows = [_csv_row(comparison, row) for row in comparison.rows]
     writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return output.getvalue()
 
 
-def _csv_row(comparison: Comparison, row: GroupComparison) -> dict[str, Any]:
-    """Return a group's CSV row by column, with each interval as three columns."""
-    values = _group_values(row)
-    for name in ("mean", "difference"):
-        interval = values.pop(name) or dict.fromkeys(("mean", "low", "high"))
-        column = "score" if name == "mean" else name
-        values[column] = interval["mean"]
-        values |= {f"{column}_low": interval["low"], f"{column}_high": interval["high"]}
-    del values["runs"], values["differs"]
-    label = spreadsheet_safe(values.pop("label"))
-    return {"label": label, "measure": comparison.score, **values}
-
-
 def comparison_values(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values for JSON; numbers that are not finite become None."""
+    groups = [_group_values(row) for row in comparison.rows]
+    for values, row in zip(groups, comparison.rows, strict=True):
+        values["runs"] = [
+            {
+                "seed": seed,
+                "folder": str(run.folder),
+                "score": _finite_or_none(run.score(comparison.score)),
+            }
+            for seed, run in sorted(row.group.runs.items())
+        ]
     return {
-        "score": comparison.score,
+        "metric": comparison.score,
         "higher_is_better": comparison.higher_is_better,
-        "base": comparison.baseline.label,
-        "groups": [
-            _group_values(row) | {"runs": _run_values(comparison, row)} for row in comparison.rows
-        ],
+        "baseline": comparison.baseline.label,
+        "groups": groups,
         "notes": list(comparison.notes),
     }
 
 
 def _group_values(row: GroupComparison) -> dict[str, Any]:
-    """Return a group's values, without its runs."""
+    """Return the values of one group of a comparison by name.
+
+    `runs` is an empty list, which `comparison_values` fills.
+    """
     group = row.group
     return {
         "label": group.label,
         "seeds": row.score.count,
-        "mean": _interval_values(row.score),
+        "score": _interval_values(row.score),
         "difference": _interval_values(row.difference),
         "p": row.p,
         "p_holm": row.p_holm,
-        "bytes_up": group.mean_of("up"),
-        "bytes_down": group.mean_of("down"),
-        "epsilon": group.mean_of("epsilon"),
+        "upload_bytes": group.mean_of("upload_bytes"),
+        "download_bytes": group.mean_of("download_bytes"),
+        "epsilon_spent": group.mean_of("epsilon_spent"),
         "rounds": group.mean_of("rounds"),
         "seconds": group.mean_of("seconds"),
         "runs": [],
-        "differs": list(row.differences),
+        "differences": list(row.differences),
     }
 
 
@@ -167,14 +179,3 @@ def _interval_values(interval: Interval | None) -> dict[str, float | None] | Non
 
 def _finite_or_none(number: float | None) -> float | None:
     return number if number is not None and isfinite(number) else None
-
-
-def _run_values(comparison: Comparison, row: GroupComparison) -> list[dict[str, Any]]:
-    return [
-        {
-            "seed": seed,
-            "folder": str(run.folder),
-            "score": _finite_or_none(run.score(comparison.score)),
-        }
-        for seed, run in sorted(row.group.runs.items())
-    ]

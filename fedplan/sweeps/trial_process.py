@@ -13,9 +13,11 @@ from fedplan.sweeps.trial_runner import run_trial_request
 
 
 def run_trial_process() -> None:
-    """Run the trials that arrive on stdin until it is closed; SIGTERM interrupts a trial.
+    """Run the trials that arrive on stdin as JSON lines; never returns.
 
-    Results go to the original stdout; everything else that is printed goes to stderr.
+    Writes one JSON line for each to the original stdout; everything else that is printed goes to
+    stderr. Ends the process at once with code 0 when stdin is closed, and with code 1 on SIGTERM
+    (the trial can be resumed) or if nobody reads the results.
     """
     # Ctrl-C goes to the sweep, which then ends its worker processes in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -23,19 +25,18 @@ def run_trial_process() -> None:
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     requests = Queue[str]()
-    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+
+    def read_requests() -> None:
+        for line in sys.stdin:
+            requests.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read_requests, daemon=True).start()
     try:
         while True:
             results.write(run_trial_request(requests.get()) + "\n")
     except (KeyboardInterrupt, BrokenPipeError):
         os._exit(1)
-
-
-def _read_requests(requests: Queue[str]) -> None:
-    """Put the lines of stdin into a queue; end the process at once when stdin is closed."""
-    for line in sys.stdin:
-        requests.put(line)
-    os._exit(0)
 
 
 if __name__ == "__main__":

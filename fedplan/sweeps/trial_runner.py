@@ -28,10 +28,10 @@ SHUTDOWN_SECONDS = 20.0
 
 
 class TrialRunner(Protocol):
-    """Runs trials one after the other."""
+    """Runs trials one after the other; call `close` at the end."""
 
     def run_trial(self, study: Study, folder: Path) -> TrialResult:
-        """Run a study in a folder to its end, or resume it there; errors go into the result."""
+        """Run a study in a run folder to its end, or resume it there; errors go into the result."""
         ...
 
     def close(self) -> None:
@@ -59,10 +59,11 @@ class InProcessRunner:
 
 
 class SubprocessRunner:
-    """Runs trials in a worker process, which is started when needed.
+    """Runs trials in a worker process, which the first trial starts and later trials use again.
 
-    A worker that dies fails its trial only; the next trial starts a new one. `folder` is the
-    sweep's folder, for the log of the worker.
+    A worker that dies fails only the present trial; the next trial starts a new worker. `folder`:
+    the sweep's folder, where the worker's output goes to LOG_FILE. `command`: the worker's command
+    line. Call `close` at the end.
     """
 
     command: tuple[str, ...] = (sys.executable, "-P", "-m", "fedplan.sweeps.trial_process")
@@ -72,8 +73,23 @@ class SubprocessRunner:
         self._process: subprocess.Popen[str] | None = None
 
     def run_trial(self, study: Study, folder: Path) -> TrialResult:
-        """Run or resume a study in the worker; a worker that dies becomes an error."""
-        start, process = time.monotonic(), self._running_process()
+        """Run or resume a study in a run folder, in the worker; blocks until the trial has ended.
+
+        Starts a worker if there is none. A worker that dies becomes an error in the result.
+        """
+        start = time.monotonic()
+        if self._process is None:
+            path = os.pathsep.join(filter(None, sys.path))
+            with (self._folder / LOG_FILE).open("a") as log:
+                self._process = subprocess.Popen(  # noqa: S603
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=os.environ | {"PYTHONPATH": path},
+                    text=True,
+                )
+        process = self._process
         assert process.stdin is not None and process.stdout is not None
         request = {"study": study.model_dump(mode="json"), "folder": str(folder)}
         try:
@@ -93,7 +109,10 @@ class SubprocessRunner:
         return TrialResult(time.monotonic() - start, error=message)
 
     def close(self) -> None:
-        """End the worker with SIGTERM, as Ctrl-C does; its trial can be resumed."""
+        """End the worker with SIGTERM, or kill it after SHUTDOWN_SECONDS.
+
+        The worker's trial can be resumed. Does nothing without a worker.
+        """
         if (process := self._process) is None:
             return
         process.terminate()
@@ -112,24 +131,12 @@ class SubprocessRunner:
                 with suppress(OSError):  # unsent data cannot be flushed
                     pipe.close()
 
-    def _running_process(self) -> subprocess.Popen[str]:
-        """Return the worker process; start it if there is none."""
-        if self._process is None:
-            path = os.pathsep.join(filter(None, sys.path))
-            with (self._folder / LOG_FILE).open("a") as log:
-                self._process = subprocess.Popen(  # noqa: S603
-                    self.command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=os.environ | {"PYTHONPATH": path},
-                    text=True,
-                )
-        return self._process
-
 
 def run_trial_request(line: str) -> str:
-    """Run the trial in a JSON line of SubprocessRunner, and return its TrialResult as JSON."""
+    """Run the trial in a JSON line of SubprocessRunner here; return the TrialResult as JSON.
+
+    An invalid study gives a result with an error.
+    """
     request = json.loads(line)
     try:
         study = Study.model_validate(request["study"])
@@ -139,8 +146,11 @@ def run_trial_request(line: str) -> str:
 
 
 def _failed_result(error: Exception, seconds: float) -> TrialResult:
-    """Return the result of a failed trial; only unexpected errors have a class and a traceback."""
+    """Return the result of a trial that failed with `error` after `seconds`.
+
+    For an error other than FedplanError, the message has the error's class, and `traceback` is set.
+    """
     if isinstance(error, FedplanError):
         return TrialResult(seconds, error=str(error))
     trace = "".join(traceback.format_exception(error))
-    return TrialResult(seconds, error=f"{type(error).__name__}: {error}", trace=trace)
+    return TrialResult(seconds, error=f"{type(error).__name__}: {error}", traceback=trace)

@@ -32,7 +32,7 @@ _UNSAFE = re.compile(r"[^\w.=,+-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: its study, and the name of its folder, which has the settings."""
+    """One run of a sweep: its study, and the name of its folder, which tells the settings."""
 
     name: str
     study: Study
@@ -40,7 +40,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class BaseStudy:
-    """The study that a sweep varies: its plain values, and the folder of its relative paths."""
+    """The study that a sweep varies, not validated: plain values as nested dicts.
+
+    `base_folder`: the folder that relative paths in the values start from.
+    """
 
     values: dict[str, Any]
     base_folder: Path
@@ -51,9 +54,10 @@ class BaseStudy:
         return self.with_changes({}).seed
 
     def with_changes(self, changes: dict[str, Any]) -> Study:
-        """Return the study with changed fields, by dotted names as "train.rounds".
+        """Return the study with changed fields; this object stays as it is.
 
-        Raises ConfigError if the changed study is invalid.
+        `changes`: new values by dotted field, as "train.rounds". Raises ConfigError if the study is
+        invalid.
         """
         values = copy.deepcopy(self.values)
         for field, value in changes.items():
@@ -71,7 +75,7 @@ def read_base_study(study: Study | Path | str) -> BaseStudy:
 def make_trials(
     base: BaseStudy, settings: Sequence[Setting], seeds: Iterable[int]
 ) -> tuple[Trial, ...]:
-    """Return all trials: every combination of settings with the first seed, then the next.
+    """Return all trials of a study: all combinations of settings with the first seed, then others.
 
     In this order, the settings can be compared early on a few seeds. Raises ConfigError with the
     trial's name if one of the studies is invalid.
@@ -80,43 +84,36 @@ def make_trials(
     combinations = product(*(setting.values for setting in settings))
     varied = [dict(zip(fields, values, strict=True)) for values in combinations]
     changes = [{**change, SEED: seed} for seed in seeds for change in varied]
-    return tuple(
-        Trial(name, _changed_study(base, name, change))
-        for name, change in zip(_trial_names(changes), changes, strict=True)
-    )
+    trials = list[Trial]()
+    for name, change in zip(_trial_names(changes), changes, strict=True):
+        try:
+            trials.append(Trial(name, base.with_changes(change)))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}").with_code(error.code) from error
+    return tuple(trials)
 
 
-def _changed_study(base: BaseStudy, name: str, changes: dict[str, Any]) -> Study:
-    try:
-        return base.with_changes(changes)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}").with_code(error.code) from error
+def _trial_names(trial_changes: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a unique folder name for each trial's changed fields, such as `train.lr=0.1,seed=1`.
 
-
-def _trial_names(changes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a unique name for each set of changed fields, safe in a shell without quotes."""
-    names = [_UNSAFE.sub("-", _changes_text(each)) for each in changes]
-    counts = Counter(names)
-    return [
-        name if counts[name] == 1 and len(name) <= MAX_NAME_LENGTH else _digest_name(name, each)
-        for name, each in zip(names, changes, strict=True)
+    Names are safe in a shell without quotes. A name that is longer than MAX_NAME_LENGTH or not
+    unique is cut, and gets a digest of the changes: `train.lr=0.1-DIGEST,seed=1`.
+    """
+    names = [
+        _UNSAFE.sub("-", ",".join(f"{field}={_value_text(value)}" for field, value in each.items()))
+        for each in trial_changes
     ]
-
-
-def _changes_text(changes: dict[str, Any]) -> str:
-    return ",".join(
-        f"{field}={value if isinstance(value, str) else _value_text(value)}"
-        for field, value in changes.items()
-    )
+    counts = Counter(names)
+    for index, (name, each) in enumerate(zip(names, trial_changes, strict=True)):
+        if counts[name] > 1 or len(name) > MAX_NAME_LENGTH:
+            digest = hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest()[:8]
+            tail = f"-{digest},{SEED}={each[SEED]}"
+            names[index] = name.rpartition(",")[0][: MAX_NAME_LENGTH - len(tail)] + tail
+    return names
 
 
 def _value_text(value: Any) -> str:
-    """Return a short text of a value that is no string: `name-fedper` for {"name": "fedper"}."""
+    """Return a string as it is, and `name-fedper` for {"name": "fedper"}."""
+    if isinstance(value, str):
+        return value
     return re.sub(r'["{}\[\] ]+', "", json.dumps(value)).replace(":", "-").replace(",", "+")
-
-
-def _digest_name(name: str, changes: dict[str, Any]) -> str:
-    """Return a name cut to MAX_NAME_LENGTH, with a digest of the changes before the seed."""
-    digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8]
-    tail = f"-{digest},{SEED}={changes[SEED]}"
-    return name.rpartition(",")[0][: MAX_NAME_LENGTH - len(tail)] + tail

@@ -34,11 +34,12 @@ DTYPE_BY_NAME = {str(dtype)[6:]: dtype for dtype in SUMMABLE_DTYPES}
 class Accumulator:
     """Weighted sum of the tensors of one name, in grid steps: lower + 2**CARRY_BITS * upper.
 
-    `dtype` and `shape` are those of the tensors. `lower` and `upper` are flat int64 counts; `upper`
-    is None until `lower` could overflow. `lower` also contains `lifted` times the bits of the
-    rounding constant, modulo 2**64: subtracting them once is faster than at each update.
-    `weight` and `senders` are the total weight and number of updates. `reach` bounds the magnitude
-    of the whole sum, `load` that of the lower counts without the constant, both in steps.
+    For each tensor call `reserve`, then `add`; `divide` returns the mean. Checks nothing.
+    `dtype`, `shape`: dtype name and shape of the tensors. `lower`, `upper`: flat int64 counts;
+    `upper` is None until `lower` could overflow. `lower` also contains `lifted` times the bits of
+    the rounding constant, modulo 2**64: subtracting these once is faster than at each update.
+    `weight`, `senders`: total weight and number of updates. `reach` bounds the magnitude of the
+    whole sum, `load` that of the lower counts without the constant, both in steps.
     """
 
     dtype: str
@@ -57,10 +58,11 @@ class Accumulator:
         return replace(self, lower=self.lower.clone(), upper=upper)
 
     def reserve(self, weight: int, peak: int) -> bool:
-        """Count one update and prevent overflow; its values are then added by the caller.
+        """Count one update of this weight, and normalize first if the counts could overflow.
 
-        `peak` is the largest magnitude of the update in grid steps. Returns whether the values
-        fit the lower counts alone; if not, `add` must be called with `wide=True`.
+        `peak` is the largest magnitude of the update in grid steps. The caller then adds the
+        update's values. Returns True if the values fit the lower counts alone; if False, `add`
+        must be called with `wide=True`.
         """
         wide = peak > 2**51 or weight * peak > 2**62
         step = weight * (2 ** (CARRY_BITS - 1) if wide else peak)
@@ -70,25 +72,21 @@ class Accumulator:
         return not wide
 
     def add(self, flat: Tensor, weight: int, *, wide: bool) -> None:
-        """Add the flattened values times the weight; `reserve` must have been called for them.
+        """Add the flattened values `flat` times the weight; call `reserve` before.
 
-        `wide` also adds to the upper counts.
+        `wide`: add the upper part of each value to the upper counts, the rest to the lower ones.
         """
         for chunk in self._chunks():
             values = _float64_copy(flat[chunk])
             if wide:
-                self._add_upper(chunk, values, weight)
+                assert self.upper is not None
+                lifted = values + _UPPER
+                values.sub_(lifted - _UPPER)
+                self.upper[chunk].add_(lifted.view(torch.int64).sub_(_UPPER_BITS), alpha=weight)
             _add_lower(self.lower[chunk], values, weight)
 
-    def _add_upper(self, chunk: slice, values: Tensor, weight: int) -> None:
-        """Add the upper part of the values, and subtract it from `values` in place."""
-        assert self.upper is not None
-        lifted = values + _UPPER
-        values.sub_(lifted - _UPPER)
-        self.upper[chunk].add_(lifted.view(torch.int64).sub_(_UPPER_BITS), alpha=weight)
-
     def merge(self, other: Accumulator) -> None:
-        """Add another sum of the same name; may normalize `other`."""
+        """Add the sum `other`, of the same shape and dtype; may normalize `other`."""
         if other.upper is not None or self.load + other.load >= 2**63:
             self.normalize()
             other.normalize()
@@ -110,7 +108,11 @@ class Accumulator:
         self.upper, self.load, self.lifted = upper, 2**CARRY_BITS, 0
 
     def normalized_chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield each range with its normalized upper and lower counts; changes nothing."""
+        """Yield (range, upper counts, lower counts) of parts of the sum, as new tensors.
+
+        The counts are in the form of `normalize`: each lower count in 0..2**CARRY_BITS - 1. The
+        accumulator is not changed.
+        """
         for chunk in self._chunks():
             low = self.lower[chunk] - _lifted_bits(self.lifted)
             high = low >> CARRY_BITS
@@ -119,7 +121,7 @@ class Accumulator:
             yield chunk, high, low.bitwise_and_(2**CARRY_BITS - 1)
 
     def divide(self, weight: int) -> Tensor:
-        """Return the sum divided by a weight, in the original dtype and shape."""
+        """Return the sum divided by `weight`, as a new tensor of `dtype` and `shape`."""
         result = torch.empty(self.lower.numel(), dtype=DTYPE_BY_NAME[self.dtype])
         if self.upper is None:
             for chunk in self._chunks():
@@ -138,9 +140,11 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class AccumulatorBuffer:
-    """One tensor with the lower counts of all names that were first added together.
+    """Joint memory of the accumulators of all names that one update added for the first time.
 
-    `chunks` divide it; `names` are the tensors in it.
+    `lower`: the lower counts of all `names`, one after the other. `chunks`: parts of `lower`.
+    Create with `allocate`; `accumulators` returns the views, which the caller keeps. Then
+    `add_whole_chunks` and `joined_means` treat many small tensors in one operation.
     """
 
     lower: Tensor
@@ -163,7 +167,10 @@ class AccumulatorBuffer:
         }
 
     def add_whole_chunks(self, flat: Flat, weight: int) -> set[str]:
-        """Add the chunks whose tensors are all in `flat`; return the names of these tensors."""
+        """Add the flattened tensors times the weight, for chunks with all tensors in `flat`.
+
+        Returns the names of the added tensors; the caller adds the others one by one.
+        """
         whole = flat.keys() >= self.names
         present = [c for c in self.chunks if whole or all(p.name in flat for p in c.slices)]
         for chunk in present:
@@ -173,9 +180,13 @@ class AccumulatorBuffer:
     def joined_means(
         self, accumulators: Mapping[str, Accumulator], divisors: Mapping[str, int]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Yield name and mean of tensors that share a chunk, where one division does for all.
+        """Yield (name, mean) of small tensors, dividing all tensors of a chunk in one operation.
 
-        Skips a chunk if its tensors differ in divisor or senders, or one has upper counts.
+        A mean is a new tensor, equal to `accumulators[name].divide(divisors[name])`: the divisor
+        alone divides, not the total weight. Both mappings have all `names`; other keys are ignored.
+        The caller divides the tensors that are not yielded: empty ones, those alone in a chunk, and
+        all of a chunk whose tensors differ in divisor or total weight, or of which one has `upper`
+        counts (not None).
         """
         for chunk in (each for each in self.chunks if len(each.slices) > 1):
             group = [accumulators[part.name] for part in chunk.slices]
@@ -208,12 +219,12 @@ def _float64_copy(values: Tensor) -> Tensor:
 
 
 def _add_lower(lower: Tensor, values: Tensor, weight: int) -> None:
-    """Add float64 values times the weight to the lower counts; overwrites `values`."""
+    """Add float64 values times the weight to the counts `lower`; overwrites `values`."""
     lower.add_(values.add_(_LOWER).view(torch.int64), alpha=weight)
 
 
 def _divide_lower(lower: Tensor, lifted: int, weight: int) -> Tensor:
-    """Return float64 values of lower counts divided by the weight, where there is no upper part.
+    """Return the float64 mean of a sum without upper counts: the counts `lower` over the weight.
 
     Rounds the counts once and the quotient once; the grid step is a power of two.
     """

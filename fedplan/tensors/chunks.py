@@ -31,9 +31,10 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive slices: part of one tensor, or several whole tensors of one dtype.
+    """At most CHUNK_NUMEL numbers: part of one tensor, or several whole tensors of one dtype.
 
-    `start` is the offset among the numbers of all chunks, `size` the count of numbers.
+    `start`: offset among the numbers of all tensors, one after the other. `size`: count of
+    numbers. `slices`: the parts of tensors, in order. `gather` returns the numbers.
     """
 
     start: int
@@ -69,7 +70,11 @@ def flatten_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_chunks(flat: Flat) -> list[Chunk]:
-    """Divide the numbers of all tensors, in order, into chunks; empty tensors are in none."""
+    """Divide the numbers of all tensors in `flat`, in order, into chunks.
+
+    A large tensor has several chunks; small neighbours of one dtype share a chunk. An empty tensor
+    is in no chunk.
+    """
     chunks, pending, offset = list[Chunk](), list[TensorSlice](), 0
     dtype: torch.dtype | None = None
 
@@ -102,7 +107,7 @@ def make_chunks(flat: Flat) -> list[Chunk]:
 def peaks_and_squared_distances(
     values: Mapping[str, Tensor], base: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return by name the `max_magnitudes` and the `squared_distances`, in one pass."""
+    """Return (`max_magnitudes` of `values`, `squared_distances` from `base`), in one pass."""
     peaks, squares = dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0)
     for chunk, numbers, base_numbers in _paired_chunks(values, base):
         _update_peaks(peaks, chunk, numbers)
@@ -121,7 +126,7 @@ def max_magnitudes(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 @torch.no_grad()
 def squared_distances(values: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the squared L2 distance of each tensor from the base tensor of its name."""
+    """Return the squared L2 distance of each tensor from the tensor of its name in `base`."""
     squares = dict.fromkeys(values, 0.0)
     for chunk, numbers, base_numbers in _paired_chunks(values, base):
         _add_squares(squares, chunk, numbers - base_numbers)
@@ -131,16 +136,17 @@ def squared_distances(values: Mapping[str, Tensor], base: Mapping[str, Tensor]) 
 def _paired_chunks(
     values: Mapping[str, Tensor], base: Mapping[str, Tensor]
 ) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-    """Yield each chunk of the values, with its numbers and those of the base."""
-    flat, flat_base = (
-        flatten_tensors(values),
-        flatten_tensors({name: base[name] for name in values}),
-    )
+    """Yield (chunk, numbers of `values`, numbers of `base`); raise KeyError for a missing name."""
+    flat = flatten_tensors(values)
+    flat_base = flatten_tensors({name: base[name] for name in values})
     return ((chunk, chunk.gather(flat), chunk.gather(flat_base)) for chunk in make_chunks(flat))
 
 
 def _update_peaks(peaks: dict[str, float], chunk: Chunk, numbers: Tensor) -> None:
-    """Raise the peak of each tensor in a chunk to the largest magnitude of its numbers."""
+    """Raise the largest magnitude in `peaks` of each tensor with numbers in a chunk.
+
+    `numbers`: the chunk's numbers. A NaN among them makes the tensor's magnitude NaN.
+    """
     if len(chunk.slices) == 1:
         name = chunk.slices[0].name
         extremes = [abs(float(extreme)) for extreme in torch.aminmax(numbers)]
@@ -158,7 +164,7 @@ def _larger(one: float, other: float) -> float:
 
 
 def _add_squares(squares: dict[str, float], chunk: Chunk, difference: Tensor) -> None:
-    """Add the sum of squares of each slice to its tensor's; overwrites `difference`."""
+    """Add to `squares`, by tensor, the sum of squares of the chunk; overwrites `difference`."""
     # Squares have the dtype of the values. numpy adds on one thread, so always in one order.
     wide = cast(Any, difference.mul_(difference).double().cpu().numpy())
     sums = np.add.reduceat(wide, chunk.slice_offsets)

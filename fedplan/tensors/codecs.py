@@ -15,8 +15,10 @@ from torch import Tensor
 
 from fedplan.errors import TextError
 from fedplan.tensors.aux_tensors import aux_name, is_aux
+from fedplan.tensors.named import Tensors
 
-Tensors = Mapping[str, Tensor]
+Parts = dict[str, Tensor]
+"""Encoded parts: of one tensor by part name ("" is the main part), or of all by full name."""
 
 FLOAT_BY_SIZE = {8: torch.float64, 4: torch.float32, 2: torch.float16}
 """Float dtype by bytes per element. float16 also stands for bfloat16, which has the same size."""
@@ -35,7 +37,7 @@ class CodecError(TextError):
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor."""
+    """Shape and dtype of a tensor, with its size in bytes; `TensorSpec.of(tensor)` reads them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,14 +59,16 @@ class TensorSpec(NamedTuple):
 
 
 class Codec(ABC):
-    """Encoding of named tensors for sending. Codecs with equal `text` are equal.
+    """Base class of encodings of named tensors for sending; codecs with equal `text` are equal.
 
-    Sender and receiver hold the same base: the tensors of the last round under the same names.
-    The base gives names, shapes and dtypes, so the encoded bytes contain values only.
+    Sender (`encode`) and receiver (`decode`) have the same base: the global values that the client
+    started from, under the same names. The base gives names, shapes and dtypes, so the encoded
+    bytes contain values only.
 
-    `coded_specs`, `encode_tensor`, `decode_tensor` and `max_error` handle one float tensor as a
-    dict of parts. The main part has the key "" and is sent under the tensor's own name; the next
-    codec of a pipeline encodes it. Other parts are sent as `name#part`.
+    A subclass defines `coded_specs`, `encode_tensor`, `decode_tensor` and `max_error`, which treat
+    one float tensor as a dict of parts. The main part has the key "" and is sent under the tensor's
+    own name; the next codec of a pipeline encodes the main part. Other parts are sent as
+    `name#part`. Methods change no argument, except that encoding draws from the generator.
     """
 
     @property
@@ -77,9 +81,7 @@ class Codec(ABC):
         """Return the spec of each part that encoding a tensor of `spec` gives."""
 
     @abstractmethod
-    def encode_tensor(
-        self, value: Tensor, base: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         """Return the encoded parts of one tensor; `generator` draws stochastic rounding."""
 
     @abstractmethod
@@ -93,12 +95,11 @@ class Codec(ABC):
         `later` is the error that later codecs of the pipeline add to the main part.
         """
 
-    def encode(
-        self, values: Tensors, base: Tensors, generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        """Return all encoded parts by name. Tensors of other dtypes are passed on uncopied.
+    def encode(self, values: Tensors, base: Tensors, generator: torch.Generator) -> Parts:
+        """Return all encoded parts by name; `generator` draws stochastic rounding.
 
-        Raises CodecError if names, shapes or dtypes differ from `base`, or a value is not finite.
+        Tensors of dtypes outside COMPRESSIBLE are passed on uncopied. Raises CodecError if names,
+        shapes or dtypes differ from `base`, or if a value is not finite.
         """
         _require_specs(values, _base_specs(base))
         coded = dict[str, Tensor]()
@@ -112,9 +113,11 @@ class Codec(ABC):
         return coded
 
     def decode(self, coded: Tensors, base: Tensors) -> dict[str, Tensor]:
-        """Return the decoded values on the devices of `base`, within `error_bounds`.
+        """Return the decoded values by name, on the devices of `base`, within `error_bounds`.
 
-        Raises CodecError for tensors that `encode` cannot have produced for this base.
+        Raises CodecError if names, shapes or dtypes of `coded` are not those that `encode` gives
+        for this base, or for an invalid value, as a non-finite number, a scale or an index out of
+        range.
         """
         specs = {
             name: self.coded_specs(spec) if spec.dtype in COMPRESSIBLE else {"": spec}
@@ -137,9 +140,9 @@ class Codec(ABC):
         return values
 
     def error_bounds(self, values: Tensors, base: Tensors) -> dict[str, float]:
-        """Return by name the largest absolute error of encoding and decoding these values.
+        """Return by name the largest absolute error of encoding and decoding `values` with `base`.
 
-        Raises CodecError in the same cases as `encode`.
+        The bound is 0 for dtypes outside COMPRESSIBLE. Raises CodecError as `encode` does.
         """
         _require_specs(values, _base_specs(base))
         bounds = dict.fromkeys(values, 0.0)
@@ -150,7 +153,7 @@ class Codec(ABC):
         return bounds
 
     def nbytes(self, shape: Sequence[int], itemsize: int) -> int:
-        """Return the encoded bytes of a float tensor of `shape` with `itemsize` bytes each.
+        """Return the encoded bytes of a float tensor of `shape` with `itemsize` bytes per number.
 
         Raises CodecError if no float dtype has that size.
         """
@@ -167,7 +170,10 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Delta(Codec):
-    """Sends value minus base. Error: one rounding of the difference and one of the sum."""
+    """Codec that sends value minus base; the receiver adds the base again.
+
+    The error is one rounding of the difference and one of the sum.
+    """
 
     @property
     def text(self) -> str:
@@ -176,9 +182,7 @@ class Delta(Codec):
     def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
         return {"": spec}
 
-    def encode_tensor(
-        self, value: Tensor, base: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         dtype = TensorSpec.of(value).compute_dtype
         return {"": require_finite((value.to(dtype) - base.to(dtype)).to(value.dtype))}
 
@@ -194,7 +198,10 @@ class Delta(Codec):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Casts values to a shorter float dtype; values beyond its range become its largest number."""
+    """Codec that casts values to `dtype`, torch.float16 or torch.bfloat16.
+
+    Values beyond the range of `dtype` become the largest number of `dtype`, with the same sign.
+    """
 
     dtype: torch.dtype
 
@@ -205,9 +212,7 @@ class Cast(Codec):
     def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
         return {"": TensorSpec(spec.shape, self.dtype)}
 
-    def encode_tensor(
-        self, value: Tensor, base: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         return {"": clamp_to_dtype(require_finite(value), self.dtype)}
 
     def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
@@ -222,7 +227,10 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """Quantizes to int8 with one scale per tensor and unbiased stochastic rounding."""
+    """Codec that quantizes to int8, with one scale a tensor and unbiased stochastic rounding.
+
+    The scale is the largest magnitude / 127, so that the error is at most one step of the scale.
+    """
 
     @property
     def text(self) -> str:
@@ -231,9 +239,7 @@ class Int8(Codec):
     def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
         return {"": TensorSpec(spec.shape, torch.int8), "scale": TensorSpec((), spec.compute_dtype)}
 
-    def encode_tensor(
-        self, value: Tensor, base: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         scale = self._scale(value)
         exact = value.to(scale.dtype) / scale
         lower = exact.floor()
@@ -268,7 +274,10 @@ def detached(value: Tensor) -> Tensor:
 
 
 def require_same_specs(tensors: Tensors, base: Tensors) -> None:
-    """Raise CodecError unless both have the same names, shapes and dtypes, and no '#' in a name."""
+    """Raise CodecError if names, shapes or dtypes of `tensors` and `base` differ.
+
+    Raises CodecError also for a name in `base` that contains '#'.
+    """
     same = tensors.keys() == base.keys() and not any(map(is_aux, base))
     for name in base if same else ():
         one, other = tensors[name], base[name]
@@ -299,7 +308,7 @@ def _base_specs(base: Tensors) -> dict[str, TensorSpec]:
 
 
 def _require_specs(tensors: Tensors, specs: Mapping[str, TensorSpec]) -> None:
-    """Raise CodecError unless the tensors have exactly these names, shapes and dtypes."""
+    """Raise CodecError if the tensors' names, shapes or dtypes differ from `specs`."""
     for name in sorted(tensors.keys() ^ specs.keys(), key=repr):
         fault = "is missing" if name in specs else "is not expected"
         raise CodecError(f"{name!r} {fault}: both ends need the same codec, plan and base")

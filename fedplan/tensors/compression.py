@@ -17,6 +17,7 @@ from fedplan.tensors.codecs import (
     CodecError,
     Delta,
     Int8,
+    Parts,
     Tensors,
     TensorSpec,
     detached,
@@ -27,8 +28,9 @@ from fedplan.tensors.sparse import Sparse
 
 @dataclass(frozen=True)
 class Pipeline(Codec):
-    """Codecs in a row: each encodes the main part ("") of the one before, and no other part.
+    """Codec that applies `codecs` in order; make one with `pipe`, which checks the order.
 
+    Each codec encodes the main part ("") of the codec before; all other parts are sent unchanged.
     An empty pipeline passes values on unchanged, bit for bit.
     """
 
@@ -40,12 +42,11 @@ class Pipeline(Codec):
             return "plain()"
         return f"pipe({', '.join(codec.text for codec in self.codecs)})"
 
-    def encode(
-        self, values: Tensors, base: Tensors, generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        """Return the encoded parts; an empty pipeline returns the same tensor objects by name.
+    def encode(self, values: Tensors, base: Tensors, generator: torch.Generator) -> Parts:
+        """Return the encoded parts by name, as `Codec.encode`.
 
-        Raises CodecError if names, shapes or dtypes differ from `base`.
+        An empty pipeline returns the tensor objects of `values` (detached if they track gradients),
+        also if not finite, and ignores `generator`. Raises CodecError as `Codec.encode`.
         """
         if self.codecs:
             return super().encode(values, base, generator)
@@ -54,7 +55,11 @@ class Pipeline(Codec):
         return {name: detached(values[name]) for name in sorted(values)}
 
     def decode(self, coded: Tensors, base: Tensors) -> dict[str, Tensor]:
-        """Return the decoded values on the devices of `base`; raise CodecError on a mismatch."""
+        """Return the decoded values on the devices of `base`, as `Codec.decode`.
+
+        An empty pipeline returns the tensors of `coded`, and checks only names, shapes and dtypes.
+        Raises CodecError as `Codec.decode`.
+        """
         if self.codecs:
             return super().decode(coded, base)
         require_same_specs(coded, base)
@@ -66,9 +71,7 @@ class Pipeline(Codec):
             parts |= codec.coded_specs(parts[""])
         return parts
 
-    def encode_tensor(
-        self, value: Tensor, base: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         parts = {"": value}
         for codec in self.codecs:
             parts |= codec.encode_tensor(parts[""], base, generator)
@@ -129,7 +132,9 @@ def prune(fraction: float) -> Codec:
 
 
 def pipe(*codecs: Codec) -> Codec:
-    """Join codecs into one pipeline; `pipe()` is `plain()`. Raises CodecError for a bad order.
+    """Join codecs and pipelines into one codec; `pipe()` is `plain()`.
+
+    Raises CodecError for a repeated codec, or an order in which a codec has no effect.
 
     >>> pipe(delta(), pipe(plain(), topk(0.1)), int8()).text
     'pipe(delta(), topk(0.1), int8())'
@@ -137,7 +142,16 @@ def pipe(*codecs: Codec) -> Codec:
     flat = list[Codec]()
     for codec in codecs:
         flat += codec.codecs if isinstance(codec, Pipeline) else (_require_codec(codec, "pipe"),)
-    _require_order([codec.text.partition("(")[0] for codec in flat])
+    names = [codec.text.partition("(")[0] for codec in flat]
+    for name in names:
+        if names.count(name) > 1:
+            raise CodecError(f"{name} appears twice in a pipe: leave one of them out")
+    if "delta" in names[1:]:
+        raise CodecError(f"delta comes after {names[0]}: put it first, next to the base")
+    if "topk" in names and "prune" in names[names.index("topk") :]:
+        raise CodecError("prune comes after topk, which leaves no rows: put prune first")
+    if "int8" in names[:-1]:
+        raise CodecError("int8 comes before another codec, and codecs take floats: put it last")
     return flat[0] if len(flat) == 1 else Pipeline(tuple(flat))
 
 
@@ -148,9 +162,9 @@ CODECS: dict[str, Callable[..., Codec]] = {
 
 
 def parse_codec(text: str) -> Codec:
-    """Parse a codec text such as `pipe(delta(), bf16())`, without evaluating code.
+    """Return the codec of a text such as `pipe(delta(), bf16())`, without evaluating code.
 
-    Raises CodecError with the position of the mistake.
+    Raises CodecError, with the position of the mistake, for a text that is not a valid codec.
     """
     return CODEC_LANGUAGE.read(text, lambda value: _require_codec(value, "the compression"))
 
@@ -175,16 +189,3 @@ def _require_codec(value: Any, name: str) -> Codec:
     if not isinstance(value, Codec):
         raise CodecError(f"{name} takes codecs such as delta(), not {value!s}")
     return value
-
-
-def _require_order(names: list[str]) -> None:
-    """Raise CodecError for a repeated codec, or one placed where it cannot have its effect."""
-    for name in names:
-        if names.count(name) > 1:
-            raise CodecError(f"{name} appears twice in a pipe: leave one of them out")
-    if "delta" in names[1:]:
-        raise CodecError(f"delta comes after {names[0]}: put it first, next to the base")
-    if "topk" in names and "prune" in names[names.index("topk") :]:
-        raise CodecError("prune comes after topk, which leaves no rows: put prune first")
-    if "int8" in names[:-1]:
-        raise CodecError("int8 comes before another codec, and codecs take floats: put it last")

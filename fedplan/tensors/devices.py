@@ -28,7 +28,7 @@ class DeviceError(FedplanError):
 
 
 def check_device_name(name: str) -> str:
-    """Return the name if it is "auto" or a torch device name; else raise DeviceError.
+    """Return `name` unchanged; raise DeviceError unless it is "auto" or a torch device name.
 
     Does not check whether this machine has the device.
     """
@@ -45,7 +45,10 @@ def check_device_name(name: str) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a name or of "auto"; raise DeviceError if this machine lacks it."""
+    """Return the torch device of a name; "auto" gives the first accelerator, else the CPU.
+
+    Raises DeviceError for an unknown name, or if this machine does not have the device.
+    """
     if check_device_name(name) == AUTO:
         return next((torch.device(kind) for kind in _ACCELERATORS if _count(kind)), CPU)
     device = torch.device(name)
@@ -72,10 +75,11 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device in place and return it; one already there is not touched.
+    """Move a model to a device in place and return it.
 
-    Quantized models raise on `.to()`, even to their own device.
+    Does nothing if the model's first parameter is on the device already.
     """
+    # Quantized models raise on `.to()`, even to their own device.
     current = model_device(model)
     there = current.type == device.type and device.index in (None, current.index)
     return model if there else model.to(device)
@@ -93,15 +97,17 @@ def device_description(device: torch.device) -> str:
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors on a device; those already there are not copied."""
-    return {name: _to_device(tensor, device) for name, tensor in tensors.items()}
+    """Return the tensors on a device; tensors that are there already are not copied.
 
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device == CPU:
+    A copy from the CPU to CUDA is asynchronous, and may still run when the function returns.
+    """
+    if device.type == "cuda":
         # The pinned-memory allocator waits for the copy, and nobody else writes to this tensor.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+        return {
+            name: t.pin_memory().to(device, non_blocking=True) if t.device == CPU else t.to(device)
+            for name, t in tensors.items()
+        }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -111,34 +117,37 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 def read_floats(scalars: Iterable[Tensor]) -> list[float]:
     """Return scalar tensors of one device as floats, with a single transfer."""
-    return cast("list[float]", _read_scalars(scalars))
+    detached = [scalar.detach() for scalar in scalars]
+    return cast("list[float]", torch.stack(detached).to(CPU).tolist()) if detached else []
 
 
 def read_ints(scalars: Iterable[Tensor]) -> list[int]:
     """Return scalar integer tensors of one device as ints, with a single transfer."""
-    return cast("list[int]", _read_scalars(scalars))
-
-
-def _read_scalars(scalars: Iterable[Tensor]) -> list[Any]:
-    detached = [scalar.detach() for scalar in scalars]
-    return cast("list[Any]", torch.stack(detached).to(CPU).tolist()) if detached else []
+    return cast("list[int]", read_floats(scalars))  # torch's tolist keeps ints
 
 
 @contextmanager
 def fork_rng_state(device: torch.device = CPU, seed: int | None = None) -> Generator[None]:
-    """Run the body and then restore torch's random state of the CPU and of the device.
+    """Run the body, and then restore torch's random state of the CPU and of the device.
 
-    With `seed`, the body starts from random generators seeded with it.
+    With `seed`, the body starts with these two generators seeded; other devices keep their state.
     """
+    module: Any = torch.get_device_module(device)
     with torch.random.fork_rng(devices=[]):
         before = None if device.type == "cpu" else _device_rng_state(device)
         try:
             if seed is not None:
-                _seed_generators(device, seed)
+                torch.default_generator.manual_seed(seed)
+                if device.type == "mps":
+                    module.manual_seed(seed)
+                elif device.type != "cpu":
+                    with module.device(device):
+                        module.manual_seed(seed)
             yield
         finally:
             if before is not None:
-                _set_device_rng_state(device, before)
+                # There is at most one mps device, and its module takes no device argument.
+                module.set_rng_state(before, *([] if device.type == "mps" else [device]))
 
 
 def rng_state(device: torch.device = CPU) -> bytes:
@@ -153,25 +162,6 @@ def _device_rng_state(device: torch.device) -> Tensor:
     return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
 
 
-def _set_device_rng_state(device: torch.device, state: Tensor) -> None:
-    module: Any = torch.get_device_module(device)
-    if device.type == "mps":
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
-
-
-def _seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators of the CPU and of this device, and of no other device of its type."""
-    torch.default_generator.manual_seed(seed)
-    module: Any = torch.get_device_module(device)
-    if device.type == "mps":
-        module.manual_seed(seed)
-    elif device.type != "cpu":
-        with module.device(device):
-            module.manual_seed(seed)
-
-
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return torch's autocast context for a dtype; a disabled one for None."""
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
@@ -184,10 +174,11 @@ def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.Gr
 
 @contextmanager
 def deterministic(on: bool = True) -> Generator[None]:
-    """Run the body with torch's deterministic algorithms if `on`; then restore the setting.
+    """Run the body with torch's deterministic algorithms; then restore the setting.
 
-    Torch raises RuntimeError for an operation without one. Results still differ between devices
-    and library versions. Sets CUBLAS_WORKSPACE_CONFIG if it is unset.
+    Does nothing if `on` is False. Within the body, torch raises RuntimeError for an operation
+    without a deterministic algorithm. Results still differ between devices and library versions.
+    Sets the environment variable CUBLAS_WORKSPACE_CONFIG if unset, for the rest of the process.
     """
     if not on:
         yield
@@ -205,7 +196,11 @@ def deterministic(on: bool = True) -> Generator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Generator[None]:
-    """Run the body with the model in eval mode; then restore module modes and random state."""
+    """Run the body with the model in eval mode.
+
+    Then restores the training mode of each module, and torch's random state of the CPU and of the
+    model's device, also if the body raises.
+    """
     modes = {module: module.training for module in model.modules()}
     try:
         with fork_rng_state(model_device(model)):

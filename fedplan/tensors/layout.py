@@ -30,7 +30,10 @@ with warnings.catch_warnings():
 
 
 class TensorEntry(NamedTuple):
-    """Header entry of a tensor; `start` and `stop` are byte offsets after the header."""
+    """Header entry of one tensor: name, dtype, shape, and the range of its bytes.
+
+    `start` and `stop` count from the first byte after the header.
+    """
 
     name: str
     dtype: torch.dtype
@@ -40,12 +43,25 @@ class TensorEntry(NamedTuple):
 
 
 def parse_entries(entries: Mapping[str, Any], size: int) -> list[TensorEntry]:
-    """Parse the header's `entries` by tensor name, and return them in the order of their bytes.
+    """Parse the header's `entries` (JSON by tensor name); return them in the order of their bytes.
 
-    Raises ValueError if an entry is invalid, or if the tensors do not cover `size` bytes exactly,
+    Raises ValueError if an entry has other fields than dtype, shape and data_offsets, an invalid
+    value, or a size that does not match, or if the tensors do not cover `size` bytes exactly,
     without gaps or overlaps.
     """
-    parsed = sorted((_parse_entry(*each) for each in entries.items()), key=lambda e: (e[3], e[4]))
+    parsed = list[TensorEntry]()
+    for name, entry in entries.items():
+        fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        if fields.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{name!r} has {', '.join(map(str, fields))}")
+        dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+        shape, offsets = _parse_uints(fields["shape"]), _parse_uints(fields["data_offsets"])
+        if dtype is None or shape is None or offsets is None or len(offsets) != 2:
+            raise ValueError(f"{name!r} is {str(fields)[:60]}")
+        if (nbytes := offsets[1] - offsets[0]) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} is {dtype} {shape}, and has {nbytes} bytes")
+        parsed.append(TensorEntry(name, dtype, shape, *offsets))
+    parsed.sort(key=lambda entry: (entry.start, entry.stop))
     offset = 0
     for entry in parsed:
         if entry.start != offset:
@@ -56,21 +72,6 @@ def parse_entries(entries: Mapping[str, Any], size: int) -> list[TensorEntry]:
     return parsed
 
 
-def _parse_entry(name: str, entry: Any) -> TensorEntry:
-    """Parse one header entry; raise ValueError unless it has valid fields and a matching size."""
-    fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
-    if fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r} has {', '.join(map(str, fields))}")
-    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
-    shape, offsets = _parse_uints(fields["shape"]), _parse_uints(fields["data_offsets"])
-    if dtype is None or shape is None or offsets is None or len(offsets) != 2:
-        raise ValueError(f"{name!r} is {str(fields)[:60]}")
-    size = offsets[1] - offsets[0]
-    if size != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} is {dtype} {shape}, and has {size} bytes")
-    return TensorEntry(name, dtype, shape, *offsets)
-
-
 def _parse_uints(value: Any) -> tuple[int, ...] | None:
     """Return a list of unsigned 64-bit ints as a tuple; None if the value is anything else."""
     items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [None]
@@ -78,9 +79,9 @@ def _parse_uints(value: Any) -> tuple[int, ...] | None:
 
 
 def tensor_view(data: bytes | bytearray, header_size: int, entry: TensorEntry) -> Tensor:
-    """Return the tensor of an entry as a view of `data`; a copy only if its bytes are unaligned.
+    """Return the tensor of `entry`, sharing memory with `data`; a copy if its bytes are unaligned.
 
-    `header_size` is the number of bytes before the first tensor.
+    `header_size` is the number of bytes before the first tensor. Does not check the entry's range.
     """
     count = (entry.stop - entry.start) // entry.dtype.itemsize
     if not count:

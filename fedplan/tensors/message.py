@@ -19,7 +19,7 @@ _MAGIC = b"fp01"
 
 
 class Stream(Protocol):
-    """Binary stream that messages are written to and read from."""
+    """Binary stream with `read`, `write` and `flush`, such as a pipe, which carries messages."""
 
     def read(self, size: int, /) -> bytes: ...
     def write(self, data: bytes, /) -> int: ...
@@ -34,7 +34,10 @@ class BrokenMessage(FedplanError):
 
 @dataclass(frozen=True)
 class Message:
-    """A header and blobs of tensors, as `serialization.pack` writes them."""
+    """A header and blobs of bytes; `write` and `read` transfer a message over a binary stream.
+
+    `serialization.pack_message` makes messages of a JSON header and tensors.
+    """
 
     header: bytes
     blobs: tuple[bytes, ...] = ()

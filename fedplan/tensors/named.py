@@ -41,9 +41,9 @@ def full_digest(tensor: Tensor) -> str:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype, device and bytes.
+    """Return whether the tensors `one` and `other` have the same shape, dtype, device and bytes.
 
-    A NaN equals itself, and -0.0 differs from 0.0.
+    Equal NaN bits are equal, and -0.0 differs from 0.0.
     """
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
@@ -67,7 +67,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 checksum of a tensor's bytes, as a scalar tensor on its device.
+    """Return an int64 checksum of a tensor's bytes, as a scalar on the device of the tensor.
 
     Words are weighted by position. Detects accidental changes only: collisions are easy to make.
     """
@@ -90,10 +90,11 @@ def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class DigestCache:
-    """Digests of tensors, each computed once while the tensor is alive and unchanged.
+    """Digests of tensor objects, each computed once while the tensor is alive and unchanged.
 
-    A change is detected by torch's version counter. Writes that bypass it (`.data`) are missed.
-    The cache holds weak references only.
+    `short_digest` and `full_digest` return the digest, computed if it is not cached. A change is
+    detected by torch's version counter; writes that bypass the counter (`.data`) are missed. The
+    cache has weak references only, so it keeps no tensor alive.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class DigestCache:
         return self.full_digest(tensor)[:16]
 
     def full_digest(self, tensor: Tensor) -> str:
-        """Return the full digest of a tensor, cached."""
+        """Return the `full_digest` of a tensor, computed only if not cached."""
         # Inference tensors have no version counter.
         version = 0 if tensor.is_inference() else tensor._version  # pyright: ignore
         key = id(tensor)

@@ -27,7 +27,10 @@ _SIGN_SHIFT = np.uint64(WORD - 1)
 
 
 def add_words(total: Words, addend: Words) -> None:
-    """Add integers to `total` in place, with wrap-around; both are narrow or both wide."""
+    """Add `addend` to `total` in place, with wrap-around.
+
+    Both are narrow (shape (n,)), or both wide (shape (n, 2)).
+    """
     if total.ndim == 1:
         np.add(total, addend, out=total)
         return
@@ -38,7 +41,10 @@ def add_words(total: Words, addend: Words) -> None:
 
 
 def subtract_words(total: Words, subtrahend: Words) -> None:
-    """Subtract integers from `total` in place, with wrap-around; both narrow or both wide."""
+    """Subtract `subtrahend` from `total` in place, with wrap-around.
+
+    Both are narrow (shape (n,)), or both wide (shape (n, 2)).
+    """
     if total.ndim == 1:
         np.subtract(total, subtrahend, out=total)
         return
@@ -72,27 +78,20 @@ def ints_from_words(wide: Words) -> list[int]:
 
 
 def words_from_counts(upper: Tensor, lower: Tensor) -> Words:
-    """Return upper * 2**CARRY_BITS + lower as wide integers.
+    """Return upper * 2**CARRY_BITS + lower as wide integers of shape (numel, 2).
 
-    `upper` and `lower` are counts of a normalized sum, as `ExactSum.to_tensors` returns them.
+    `upper` and `lower` are int64 counts in normalized form, as `ExactSum.to_tensors` returns.
     """
-    high, low = (_flat_array(counts).view(np.uint64) for counts in (upper, lower))
+    high, low = (counts.detach().contiguous().view(-1).numpy() for counts in (upper, lower))
     wide = np.empty((len(low), 2), dtype=np.uint64)
-    wide[:, 0] = (high << _CARRY_SHIFT) | low
-    wide[:, 1] = (_flat_array(upper) >> (WORD - CARRY_BITS)).view(np.uint64)
+    wide[:, 0] = (high.view(np.uint64) << _CARRY_SHIFT) | low.view(np.uint64)
+    wide[:, 1] = (high >> (WORD - CARRY_BITS)).view(np.uint64)
     return wide
 
 
 def counts_from_words(wide: Words, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower counts in `shape`; the inverse of `words_from_counts`."""
+    """Return (upper, lower) counts in `shape`; the inverse of `words_from_counts`."""
     low, high = np.ascontiguousarray(wide[:, 0]), np.ascontiguousarray(wide[:, 1])
     upper, lower = (high << _UPPER_SHIFT) | (low >> _CARRY_SHIFT), low & _LOWER_MASK
-    return _int64_tensor(upper).view(shape), _int64_tensor(lower).view(shape)
-
-
-def _flat_array(counts: Tensor) -> NDArray[np.int64]:
-    return counts.detach().contiguous().view(-1).numpy()
-
-
-def _int64_tensor(words: Words) -> Tensor:
-    return torch.from_numpy(words.view(np.int64))
+    upper_counts, lower_counts = (torch.from_numpy(n.view(np.int64)) for n in (upper, lower))
+    return upper_counts.view(shape), lower_counts.view(shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -47,17 +47,31 @@ class SerializationError(FedplanError):
 
 
 def pack(tensors: Mapping[str, Tensor], header: Mapping[str, JSON]) -> bytes:
-    """Return tensors and header as bytes; equal input gives equal bytes.
+    """Return tensors and header as safetensors bytes; equal input gives equal bytes.
 
-    Raises SerializationError for a header that JSON would change, a sparse or meta tensor, or an
-    unsupported dtype or name.
+    Copies the tensors, which may be on any device. Raises SerializationError for a header that a
+    JSON round trip would change, a sparse or meta tensor, an unsupported dtype, name or shape, or
+    names, shapes and header of more than MAX_HEADER_BYTES.
 
     >>> unpack(pack({"weight": torch.ones(2)}, {"round": 3}))
     ({'weight': tensor([1., 1.])}, {'round': 3})
     """
     header = dict(header)
     _require_json(header)
-    dense = {name: _dense_copy(name, tensors[name]) for name in sorted(tensors, key=_require_text)}
+    dense = dict[str, Tensor]()
+    for name in sorted(tensors, key=_require_text):
+        tensor = tensors[name]
+        if name == "__metadata__":
+            raise SerializationError("a tensor cannot be called '__metadata__': rename it")
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            raise SerializationError(
+                f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}: a "
+                "message holds dense tensors with values, of the usual dtypes; convert it first"
+            )
+        _require_shape(name, tensor.shape)
+        resolved = tensor.detach().resolve_conj().resolve_neg()
+        # A copy, because safetensors takes no views.
+        dense[name] = resolved.to("cpu").clone(memory_format=torch.contiguous_format)
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     data = save(dense, metadata={METADATA_KEY: text})
     _head_bytes(data)  # raises if the head is too large
@@ -65,43 +79,44 @@ def pack(tensors: Mapping[str, Tensor], header: Mapping[str, JSON]) -> bytes:
 
 
 def unpack(data: bytes, *, limit: int | None = None) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-    """Return the tensors and the header of a message of at most `limit` bytes.
+    """Return (tensors sorted by name, header) of bytes that `pack` wrote.
 
-    The tensors are views of `data`: do not write to them. Raises SerializationError, and nothing
-    else, for invalid bytes. Sizes are checked before memory is allocated.
+    The tensors are CPU views of `data` (copies if unaligned); do not write to them. Raises
+    SerializationError, and nothing else, for invalid bytes or more than `limit` bytes. The bytes
+    may come from an attacker: sizes are checked before memory is allocated.
     """
     if limit is not None and len(data) > limit:
         raise SerializationError(
             f"a message of {len(data)} bytes is larger than the limit of {limit}"
         )
-    entries = _parse_object(_head_bytes(data), "the head of the message")
+    head = _head_bytes(data)
+    entries = _parse_object(head, "the head of the message")
     header = _parse_header(entries.pop("__metadata__", None))
     for name, entry in entries.items():
-        _require_entry(name, entry)
-    return _view_tensors(data, entries), header
-
-
-def _dense_copy(name: str, tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU copy, because safetensors takes no views.
-
-    Raises SerializationError for a tensor, name or shape that a message cannot contain.
-    """
-    if name == "__metadata__":
-        raise SerializationError("a tensor cannot be called '__metadata__': rename it")
-    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+        _require_text(name)
+        shape: Any = cast("dict[str, Any]", entry).get("shape") if isinstance(entry, dict) else None
+        sizes: list[Any] = cast("list[Any]", shape) if isinstance(shape, list) else [None]
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise SerializationError(f"{_short(name)} has no shape but {_short(shape)}")
+        _require_shape(name, sizes)
+    try:
+        parsed = parse_entries(entries, len(data) - 8 - len(head))
+    except ValueError as error:
         raise SerializationError(
-            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}: a message "
-            "holds dense tensors with values, of the usual dtypes; convert it first"
-        )
-    _require_shape(name, tensor.shape)
-    resolved = tensor.detach().resolve_conj().resolve_neg()
-    return resolved.to("cpu").clone(memory_format=torch.contiguous_format)
+            f"the tensors of the message cannot be read: {_short(error)}"
+        ) from error
+    tensors = {entry.name: tensor_view(data, 8 + len(head), entry) for entry in parsed}
+    for name, tensor in tensors.items():
+        # Any other byte in a bool is undefined behaviour in torch.
+        if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
+            raise SerializationError(f"{_short(name)} holds bools that are neither 0 nor 1")
+    return {name: tensors[name] for name in sorted(tensors)}, header
 
 
 def _head_bytes(data: bytes) -> bytes:
-    """Return the JSON head of safetensors bytes, whose length is in the first eight bytes.
+    """Return the JSON head of safetensors bytes; the first eight bytes of `data` are its length.
 
-    Raises SerializationError if it is incomplete or larger than MAX_HEADER_BYTES.
+    Raises SerializationError if the head is incomplete or larger than MAX_HEADER_BYTES.
     """
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
@@ -117,10 +132,22 @@ def _head_bytes(data: bytes) -> bytes:
 
 
 def _parse_object(text: bytes | str, subject: str) -> dict[str, Any]:
-    """Parse a JSON object; raise SerializationError, naming the `subject`, if it is not one."""
+    """Return the dict of a JSON object.
+
+    Raises SerializationError if `text` is not UTF-8 or JSON, is not an object, or has a duplicate
+    name at any depth. `subject` names the text in the message.
+    """
+
+    def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Two readers could pick different values of a duplicate.
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
+            raise ValueError("a name appears twice")
+        return unique
+
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique_pairs)
+        value = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise SerializationError(f"{subject} is not JSON: {_short(error)}") from error
     if not isinstance(value, dict):
@@ -128,17 +155,11 @@ def _parse_object(text: bytes | str, subject: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; raise ValueError for a duplicate name."""
-    # Two readers could pick different values of a duplicate.
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        raise ValueError("a name appears twice")
-    return unique
-
-
 def _parse_header(metadata: Any) -> dict[str, JSON]:
-    """Return the header within the safetensors metadata; raise SerializationError if invalid."""
+    """Return the header, which is JSON text under METADATA_KEY of the safetensors metadata.
+
+    Raises SerializationError if there is another key, or if the text is not a valid header.
+    """
     fields = cast("dict[str, Any]", metadata) if isinstance(metadata, dict) else {}
     if fields.keys() != {METADATA_KEY}:
         raise SerializationError(
@@ -153,7 +174,11 @@ def _parse_header(metadata: Any) -> dict[str, JSON]:
 
 
 def _require_json(value: Any, depth: int = 0) -> None:
-    """Raise SerializationError for a value that would not survive a round trip through JSON."""
+    """Raise SerializationError for a value that would not survive a round trip through JSON.
+
+    Allowed are None, bools, valid Unicode strings, finite floats, ints of at most 64 bits, and
+    lists and dicts of these, nested up to MAX_DEPTH. `depth` counts the levels above `value`.
+    """
     if depth > MAX_DEPTH:
         raise SerializationError(f"the header nests more than {MAX_DEPTH} deep: make it flatter")
     if type(value) is dict:
@@ -163,22 +188,14 @@ def _require_json(value: Any, depth: int = 0) -> None:
     elif type(value) is list:
         for each in cast("list[Any]", value):
             _require_json(each, depth + 1)
-    else:
-        _require_scalar(value)
-
-
-def _require_scalar(value: Any) -> None:
-    """Raise SerializationError unless the value is None, bool, text or a bounded number."""
-    fits = True
-    if type(value) is str:
+    elif type(value) is str:
         _require_text(value)
-    elif type(value) is float:
-        fits = math.isfinite(value)
-    elif type(value) is int:
-        fits = value.bit_length() <= 64
-    else:
-        fits = value is None or type(value) is bool
-    if not fits:
+    elif not (
+        value is None
+        or type(value) is bool
+        or (type(value) is float and math.isfinite(value))
+        or (type(value) is int and value.bit_length() <= 64)
+    ):
         raise SerializationError(
             f"the header holds {_short(value)}: it takes None, bools, strings, finite numbers of "
             "at most 64 bits, and lists and dicts of them"
@@ -186,7 +203,7 @@ def _require_scalar(value: Any) -> None:
 
 
 def _require_text(value: Any) -> str:
-    """Return the value if it is a string that UTF-8 can encode; else raise SerializationError."""
+    """Return the value; raise SerializationError unless it is a string that UTF-8 can encode."""
     try:
         if type(value) is str:
             value.encode("utf-8")
@@ -198,18 +215,12 @@ def _require_text(value: Any) -> str:
     )
 
 
-def _require_entry(name: str, entry: Any) -> None:
-    """Raise SerializationError for an entry without a valid shape; `parse_entries` checks more."""
-    _require_text(name)
-    shape: Any = cast("dict[str, Any]", entry).get("shape") if isinstance(entry, dict) else None
-    sizes: list[Any] = cast("list[Any]", shape) if isinstance(shape, list) else [None]
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise SerializationError(f"{_short(name)} has no shape but {_short(shape)}")
-    _require_shape(name, sizes)
-
-
 def _require_shape(name: str, shape: Sequence[int]) -> None:
-    """Raise SerializationError for too many dimensions, or an empty tensor with huge ones."""
+    """Raise SerializationError, with the tensor's name, for a shape that a message cannot have.
+
+    That is a shape of more than MAX_DIMENSIONS dimensions, or a shape with a 0 of which the other
+    dimensions multiply to more than MAX_EMPTY_NUMEL.
+    """
     if len(shape) > MAX_DIMENSIONS:
         raise SerializationError(
             f"{_short(name)} has {len(shape)} dimensions, over {MAX_DIMENSIONS}"
@@ -220,28 +231,9 @@ def _require_shape(name: str, shape: Sequence[int]) -> None:
         )
 
 
-def _view_tensors(data: bytes, entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors as views of `data`, sorted by name; raise SerializationError if invalid.
-
-    `entries` are those of the head, whose shapes were checked.
-    """
-    head_size = 8 + int.from_bytes(data[:8], "little")
-    try:
-        parsed = parse_entries(entries, len(data) - head_size)
-    except ValueError as error:
-        raise SerializationError(
-            f"the tensors of the message cannot be read: {_short(error)}"
-        ) from error
-    tensors = {entry.name: tensor_view(data, head_size, entry) for entry in parsed}
-    for name, tensor in tensors.items():
-        # Any other byte in a bool is undefined behaviour in torch.
-        if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
-            raise SerializationError(f"{_short(name)} holds bools that are neither 0 nor 1")
-    return {name: tensors[name] for name in sorted(tensors)}
-
-
 def _short(value: Any) -> str:
-    """Return up to 80 characters of a value, so that a forged one cannot fill a log."""
+    """Return at most 80 characters: the repr of a value, or the message of an exception."""
+    # A forged value must not fill a log.
     try:
         text = str(value) if isinstance(value, Exception) else repr(value)
     except ValueError:  # Python converts no int of more than 4300 digits
@@ -250,20 +242,27 @@ def _short(value: Any) -> str:
 
 
 def pack_message(tensors: Mapping[str, Tensor], header: Mapping[str, JSON]) -> Message:
-    """Return a message with this header, and the tensors in blobs of about BLOB_BYTES.
+    """Return a message with this header, and the tensors packed in blobs, sorted by name.
 
-    Raises SerializationError as `pack` does.
+    A blob has at most BLOB_BYTES of tensors, or one larger tensor. Raises SerializationError as
+    `pack` does.
     """
-    blobs = (pack(bucket, {}) for bucket in _buckets(tensors))
-    return Message(pack({}, header), tuple(blobs))
+    buckets = list[dict[str, Tensor]]()
+    for name, tensor in sorted(tensors.items()):
+        if not buckets or nbytes(buckets[-1]) + tensor.nbytes > BLOB_BYTES:
+            buckets.append({})
+        buckets[-1][name] = tensor
+    packed_header = pack({}, header)
+    return Message(packed_header, tuple(pack(bucket, {}) for bucket in buckets))
 
 
 def unpack_message(
     message: Message, *, limit: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the header of a message of at most `limit` bytes.
+    """Return (tensors, header) of a message that `pack_message` made, as `unpack` does.
 
-    Raises SerializationError if it is larger or invalid, or has a tensor in two blobs.
+    Raises SerializationError if the message exceeds `limit` bytes, is invalid, or has a tensor in
+    two blobs.
     """
     if limit is not None and message.nbytes > limit:
         raise SerializationError(
@@ -279,15 +278,3 @@ def unpack_message(
             raise SerializationError(f"{min(duplicates)!r} is in two blobs of one message")
         tensors |= blob_tensors
     return tensors, header
-
-
-def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors, sorted by name, in groups of at most BLOB_BYTES or of one tensor."""
-    bucket = dict[str, Tensor]()
-    for name, tensor in sorted(tensors.items()):
-        if bucket and nbytes(bucket) + nbytes({name: tensor}) > BLOB_BYTES:
-            yield bucket
-            bucket = {}
-        bucket[name] = tensor
-    if bucket:
-        yield bucket

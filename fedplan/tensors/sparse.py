@@ -14,6 +14,7 @@ from torch import Tensor
 from fedplan.tensors.codecs import (
     Codec,
     CodecError,
+    Parts,
     Tensors,
     TensorSpec,
     max_magnitude,
@@ -23,10 +24,12 @@ from fedplan.tensors.codecs import (
 
 @dataclass(frozen=True)
 class Sparse(Codec):
-    """Sends the `fraction` of numbers or rows with the largest norm; the rest decode to zero.
+    """Codec that sends the `fraction` of numbers or rows with the largest norm, rounded up.
 
-    `part_name` is the name of the part with the indices: "index" selects single numbers, "rows"
-    selects rows. With "rows", a tensor of fewer than two dimensions is sent whole.
+    All others decode to zero. `part_name`: "index" selects single numbers (`topk`), "rows" selects
+    rows (`prune`); it also names the part with their int32 indices. With "rows", a tensor of fewer
+    than two dimensions is sent whole. Encoding raises CodecError for non-finite values; decoding
+    also for indices that are not ascending and in range.
     """
 
     part_name: str
@@ -46,9 +49,7 @@ class Sparse(Codec):
             self.part_name: TensorSpec((count,), torch.int32),
         }
 
-    def encode_tensor(
-        self, value: Tensor, base: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         item_shape = self._item_shape(require_finite(value).shape)
         if item_shape is None:
             return {"": value}
@@ -61,7 +62,11 @@ class Sparse(Codec):
         if item_shape is None:
             return require_finite(parts[""])
         items = torch.zeros(item_shape, dtype=spec.dtype, device=base.device)
-        items[_checked_indices(parts[self.part_name], len(items))] = require_finite(parts[""])
+        values, count = require_finite(parts[""]), len(items)
+        indices = parts[self.part_name].to(torch.int64)
+        if len(indices) and (indices[0] < 0 or indices[-1] >= count or (indices.diff() <= 0).any()):
+            raise CodecError(f"its index does not point at different items out of {count} in order")
+        items[indices] = values
         return items.reshape(spec.shape)
 
     def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
@@ -73,7 +78,7 @@ class Sparse(Codec):
         return max(later, max_magnitude(dropped))
 
     def _item_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape whose first dimension counts the items; None if all is sent."""
+        """Return the shape of the items, counted by its first dimension; None to send all."""
         if self.part_name == "index":
             return (math.prod(shape),)
         return tuple(shape) if len(shape) >= 2 else None
@@ -85,35 +90,24 @@ def _sent_count(fraction: float, count: int) -> int:
 
 
 def _largest_items(items: Tensor, fraction: float) -> Tensor:
-    """Return the ascending indices of the items with the largest norms; first ones win ties.
+    """Return the indices (int64, ascending) of the `fraction` of items with the largest L2 norms.
 
-    Raises CodecError for 2**31 items or more.
+    An item is a number or a row: an element of the first dimension. Of items with equal norms, the
+    first are taken. Raises CodecError for 2**31 items or more.
     """
     if len(items) >= 2**31:
         raise CodecError(f"{len(items)} items are too many for an index of 32 bits")
     count = _sent_count(fraction, len(items))
     if count == len(items):
         return torch.arange(count, device=items.device)
-    norms = _item_norms(items)
+    if items.dim() == 1:
+        norms = items.abs().to(TensorSpec.of(items).compute_dtype)
+    else:
+        rows = items.reshape(len(items), math.prod(items.shape[1:]))
+        if rows.dtype == torch.float64:  # squares of float64 could overflow
+            rows = rows / (max_magnitude(rows) or 1.0)
+        norms = cast("Tensor", torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
     threshold = norms.kthvalue(len(items) - count + 1).values
     above = (norms > threshold).nonzero().flatten()
     tied = (norms == threshold).nonzero().flatten()
     return torch.cat([above, tied[: count - len(above)]]).sort().values
-
-
-def _item_norms(items: Tensor) -> Tensor:
-    """Return the L2 norm of each item, up to a common factor for float64 rows."""
-    if items.dim() == 1:
-        return items.abs().to(TensorSpec.of(items).compute_dtype)
-    rows = items.reshape(len(items), math.prod(items.shape[1:]))
-    if rows.dtype == torch.float64:  # squares of float64 could overflow
-        rows = rows / (max_magnitude(rows) or 1.0)
-    return cast("Tensor", torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
-
-
-def _checked_indices(indices: Tensor, length: int) -> Tensor:
-    """Return the indices as int64; raise CodecError unless ascending, distinct and in range."""
-    wide = indices.to(torch.int64)
-    if len(wide) and (wide[0] < 0 or wide[-1] >= length or (wide.diff() <= 0).any()):
-        raise CodecError(f"its index does not point at different items out of {length} in order")
-    return wide

@@ -39,8 +39,9 @@ class SumError(FedplanError):
 
 
 class ExactSum:
-    """A running weighted sum of named tensors, exactly associative and commutative.
+    """A running weighted sum of named tensors on the CPU, exactly associative and commutative.
 
+    Call `add` for each sender, or `merge` with another sum, then `mean`, which can be repeated.
     Each value is rounded once to a multiple of GRID; all further arithmetic is on integers. So the
     bits depend neither on the order of updates nor on how partial sums are merged, and the memory
     is 8 or 16 bytes a number for any number of updates. A method that raises changes nothing.
@@ -54,10 +55,10 @@ class ExactSum:
     def add(
         self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
     ) -> None:
-        """Add one sender's tensors, each times the weight; senders may have different names.
+        """Add one sender's `values`, each times `weight`; senders may send different names.
 
-        `peaks` are the `peak_steps` of these tensors, if already computed. Raises SumError as
-        `validate` does.
+        Does not keep the tensors. `peaks`: the `peak_steps` of `values`, if already computed.
+        Raises SumError as `validate` does.
         """
         peaks, flat = self.validate(values, weight, peaks), flatten_tensors(values)
         if new := {name: value for name, value in values.items() if name not in self._accumulators}:
@@ -72,9 +73,12 @@ class ExactSum:
     def validate(
         self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """Return the `peak_steps` of the tensors (or a copy of `peaks`); changes nothing.
+        """Check that `add` would accept these arguments; changes nothing.
 
-        Raises SumError for a weight, dtype, shape or value that cannot be added exactly.
+        Returns the `peak_steps` of the values, or a copy of `peaks`. Raises SumError for a weight
+        outside 1..MAX_WEIGHT, another dtype or shape than before under the same name, or a possible
+        overflow; without `peaks` also for a dtype that is no float, and a non-finite or too large
+        value.
         """
         if type(weight) is not int or not 1 <= weight <= MAX_WEIGHT:
             raise SumError(
@@ -86,7 +90,11 @@ class ExactSum:
         return peaks
 
     def merge(self, other: ExactSum) -> None:
-        """Add all updates of another sum; raise SumError if dtypes or shapes differ or overflow."""
+        """Add all updates of the sum `other`, as if each had been added here.
+
+        Keeps no tensor of `other`, and changes no result of `other`. Raises SumError for two dtypes
+        or shapes of a name, or a possible overflow.
+        """
         for name, theirs in other._accumulators.items():
             self._require_fit(name, theirs.dtype, theirs.shape, theirs.reach)
         new = {n: a.copy() for n, a in other._accumulators.items() if n not in self._accumulators}
@@ -95,7 +103,10 @@ class ExactSum:
         self._accumulators |= new
 
     def _require_fit(self, name: str, dtype: str, shape: tuple[int, ...], reach: int) -> None:
-        """Raise SumError if dtype or shape differ from before, or `reach` more could overflow."""
+        """Raise SumError if the sum of `name` has another dtype or shape, or could overflow.
+
+        `reach`: largest magnitude, in grid steps, that the caller wants to add.
+        """
         existing = self._accumulators.get(name)
         if existing and (existing.dtype, existing.shape) != (dtype, shape):
             before = f"but was {existing.dtype} {existing.shape} before"
@@ -105,8 +116,9 @@ class ExactSum:
             raise SumError(f"the sum of {name} could pass {limit}: give smaller weights")
 
     def mean(self, divisors: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """Return each sum divided by its weight, or by `divisors[name]`, in its own dtype.
+        """Return by name the sum divided by its total weight, or by `divisors[name]`.
 
+        The means are new tensors in the dtype and shape of the added tensors; the sum can go on.
         Raises SumError if a divisor is not a positive int, or a float16 mean overflows.
         """
         divisors = self.weights() if divisors is None else divisors
@@ -144,12 +156,11 @@ class ExactSum:
         return sum(a.lower.nbytes * (1 + (a.upper is not None)) for a in accumulators)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """Return the sum as tensors (`name.upper`, `name.lower`) and JSON facts by name.
+        """Return the sum as (copied int64 tensors `name.upper` and `name.lower`, JSON by name).
 
-        Equal sums give equal bits. Normalizes the counts in place.
+        Equal sums give equal bits. Normalizes the counts in place, which changes no result.
         """
-        tensors: dict[str, Tensor] = {}
-        facts: dict[str, object] = {}
+        tensors, facts = dict[str, Tensor](), dict[str, object]()
         for name, accumulator in self._sorted():
             accumulator.normalize()
             assert accumulator.upper is not None
@@ -160,21 +171,27 @@ class ExactSum:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> ExactSum:
-        """Return the sum that `to_tensors` wrote; raise SumError if a part is invalid."""
+        """Return the sum of the tensors and the JSON `facts` that `to_tensors` returned.
+
+        Copies the tensors. Raises SumError if a part is missing or invalid.
+        """
         total = cls()
         for name, fact in facts.items():
             try:
                 counts = tensors[f"{name}.upper"], tensors[f"{name}.lower"]
-                accumulator = _read_accumulator(*counts, **cast("dict[str, Any]", fact))
+                total._accumulators[name] = _read_accumulator(*counts, **cast(Any, fact))
             except (KeyError, TypeError) as error:
                 raise SumError(
                     f"{name} is not part of a sum ({error}): read what `to_tensors` wrote"
                 ) from error
-            total._accumulators[name] = accumulator
         return total
 
     def export_raw(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the counts as they are, uncopied, and JSON facts; only for `from_raw`."""
+        """Return (count tensors, JSON facts by name) for `from_raw`.
+
+        The tensors are the sum's own, not copied and not normalized: use or send before the next
+        `add`.
+        """
         tensors, facts = dict[str, Tensor](), dict[str, Any]()
         for name, accumulator in self._sorted():
             tensors[f"{name}.lower"] = accumulator.lower
@@ -185,7 +202,10 @@ class ExactSum:
 
     @classmethod
     def from_raw(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> ExactSum:
-        """Return the sum that `export_raw` gave, sharing its tensors; the input is trusted."""
+        """Return the sum of the tensors and `facts` that `export_raw` returned.
+
+        The sum takes over the tensors, and later calls change the tensors. Nothing is checked.
+        """
         total = cls()
         for name, fact in facts.items():
             fields: dict[str, Any] = {**fact, "shape": tuple(fact["shape"])}
@@ -200,7 +220,11 @@ class ExactSum:
 def _read_accumulator(
     upper: Tensor, lower: Tensor, dtype: str, weight: int, senders: int, reach: int
 ) -> Accumulator:
-    """Return a normalized accumulator with copied counts; raise TypeError if they are invalid."""
+    """Return an accumulator with copies of the counts and with the other arguments as fields.
+
+    `upper` and `lower` must be normalized (each lower count in 0..2**CARRY_BITS - 1). Raises
+    TypeError if an argument has a wrong type, is out of range, or contradicts another.
+    """
     facts, limit = (weight, senders, reach), (reach >> CARRY_BITS) + 1
     valid = 1 <= senders <= weight <= senders * MAX_WEIGHT and 0 <= reach < MAX_SUM_STEPS
     if not valid or {type(fact) for fact in facts} != {int}:
@@ -226,9 +250,9 @@ def peak_steps(values: Mapping[str, Tensor]) -> dict[str, int]:
 def peak_steps_and_squared_distances(
     values: Mapping[str, Tensor], base: Mapping[str, Tensor]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Return `peak_steps`, and each tensor's squared distance from the base, in one pass.
+    """Return (`peak_steps` of `values`, squared L2 distances from `base`), each by name.
 
-    Raises SumError as `peak_steps` does.
+    Reads the values once. Raises SumError as `peak_steps` does.
     """
     _require_floats(values)
     peaks, squares = peaks_and_squared_distances(values, base)
@@ -244,7 +268,10 @@ def _require_floats(values: Mapping[str, Tensor]) -> None:
 
 
 def _in_steps(values: Mapping[str, Tensor], peaks: Mapping[str, float]) -> dict[str, int]:
-    """Convert peaks to grid steps, rounded up; raise SumError for one over MAX_VALUE or NaN."""
+    """Return the peaks (largest magnitudes of `values`) in grid steps, rounded up.
+
+    Raises SumError, with the value, for a peak that is NaN or over MAX_VALUE.
+    """
     for name, peak in peaks.items():
         if not peak <= MAX_VALUE:  # so that NaN is refused too
             extremes = [float(extreme) for extreme in torch.aminmax(values[name].detach())]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedplan.tensors.devices import CPU
 from fedplan.tensors.named import Tensors, full_digest, nbytes
@@ -23,9 +23,9 @@ _STATES_PER_OWNER = 2
 class CachedActivations:
     """Activations of one set of examples, for one state of the frozen layers.
 
-    `key`: digest of that state. `rows`: tensors by slot, of each cached example's index.
-    `common`: tensors that are the same for all examples; None until the first is computed.
-    `owner`: keeps the examples alive, so that no other object gets their `id`.
+    `key`: digest of that state. `owner`: the examples, kept alive so that no other object gets the
+    same `id`. `rows`: by index of a cached example, the tensors by slot (see ActivationCut).
+    `common`: by slot, the tensors that are the same for all examples; None until computed.
     """
 
     key: str
@@ -36,16 +36,17 @@ class CachedActivations:
 
 @final
 class ActivationCache:
-    """Activations of frozen layers by example, shared by all clients of a process.
+    """Activations of frozen layers by example, in memory, shared by all clients of a process.
 
-    When the limit is reached, further activations are recomputed each time, and cached ones stay:
-    clients take turns, so evicting the oldest would leave each client without its own.
-    Activations reveal as much as the examples do, so they are never written to disk.
-
-    `room`: limit in bytes. `used`: bytes in use.
-    `misses`, `hits`: examples computed, and examples read from the cache.
-    `cuts`: where each model was cut, by model class, trained params and precision.
+    `open` the entry of some examples and model state, then `get` each example from that entry.
+    `megabytes` is the limit; beyond the limit, activations are computed on each `get`, and cached
+    ones stay. `room`: the limit in bytes. `used`: bytes of all cached rows. `misses`, `hits`:
+    examples computed, and read from the cache. `cuts`: the CutResult of each model class, trained
+    params and precision. Not thread-safe; nothing is written to disk.
     """
+
+    # Clients take turns, so evicting the oldest would leave each client without its own. And
+    # activations reveal as much as the examples do.
 
     def __init__(self, megabytes: int = DEFAULT_MEGABYTES) -> None:
         self.room, self.used = megabytes * 2**20, 0
@@ -55,10 +56,10 @@ class ActivationCache:
         self._digests: dict[str, tuple[object, int, str]] = {}
 
     def open(self, examples_key: str, key: str, owner: object = None) -> CachedActivations:
-        """Return the activations of some examples for one model state, creating them if missing.
+        """Return the entry of some examples and one model state; created empty if missing.
 
-        `examples_key` identifies the examples, `key` the model state; `owner` is kept alive. Only
-        the two most recently opened states of the examples stay; older ones are dropped.
+        `examples_key` identifies the examples, `key` the model state; `owner` is kept alive by a
+        new entry. The two most recently opened states of the examples stay; others are dropped.
         """
         entries = self._entries.setdefault(examples_key, [])
         entry = next((e for e in entries if e.key == key), None) or CachedActivations(key, owner)
@@ -69,15 +70,20 @@ class ActivationCache:
         return entry
 
     def get(self, entry: CachedActivations, index: int, compute: Callable[[], Tensors]) -> Tensors:
-        """Return the activations of one example, on the CPU, computing them if missing.
+        """Return the activations of the example at `index` by slot, on the CPU.
 
-        Computed activations are added to `entry` if they fit within the limit.
+        If `entry` does not have the example, `compute()` is called, and the result is added to
+        `entry` within the limit. The tensors are those of the cache: do not change them.
         """
         if (cached := entry.rows.get(index)) is not None:
             self.hits += 1
             return cached
         self.misses += 1
-        computed = {name: _compact(tensor.to(CPU)) for name, tensor in compute().items()}
+        computed = {name: tensor.to(CPU) for name, tensor in compute().items()}
+        for name, tensor in computed.items():
+            # A view would keep a larger storage alive.
+            if tensor.untyped_storage().nbytes() > tensor.nbytes:
+                computed[name] = tensor.clone()
         if self.used + nbytes(computed) <= self.room:
             self.used += nbytes(computed)
             entry.rows[index] = computed
@@ -86,20 +92,14 @@ class ActivationCache:
     def digests(self, params: Mapping[str, nn.Parameter]) -> list[str]:
         """Return the digests of a model's params, in order.
 
-        A param is read again only if torch's version counter says that it was written.
+        A digest is remembered by name until the tensor, or the tensor's version counter, changes.
         """
-        return [self._digest(name, tensor) for name, tensor in params.items()]
-
-    def _digest(self, name: str, tensor: Tensor) -> str:
-        """Return a tensor's digest, remembered by name until the tensor or its version changes."""
-        version = tensor._version  # pyright: ignore[reportPrivateUsage]
-        cached = self._digests.get(name)
-        if cached is None or cached[0] is not tensor or cached[1] != version:
-            cached = (tensor, version, full_digest(tensor.detach().to(CPU)))
-            self._digests[name] = cached
-        return cached[2]
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it is a view that would keep a larger storage alive."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        digests = list[str]()
+        for name, tensor in params.items():
+            version = tensor._version  # pyright: ignore[reportPrivateUsage]
+            cached = self._digests.get(name)
+            if cached is None or cached[0] is not tensor or cached[1] != version:
+                cached = (tensor, version, full_digest(tensor.detach().to(CPU)))
+                self._digests[name] = cached
+            digests.append(cached[2])
+        return digests

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any, cast
@@ -27,9 +27,9 @@ class ActivationCut:
 
     `skipped`: names of the modules that do not run.
     `slots`: the tensors that are cached. `module>0` is the first output of a module; `module<0` and
-    `module<x` are an input of a module, by position or by name. Any other output of a skipped
-    module is nan, so that a use of it shows in the loss.
-    `params`: frozen params that a cached tensor may depend on.
+    `module<x` are inputs of a module, by position or by name. Any other output of a skipped module
+    is replaced by nan, which shows in the loss if the output is used.
+    `params`: names of the frozen params that a cached tensor may depend on.
     """
 
     skipped: tuple[str, ...]
@@ -44,7 +44,7 @@ class ActivationCut:
 
 @dataclass
 class _CallStats:
-    """Observations of one module during one pass.
+    """Observations of one module during one forward pass; filled by `_trace_calls`.
 
     `calls`: number of calls. `draws_random`: a call changed the random state.
     `grad_in`, `grad_out`: an input, or an output, requires a gradient.
@@ -68,11 +68,13 @@ class _AllRecorded(Exception):
 
 @dataclass
 class CachedForward:
-    """Replaces the outputs of a model's skipped modules, within `install()` and while `on`.
+    """Replaces the outputs of a model's skipped modules by cached tensors.
 
-    `shapes`: outputs of each skipped module for one example, on the meta device.
-    `tensors`: the cached tensors of the present batch by slot; `count` is its number of examples.
-    `fixed`: slots whose shape does not depend on the batch size, such as position embeddings.
+    Enter `install()` once; before each forward pass set `tensors`, `shapes`, `count` and `on`.
+    While `on` is False the model runs as usual. `cut`: the modules to skip, and the slots.
+    `shapes`: by skipped module, the outputs for one example, on the meta device. `tensors`: the
+    cached tensors of the present batch by slot; `count`: the number of examples of the batch.
+    `fixed`: slots with a shape that does not depend on the batch size, as position embeddings.
     """
 
     model: nn.Module
@@ -85,7 +87,7 @@ class CachedForward:
 
     @contextmanager
     def install(self) -> Generator[None]:
-        """Patch the model's skipped modules and input hooks; restore the model at the end."""
+        """Context manager that patches the modules of the cut; on exit the model is restored."""
         entries = dict.fromkeys(_module_of_slot(slot) for slot in self.cut.slots if "<" in slot)
         modules = {name: self.model.get_submodule(name) for name in (*self.cut.skipped, *entries)}
         hooks = list[RemovableHandle]()
@@ -106,7 +108,7 @@ class CachedForward:
                     vars(modules[name])["forward"] = forward
 
     def _skip(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that gives cached or nan outputs while on, else calls the original."""
+        """Return a forward for module `name`: cached or nan outputs while `on`, else `original`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
@@ -127,7 +129,7 @@ class CachedForward:
         return forward
 
     def _replace_inputs(self, name: str) -> Callable[..., Any]:
-        """Return a forward pre-hook that replaces the inputs which have a cached tensor."""
+        """Return a forward pre-hook for module `name` that replaces inputs by cached tensors."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.on:
@@ -139,9 +141,10 @@ class CachedForward:
 
 
 def map_tensors(output: Any, change: Callable[[int, Tensor], Any]) -> Any:
-    """Return a module's output with each tensor replaced by `change(position, tensor)`.
+    """Return a copy of a module's output with each tensor replaced by `change(position, tensor)`.
 
-    Positions count tensors from 0. Mappings keep their class, lists become tuples, others None.
+    `position` counts the tensors from 0, depth first. Mappings keep their class, lists become
+    tuples, and all other values None.
     """
     position = iter(range(2**31))
 
@@ -159,7 +162,7 @@ def map_tensors(output: Any, change: Callable[[int, Tensor], Any]) -> Any:
 
 
 def list_tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in nested mappings, lists and tuples, in order."""
+    """Return all tensors in a value of nested mappings, lists and tuples, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -171,56 +174,52 @@ def list_tensors(value: Any) -> list[Tensor]:
 def batch_independent_slots(
     one_shapes: Mapping[str, Any], two_shapes: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Return the output slots whose shape is the same in two results of `record_activations`."""
-    return frozenset(
-        f"{name}>{i}"
-        for name, output in one_shapes.items()
-        for i, pair in enumerate(
-            zip(list_tensors(output), list_tensors(two_shapes[name]), strict=True)
-        )
-        if pair[0].shape == pair[1].shape
-    )
+    """Return the output slots with the same shape for one and for two examples.
+
+    The arguments are the first results of `record_activations`: outputs by module name.
+    """
+    slots = set[str]()
+    for name, output in one_shapes.items():
+        pairs = zip(list_tensors(output), list_tensors(two_shapes[name]), strict=True)
+        slots |= {f"{name}>{i}" for i, (one, two) in enumerate(pairs) if one.shape == two.shape}
+    return frozenset(slots)
 
 
 def _float_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the floating-point tensors among a module's inputs, by position or name."""
+    """Return the floating-point tensors among `args` and `kwargs`, by position ("0") or name."""
     inputs = {**{str(i): each for i, each in enumerate(args)}, **kwargs}
-    return {
-        place: each
-        for place, each in inputs.items()
-        if isinstance(each, Tensor) and each.is_floating_point()
-    }
+    tensors = {place: each for place, each in inputs.items() if isinstance(each, Tensor)}
+    return {place: each for place, each in tensors.items() if each.is_floating_point()}
 
 
 @contextmanager
 def _observe(
     model: nn.Module, names: Sequence[str], before: Callable[..., None], after: Callable[..., None]
 ) -> Generator[None]:
-    """Call `before(name, args, kwargs)` and `after(name, output)` around each named module."""
-    hooks, modules = list[RemovableHandle](), dict(model.named_modules())
+    """Context manager that registers callbacks on the named modules of a model.
 
-    def register(name: str) -> None:
-        first = modules[name].register_forward_pre_hook(
-            lambda _, args, kwargs: before(name, args, kwargs), with_kwargs=True
-        )
-        hooks.extend((first, modules[name].register_forward_hook(lambda _, __, o: after(name, o))))
-
-    try:
+    A forward pass calls `before(name, args, kwargs)` and `after(name, output)` around each module.
+    """
+    modules = dict(model.named_modules())
+    with ExitStack() as undo:
         for name in names:
-            register(name)
+            first = modules[name].register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+            )
+            undo.callback(first.remove)
+            last = modules[name].register_forward_hook(lambda _, __, o, name=name: after(name, o))
+            undo.callback(last.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def record_activations(
     model: nn.Module, names: Sequence[str], slots: Sequence[str], batch: Batch, loss_fn: LossFn
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Run a batch without gradients and record module outputs.
+    """Run `loss_fn(batch)` without gradients and record outputs of the model's modules.
 
-    Returns the outputs of the modules `names`, on the meta device, and the tensors of `slots`. The
-    pass ends as soon as all are recorded, and the random state is restored.
+    Returns (outputs of the modules `names`, on the meta device, by name; tensors of `slots`, by
+    slot, detached and not copied). The pass ends early once all are recorded; a module that does
+    not run is missing. The random state is restored.
     """
     shapes, tensors = dict[str, Any](), dict[str, Tensor]()
     entering = {_module_of_slot(slot) for slot in slots if "<" in slot}
@@ -253,7 +252,7 @@ def record_activations(
 
 
 def _trace_calls(model: nn.Module, batch: Batch, loss_fn: LossFn) -> dict[str, _CallStats]:
-    """Run a batch and return the observations of every module by name."""
+    """Run `loss_fn(batch)` and return the observations of every module of the model by name."""
     calls: dict[str, _CallStats] = {name: _CallStats() for name in dict(model.named_modules())}
     raw = {each.data_ptr() for each in batch.values()}
     random_states, device = dict[str, bytes](), model_device(model)
@@ -279,18 +278,25 @@ def _trace_calls(model: nn.Module, batch: Batch, loss_fn: LossFn) -> dict[str, _
 
 
 def find_cut(model: nn.Module, batch: Batch, loss_fn: LossFn) -> tuple[ActivationCut | None, str]:
-    """Return the cut below which no param of a model is trained, or None and the reason.
+    """Return (cut, "") for the frozen part of a model, or (None, reason).
 
-    `batch` has one example; params have their requires_grad set. A module whose inputs and outputs
-    require no gradient is frozen. The cut skips all frozen modules that can be skipped without a
-    change of any bit of the loss and of the gradients.
+    requires_grad must be set for exactly the trained params; `batch` has one example. Frozen are
+    modules with params that run once, and whose inputs and outputs require no gradient. The cut
+    skips the frozen modules without changing a bit of the loss and the gradients. There is no cut
+    if that is impossible, if the frozen modules draw random numbers, or if they include no whole
+    block. Runs many passes of `loss_fn(batch)`, and leaves the model unchanged.
     """
     config = cast("object", vars(model).get("config"))
     settings = vars(config) if config is not None else dict[str, object]()
     if any(value for name, value in settings.items() if name.endswith("layerdrop")):
         return None, "it leaves out blocks at random"
     calls = _trace_calls(model, batch, loss_fn)
-    frozen = [name for name, call in calls.items() if _is_frozen(model, name, call)]
+    frozen = [
+        name
+        for name, call in calls.items()
+        if name and call.calls == 1 and call.float_outputs and not (call.grad_in or call.grad_out)
+        if any(True for _ in model.get_submodule(name).parameters())
+    ]
     outermost = [
         name for name in frozen if not name.startswith(tuple(f"{other}." for other in frozen))
     ]
@@ -305,7 +311,13 @@ def find_cut(model: nn.Module, batch: Batch, loss_fn: LossFn) -> tuple[Activatio
     outputs = [f"{name}>{i}" for name in outermost for i in range(calls[name].output_count)]
     if not outermost:
         return None, "no module before the trained ones is frozen"
-    params = tuple(_upstream_params(model, calls))
+    # A cached tensor may depend on all modules but those that ran once after a trained one.
+    downstream = {name for name, call in calls.items() if call.calls == 1 and call.grad_in}
+    params = tuple(
+        name
+        for name, tensor in model.named_parameters()
+        if not tensor.requires_grad and name.rpartition(".")[0] not in downstream
+    )
     largest = ActivationCut(tuple(outermost), (*outputs, *entries), params)
     cut = _smallest_cut(model, batch, loss_fn, largest)
     if cut is None:
@@ -317,32 +329,13 @@ def find_cut(model: nn.Module, batch: Batch, loss_fn: LossFn) -> tuple[Activatio
     return cut, ""
 
 
-def _is_frozen(model: nn.Module, name: str, call: _CallStats) -> bool:
-    """Whether a module has params, ran once, and has no input or output with a gradient."""
-    module = model.get_submodule(name)
-    constant = call.calls == 1 and call.float_outputs and not call.grad_in and not call.grad_out
-    return bool(name) and constant and any(True for _ in module.parameters())
-
-
-def _upstream_params(model: nn.Module, calls: Mapping[str, _CallStats]) -> list[str]:
-    """Return the frozen params of modules that a cached tensor may depend on.
-
-    All modules count but those that ran once with an input that requires a gradient.
-    """
-    downstream = {name for name, call in calls.items() if call.calls == 1 and call.grad_in}
-    return [
-        name
-        for name, tensor in model.named_parameters()
-        if not tensor.requires_grad and name.rpartition(".")[0] not in downstream
-    ]
-
-
 def _smallest_cut(
     model: nn.Module, batch: Batch, loss_fn: LossFn, largest: ActivationCut
 ) -> ActivationCut | None:
-    """Remove slots from a cut as long as loss and gradients stay equal bit by bit.
+    """Return `largest` without the slots that the loss and the gradients do not need.
 
-    Returns None if the largest cut itself changes them.
+    Removes one slot after another, as long as loss and gradients of the batch stay the same bit by
+    bit. Returns None if `largest` itself changes a bit.
     """
     leaves = [tensor for tensor in model.parameters() if tensor.requires_grad]
     expected = _loss_and_gradients(loss_fn, batch, leaves)
@@ -367,8 +360,12 @@ def _smallest_cut(
     for slot in cut.slots:
         smaller = replace(cut, slots=tuple(each for each in cut.slots if each != slot))
         cut = smaller if is_exact(smaller) else cut
-    for name in [_module_of_slot(slot) for slot in cut.slots if "<" in slot]:
-        cut = _unskip_inside(cut, name, is_exact)
+    # A module with a cached input needs no slots inside: all its submodules may run.
+    for inside in [f"{_module_of_slot(slot)}." for slot in cut.slots if "<" in slot]:
+        skipped = tuple(each for each in cut.skipped if not each.startswith(inside))
+        slots = tuple(slot for slot in cut.slots if not slot.startswith(inside))
+        smaller = replace(cut, skipped=skipped, slots=slots)
+        cut = smaller if smaller != cut and is_exact(smaller) else cut
     return cut
 
 
@@ -376,23 +373,10 @@ def _module_of_slot(slot: str) -> str:
     return slot.replace("<", ">").split(">")[0]
 
 
-def _unskip_inside(
-    cut: ActivationCut, name: str, is_exact: Callable[[ActivationCut], bool]
-) -> ActivationCut:
-    """Return the cut with every submodule of a module running, if exact; else the same cut.
-
-    A module whose own input is cached needs no slots inside it.
-    """
-    skipped = tuple(each for each in cut.skipped if not each.startswith(f"{name}."))
-    slots = tuple(slot for slot in cut.slots if not slot.startswith(f"{name}."))
-    smaller = replace(cut, skipped=skipped, slots=slots)
-    return smaller if smaller != cut and is_exact(smaller) else cut
-
-
 def _loss_and_gradients(
     loss_fn: LossFn, batch: Batch, leaves: Sequence[nn.Parameter]
 ) -> list[Tensor | None]:
-    """Return a batch's loss, then its gradient in each leaf, at random seed 0."""
+    """Return [loss of the batch, gradient of each leaf or None], computed at random seed 0."""
     with fork_rng_state(leaves[0].device, 0):
         loss = loss_fn(batch)
         return [loss, *torch.autograd.grad(loss, leaves, allow_unused=True)]

@@ -19,7 +19,7 @@ from fedplan.data.examples import Examples, SeededExamples, SparseExamples
 from fedplan.errors import FedplanError
 from fedplan.tensors.devices import autocast, fork_rng_state, model_device, to_device
 from fedplan.tensors.named import Batch, Tensors
-from fedplan.training.activation_cache import ActivationCache, CachedActivations
+from fedplan.training.activation_cache import ActivationCache
 from fedplan.training.activation_cuts import (
     ActivationCut,
     CachedForward,
@@ -43,13 +43,14 @@ Shapes = tuple[dict[str, Any], dict[str, torch.Size]]
 @final
 @dataclass
 class CutResult:
-    """Where a model with some trained params can be cut, found once per model and params.
+    """Where a model can be cut; found once per model class, trained params and precision.
 
-    `cut`: None if the model cannot be cut; `reason` then says why.
-    `common`: slots that are the same for all examples, such as the texts of classes.
-    `fixed`: outputs of skipped modules whose shape does not depend on the batch size.
+    `cut`: the cut, or None if the model cannot be cut. `reason`: why there is no cut, or empty.
+    `common`: slots (see ActivationCut) that are the same for all examples, as the texts of classes.
+    `fixed`: slots of outputs with a shape that does not depend on the batch size.
     `inputless`: whether the trained part runs without the examples' inputs.
-    `shapes`: Shapes by the batch's tensor shapes and dtypes.
+    `shapes`: the Shapes of one example, by names, shapes (without dimension 0) and dtypes of the
+    batch's tensors; filled on use.
     """
 
     cut: ActivationCut | None
@@ -63,7 +64,10 @@ class CutResult:
 @final
 @dataclass(frozen=True)
 class InputlessExamples:
-    """Examples whose batches leave out the inputs, since cached activations replace them."""
+    """Examples whose batches leave out the model inputs; `count` is the number of examples.
+
+    For training with cached activations, which replace the inputs.
+    """
 
     examples: SparseExamples
     count: int
@@ -78,27 +82,31 @@ class InputlessExamples:
 
 @final
 class FrozenPrefix:
-    """The frozen part of a model in one turn, replaced by cached activations.
+    """The frozen part of a job's model in one turn, replaced by cached activations.
 
-    Each example runs through it alone, at its own length, and is then padded with zeros to its
-    batch's length. So an activation depends neither on the batch nor on whether it was cached.
+    Within `forward.install()`, load batches from the property `examples` instead of the given
+    examples, and call `enter(batch, indices)` before each forward pass. `result` is the CutResult
+    of the model, with a cut; `cache` holds the activations. The constructor opens the cache entry
+    for the present values of the frozen params.
 
-    `forward`: the hooks that put cached activations into the model.
+    Each example runs through the frozen part alone, without padding; the activations are then
+    padded with zeros to the length of the batch. So an activation does not depend on the batch.
     """
 
     def __init__(
-        self,
-        job: Job,
-        examples: Examples,
-        result: CutResult,
-        cut: ActivationCut,
-        cache: ActivationCache,
+        self, job: Job, examples: Examples, result: CutResult, cache: ActivationCache
     ) -> None:
-        self._job, self._examples, self._result = job, examples, result
-        self._cut, self._cache = cut, cache
-        self._device = model_device(job.model)
-        self._entry = self._open_entry()
-        self.forward = CachedForward(job.model, cut, fixed=result.fixed)
+        assert result.cut is not None
+        self._examples, self._result, self._cut, self._cache = examples, result, result.cut, cache
+        self._model, self._loss_fn, self._device = job.model, _loss_fn(job), model_device(job.model)
+        self.forward = CachedForward(job.model, result.cut, fixed=result.fixed)
+        params = dict(job.model.named_parameters())
+        seed = job.seed if isinstance(job.examples, SeededExamples) else None
+        digests = cache.digests({name: params[name] for name in self._cut.params})
+        state = [self._cut.text, digests, job.train_config.precision, str(self._device), seed]
+        key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+        examples_key = job.examples_digest or f"id {id(job.examples)}"
+        self._entry = cache.open(examples_key, key, job.examples)
 
     @property
     def examples(self) -> Examples:
@@ -109,53 +117,40 @@ class FrozenPrefix:
         return examples
 
     def enter(self, batch: Batch, indices: Tensor) -> None:
-        """Put the activations of some examples into the model, for the next pass of their batch.
+        """Put cached activations into the model, for the next forward pass of a batch.
 
-        Activations that are not cached are computed, and cached if there is room.
+        `indices` are the indices of the batch's examples. Activations that are not cached are
+        computed, and cached if there is room. Raises FedplanError if activations of several lengths
+        cannot be padded.
         """
         self.forward.on = False
         signature = tuple((name, each.shape[1:], each.dtype) for name, each in batch.items())
-        shapes = self._result.shapes.get(signature)
-        if shapes is None:
-            shapes = self._result.shapes[signature] = self._record_shapes(batch, indices)
-        output_shapes, slot_shapes = shapes
+        if (shapes := self._result.shapes.get(signature)) is None:
+            # A pass of the first example, at the width of the batch.
+            one = {name: each[:1] for name, each in batch.items()}
+            if self._result.inputless:
+                one = self._examples.batch(indices[:1])
+            outputs, tensors = self._record(self._cut.skipped, one)
+            shapes = outputs, {slot: each.shape for slot, each in tensors.items()}
+            self._result.shapes[signature] = shapes
+        self.forward.shapes, slot_shapes = shapes
         numbers = cast("list[int]", indices.tolist())
         rows = [self._cache.get(self._entry, i, lambda i=i: self._compute(i)) for i in numbers]
         common = self._entry.common or {}
         stacked = {s: _stack([row[s] for row in rows], slot_shapes[s]) for s in rows[0]}
         self.forward.tensors = to_device({**common, **stacked}, self._device)
-        self.forward.shapes, self.forward.count, self.forward.on = output_shapes, len(numbers), True
+        self.forward.count, self.forward.on = len(numbers), True
 
-    def _open_entry(self) -> CachedActivations:
-        """Open the cache entry for the examples and the present values of the frozen params."""
-        job, params = self._job, dict(self._job.model.named_parameters())
-        seed = job.seed if isinstance(job.examples, SeededExamples) else None
-        digests = self._cache.digests({name: params[name] for name in self._cut.params})
-        state = [self._cut.text, digests, job.train_config.precision, str(self._device), seed]
-        key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
-        examples_key = job.examples_digest or f"id {id(job.examples)}"
-        return self._cache.open(examples_key, key, job.examples)
-
-    def _record_shapes(self, batch: Batch, indices: Tensor) -> Shapes:
-        """Return the Shapes of a batch, from a pass of its first example at the batch's width."""
-        one = {name: each[:1] for name, each in batch.items()}
-        if self._result.inputless:
-            one = self._examples.batch(indices[:1])
-        cut = self._cut
-        shapes, tensors = record_activations(
-            self._job.model, cut.skipped, cut.slots, one, _loss_fn(self._job)
-        )
-        return shapes, {slot: each.shape for slot, each in tensors.items()}
+    def _record(self, names: Sequence[str], batch: Batch) -> tuple[dict[str, Any], Tensors]:
+        """Record the outputs of modules `names` and the slots of the cut: `record_activations`."""
+        return record_activations(self._model, names, self._cut.slots, batch, self._loss_fn)
 
     def _compute(self, index: int) -> Tensors:
-        """Run one example through the frozen part and return its own activations by slot.
+        """Run the example at `index` through the frozen part and return the activations by slot.
 
-        Stores the activations that all examples have in common in the cache entry.
+        Activations that all examples have in common are stored in the cache entry instead.
         """
-        batch = self._examples.batch(torch.tensor([index]))
-        _, tensors = record_activations(
-            self._job.model, (), self._cut.slots, batch, _loss_fn(self._job)
-        )
+        _, tensors = self._record((), self._examples.batch(torch.tensor([index])))
         common = self._result.common
         self._entry.common = {slot: each for slot, each in tensors.items() if slot in common}
         return {slot: each for slot, each in tensors.items() if slot not in common}
@@ -163,49 +158,40 @@ class FrozenPrefix:
 
 @contextmanager
 def frozen_prefix(job: Job, examples: Examples) -> Generator[FrozenPrefix | None]:
-    """Replace the frozen part of a job's model by cached activations within the context.
+    """Context manager that replaces the frozen part of a job's model by cached activations.
 
-    The model must have its params marked as trainable and be in train mode. Yields None, and leaves
-    the model alone, if `train_config.cache_activations` is off, there are no examples, or nothing
-    can be cut.
-    Raises FedplanError if the model's loss differs when examples run one by one.
+    Use within `trainable(...)`, with the model in train mode. Yields the FrozenPrefix. Yields None,
+    and does not change the model, if `train_config.cache_activations` is off, there are no
+    examples, or the model cannot be cut (the reason is logged). The cut is found once per model
+    class, trained params and precision, and kept in the job's activation cache. Raises FedplanError
+    if the loss differs when examples run through the frozen part one by one.
     """
-    cache = ActivationCache(0) if job.activation_cache is None else job.activation_cache
     if not job.train_config.cache_activations or not len(examples):
         yield None
         return
+    cache = ActivationCache(0) if job.activation_cache is None else job.activation_cache
+    model_class = type(job.model).__name__
     trained = [name for name, each in job.model.named_parameters() if each.requires_grad]
-    signature = json.dumps([type(job.model).__name__, trained, job.train_config.precision])
-    if (result := cache.cuts.get(signature)) is None:
-        result = cache.cuts[signature] = _find_and_check_cut(job, examples, cache)
+    signature = json.dumps([model_class, trained, job.train_config.precision])
+    if (result := cast("CutResult | None", cache.cuts.get(signature))) is None:
+        with fork_rng_state(model_device(job.model)):
+            result = _find_cut(job, examples)
+            if result.cut is None:
+                message = "train.cache_activations has no effect on %s: %s"
+                log.info(message, model_class, result.reason)
+            else:
+                _require_same_loss(job, examples, result, cache)
+        cache.cuts[signature] = result
     if result.cut is None:
         yield None
         return
-    prefix = FrozenPrefix(job, examples, result, result.cut, cache)
+    prefix = FrozenPrefix(job, examples, result, cache)
     with prefix.forward.install():
         yield prefix
 
 
-def _find_and_check_cut(job: Job, examples: Examples, cache: ActivationCache) -> CutResult:
-    """Find the cut of a job's model and check the loss of the first batch; keep the random state.
-
-    Logs the reason if the model cannot be cut.
-    """
-    with fork_rng_state(model_device(job.model)):
-        result = _find_cut(job, examples)
-        if result.cut is None:
-            log.info(
-                "train.cache_activations has no effect on %s: %s",
-                type(job.model).__name__,
-                result.reason,
-            )
-        else:
-            _require_same_loss(job, examples, result, result.cut, cache)
-    return result
-
-
 def _find_cut(job: Job, examples: Examples) -> CutResult:
-    """Find the cut of a model by passes of its first example, once and twice in a batch."""
+    """Find the cut of a job's model by passes of the first example, once and twice in a batch."""
     one, again, twice = (examples.batch(torch.tensor(which)) for which in ([0], [0], [0, 0]))
     if not all(torch.equal(one[name], again[name]) for name in one):
         return CutResult(None, "its examples differ each time, as by augmentation")
@@ -228,11 +214,12 @@ def _find_cut(job: Job, examples: Examples) -> CutResult:
 
 @torch.no_grad()
 def _require_same_loss(
-    job: Job, examples: Examples, result: CutResult, cut: ActivationCut, cache: ActivationCache
+    job: Job, examples: Examples, result: CutResult, cache: ActivationCache
 ) -> None:
-    """Raise FedplanError if the first batch has another loss with cached activations.
+    """Raise FedplanError if cached activations change the loss of the first batch of examples.
 
-    Sets `result.inputless` if the trained part gives the same loss without the inputs.
+    Differences up to _TOLERANCE are accepted. Sets `result.inputless` to whether the loss stays the
+    same without the inputs. Adds the activations of the batch to the cache.
     """
     indices = torch.arange(min(len(examples), job.train_config.batch_size))
     loss_fn, device = _loss_fn(job), model_device(job.model)
@@ -240,7 +227,7 @@ def _require_same_loss(
         expected = loss = float(loss_fn(examples.batch(indices)))
     for inputless in (True, False) if isinstance(examples, SparseExamples) else (False,):
         result.inputless = inputless
-        prefix = FrozenPrefix(job, examples, result, cut, cache)
+        prefix = FrozenPrefix(job, examples, result, cache)
         with prefix.forward.install():
             batch = prefix.examples.batch(indices)
             prefix.enter(batch, indices)
@@ -256,7 +243,7 @@ def _require_same_loss(
 
 
 def _loss_fn(job: Job) -> LossFn:
-    """Return a function from a batch to its loss, on the model's device and under autocast."""
+    """Return a function from a batch to the job's loss, on the model's device and in autocast."""
     device = model_device(job.model)
 
     def loss_fn(batch: Batch) -> Tensor:
@@ -267,9 +254,10 @@ def _loss_fn(job: Job) -> LossFn:
 
 
 def _stack(rows: Sequence[Tensor], size: torch.Size) -> Tensor:
-    """Concatenate one-example tensors, padding dimension 1 with zeros to `size` where needed.
+    """Concatenate tensors of one example each, padded with zeros to the shape `size`.
 
-    Raises FedplanError if tensors of several lengths do not have three dimensions.
+    Only dimension 1 of three-dimensional tensors can be padded: raises FedplanError if a row
+    differs from `size` in another way.
     """
     if all(row.shape == size for row in rows):
         return torch.cat(list(rows))

@@ -38,10 +38,10 @@ class WeightedBatch(NamedTuple):
 def epoch_steps(
     count: int, size: int, generator: torch.Generator, lengths: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Return the example indices of each step of one epoch, in random order.
+    """Return the example indices of each step of one epoch, in an order drawn by `generator`.
 
-    Every index below `count` occurs once; a step has `size` indices, the last one may have fewer.
-    With `lengths` (one number for each example), a step has examples of similar length.
+    Every index below `count` occurs once; a step has `size` indices, one step may have fewer. With
+    `lengths` (one number for each example), a step has examples of similar length.
     """
     order = torch.randperm(count, generator=generator)
     if lengths is None:
@@ -54,7 +54,7 @@ def epoch_steps(
 
 
 def token_lengths(examples: Examples) -> Tensor:
-    """Return the number of tokens of each example, from its attention mask.
+    """Return the number of tokens of each example, by the attention mask; loads all examples.
 
     Raises FedplanError if the examples have no attention_mask.
     """
@@ -63,36 +63,32 @@ def token_lengths(examples: Examples) -> Tensor:
         batch = examples.batch(indices)
         if "attention_mask" not in batch:
             raise FedplanError(
-                "by_length groups texts of similar length, and these examples have no "
-                "attention_mask to read their length from: leave by_length out"
+                "group_by_length groups texts of similar length, and these examples have no "
+                "attention_mask to read their length from: leave group_by_length out"
             )
         lengths.append(batch["attention_mask"].flatten(1).sum(1).cpu())
     return torch.cat(lengths) if lengths else torch.zeros(0)
 
 
 def split_step(examples: Examples, indices: Tensor, size: int) -> list[WeightedBatch]:
-    """Load the examples of one step as batches of at most `size` examples, with loss weights.
+    """Load the examples at `indices` as batches of at most `size` examples, with loss weights.
 
-    A batch's share is its part of the step's labels (those that are not NO_LABEL), or of the
-    step's examples if labels are floating-point or absent. So the weighted sum of the batches' mean
-    losses equals the mean loss of one large batch.
+    The weight of a batch is the share of the labels that are not NO_LABEL, or of the examples if
+    labels are floating-point or absent. So the weighted sum of the batches' mean losses equals the
+    mean loss of one large batch.
     """
     if len(indices) <= size:
         return [WeightedBatch(examples.batch(indices), 1.0, indices)]
     parts = _split(indices, size)
     batches = [examples.batch(part) for part in parts]
-    counts = [_count_labels(batch, len(part)) for batch, part in zip(batches, parts, strict=True)]
+    counts = [len(part) for part in parts]
+    for i, batch in enumerate(batches):
+        labels = batch.get("labels")
+        if labels is not None and not labels.is_floating_point():
+            counts[i] = int((labels != NO_LABEL).sum())
     total = sum(counts)
     shares = [count / total for count in counts] if total else [1 / len(batches)] * len(batches)
     return [WeightedBatch(*fields) for fields in zip(batches, shares, parts, strict=True)]
-
-
-def _count_labels(batch: dict[str, Tensor], example_count: int) -> int:
-    """Return the number of integer labels of a batch; without integer labels, `example_count`."""
-    labels = batch.get("labels")
-    if labels is None or labels.is_floating_point():
-        return example_count
-    return int((labels != NO_LABEL).sum())
 
 
 def prefetch(
@@ -101,7 +97,7 @@ def prefetch(
     """Yield `function(item)` for each item, in order.
 
     With `num_workers` threads, up to twice as many results are computed ahead; with 0, each result
-    is computed when it is requested.
+    is computed on request, in the calling thread. An exception of `function` is raised in order.
     """
     if not num_workers:
         yield from map(function, items)

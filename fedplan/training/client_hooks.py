@@ -24,7 +24,8 @@ from fedplan.training.fit import ClientHook, Fit, FitResult, Job
 def proximal(mu: float) -> ClientHook:
     """Return FedProx's hook: a loss term of mu/2 times the squared distance to the global model.
 
-    Only SHARE params have the term; it is added as mu * (value - start) to their gradients.
+    The term is for SHARE params only, added as mu * (value - start) to the gradient; the reported
+    loss does not include the term.
     """
 
     @with_text(format_call("proximal", mu))
@@ -48,27 +49,24 @@ def proximal(mu: float) -> ClientHook:
 def alternate(personal_epochs: int = 1) -> ClientHook:
     """Return FedRep's hook: train the KEEP params first, then the SHARE params.
 
-    The first fit takes `personal_epochs` epochs and seed + 1; its loss and steps are not reported.
+    Fits twice: for `personal_epochs` epochs with the SHARE params frozen, at the job's seed + 1;
+    then by the job's settings with the KEEP params held. Returns the result of the second fit.
     """
 
     @with_text(format_call("alternate", personal_epochs))
     def hook(fit: Fit) -> Fit:
         def alternating_fit(job: Job) -> FitResult:
-            personal = _replace_role(job, Role.SHARE, Role.FREEZE)
-            shared = _replace_role(job, Role.KEEP, Role.HOLD)
+            personal, shared = (
+                {param: new if role is old else role for param, role in job.roles.items()}
+                for old, new in ((Role.SHARE, Role.FREEZE), (Role.KEEP, Role.HOLD))
+            )
             config = replace(job.train_config, epochs=personal_epochs, steps=0)
-            fit(replace(personal, train_config=config, seed=job.seed + 1))
-            return fit(shared)
+            fit(replace(job, roles=personal, train_config=config, seed=job.seed + 1))
+            return fit(replace(job, roles=shared))
 
         return alternating_fit
 
     return hook
-
-
-def _replace_role(job: Job, old: Role, new: Role) -> Job:
-    """Return the job with one role replaced by another."""
-    roles = {param: new if role is old else role for param, role in job.roles.items()}
-    return replace(job, roles=roles)
 
 
 CONTROL = "control"
@@ -79,16 +77,23 @@ CONTROL = "control"
 def control_variates(fit: Fit) -> Fit:
     """Wrap a fit with SCAFFOLD's correction: add c - c_i to the gradient of each SHARE param.
 
-    c (`job.aux`) is the federation's control variate, c_i (`job.memory`) the client's. The client's
-    is updated by option II of the paper, which assumes plain SGD; with a learning rate schedule the
-    sum of the rates takes the place of steps times rate. The result's `aux` has the change of c_i,
-    its `memory` the new c_i. Raises FedplanError if a step had several learning rates.
+    c (`job.aux`) is the federation's control variate, c_i (`job.memory`) the client's; zeros if
+    missing. c_i is updated by option II of the paper, which assumes plain SGD; with a learning rate
+    schedule the sum of the rates takes the place of steps times rate. The result's `aux` has the
+    change of c_i, and `memory` the new c_i. The fit raises FedplanError if a step had several
+    learning rates.
     """
 
     def controlled_fit(job: Job) -> FitResult:
         shared = [p for p, role in job.roles.items() if role is Role.SHARE]
-        global_control = {p.key: _get_control(job.aux, p, job.start) for p in shared}
-        control = {p.key: _get_control(job.memory, p, job.start) for p in shared}
+
+        def controls(aux: Tensors) -> dict[str, Tensor]:
+            stored = {p.key: aux.get(aux_name(p.key, CONTROL)) for p in shared}
+            return {
+                k: torch.zeros_like(job.start[k]) if v is None else v for k, v in stored.items()
+            }
+
+        global_control, control = controls(job.aux), controls(job.memory)
         correction = {key: global_control[key] - control[key] for key in global_control}
         on_device = to_device(correction, model_device(job.model))
 
@@ -106,8 +111,7 @@ def control_variates(fit: Fit) -> Fit:
                 "SCAFFOLD needs one learning rate for all params in a step, and this loop's "
                 "param groups have several: give them one"
             )
-        scale = 1 / lr_sum
-        trained = get_values(job.model, shared)
+        scale, trained = 1 / lr_sum, get_values(job.model, shared)
         updated = {
             k: control[k] - global_control[k] + (job.start[k] - trained[k]) * scale for k in trained
         }
@@ -118,12 +122,6 @@ def control_variates(fit: Fit) -> Fit:
         )
 
     return controlled_fit
-
-
-def _get_control(aux: Tensors, param: Param, start: Tensors) -> Tensor:
-    """Return a param's control variate among auxiliary tensors; zeros if it is missing."""
-    control = aux.get(aux_name(param.key, CONTROL))
-    return torch.zeros_like(start[param.key]) if control is None else control
 
 
 CLIENT_HOOK_NAMES: Registry[ClientHook] = Registry("client hook", {"alternate": alternate()})

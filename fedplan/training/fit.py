@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from math import ceil, nan
 from operator import add
@@ -29,18 +29,8 @@ from fedplan.tensors.devices import (
 from fedplan.tensors.named import Tensors
 from fedplan.training.activation_cache import ActivationCache
 from fedplan.training.activation_reuse import frozen_prefix
-from fedplan.training.batches import (
-    WeightedBatch,
-    epoch_steps,
-    prefetch,
-    split_step,
-    token_lengths,
-)
-from fedplan.training.forward_options import (
-    PRECISIONS,
-    compile_model,
-    use_gradient_checkpointing,
-)
+from fedplan.training.batches import epoch_steps, prefetch, split_step, token_lengths
+from fedplan.training.forward_options import PRECISIONS, compile_model, use_gradient_checkpointing
 from fedplan.training.freezing import TrainableParams, trainable
 from fedplan.training.lr_schedules import LRSchedule
 from fedplan.training.optimizers import ClientOptimizer, adamw
@@ -52,9 +42,9 @@ _CONSTANT_LR = LRSchedule()
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training arguments of a client.
+    """Training arguments of a client, as a value that server and clients compare.
 
-    `optimizer`, `lr`, `lr_scheduler`: the optimizer, its learning rate, and the rate's schedule.
+    `optimizer`, `lr`, `lr_scheduler`: the optimizer, the learning rate, and the rate's schedule.
     `epochs`: passes over the examples in a turn; ignored if `steps` is set.
     `steps`: optimizer steps in a turn; 0 uses `epochs`.
     `batch_size`: examples in one forward pass.
@@ -66,8 +56,10 @@ class TrainConfig:
     `torch_compile`: a backend of torch.compile; empty does not compile.
     `group_by_length`: put texts of similar length into one batch.
     `num_workers`: threads that load batches ahead.
-    `cache_activations`: compute the activations of frozen layers below all trained ones once per
-    example, and cache them for later steps and turns.
+    `cache_activations`: compute the activations of frozen layers below all trained layers once per
+    example, and cache the activations for later steps and turns.
+    Raises FedplanError for gradient_accumulation_steps below 1, negative num_workers, an unknown
+    precision, or cache_activations together with torch_compile; other values are not checked.
     """
 
     optimizer: ClientOptimizer = _DEFAULT_OPTIMIZER
@@ -87,7 +79,6 @@ class TrainConfig:
     cache_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Raise FedplanError if a number is too small, or if two settings exclude each other."""
         for name, least in (("gradient_accumulation_steps", 1), ("num_workers", 0)):
             if (value := getattr(self, name)) < least:
                 raise FedplanError(f"{name} is {value}: give {least} or more")
@@ -115,22 +106,20 @@ class TrainConfig:
         """Return the number of optimizer steps of a turn on so many examples; 0 for none."""
         if not example_count:
             return 0
-        return self.steps or self.epochs * ceil(example_count / self._step_size)
-
-    @property
-    def _step_size(self) -> int:
-        """Examples in one optimizer step."""
-        return self.batch_size * self.gradient_accumulation_steps
+        step_size = self.batch_size * self.gradient_accumulation_steps
+        return self.steps or self.epochs * ceil(example_count / step_size)
 
     def draw_steps(self, examples: Examples, seed: int) -> Iterator[Tensor]:
         """Yield the example indices of each step of a turn, in an order drawn by the seed.
 
         Every epoch has a new order. With `steps` set, epochs repeat until the steps are done.
+        Raises FedplanError if `group_by_length` is set and examples have no attention_mask.
         """
         generator, remaining = torch.Generator().manual_seed(seed), self.step_count(len(examples))
         lengths = token_lengths(examples) if self.group_by_length else None
+        step_size = self.batch_size * self.gradient_accumulation_steps
         while remaining:
-            steps = epoch_steps(len(examples), self._step_size, generator, lengths)
+            steps = epoch_steps(len(examples), step_size, generator, lengths)
             for indices in islice(steps, remaining):
                 remaining -= 1
                 yield indices
@@ -148,11 +137,12 @@ GradientHook = Callable[[Param, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Job:
-    """Inputs of one local fit.
+    """Inputs of one local fit: a client's model, examples and settings in one round.
 
-    `roles`: role of each param; SHARE and KEEP params are trained.
-    `start`: values of the params before the turn.
-    `aux`: auxiliary tensors received from the server, such as SCAFFOLD's control variates.
+    `model`: trained in place. `roles`: role of each param; SHARE and KEEP params are trained.
+    `loss`: function of a model and a batch. `seed`: for the order of examples and dropout.
+    `start`: values of the params before the turn, by key.
+    `aux`: auxiliary tensors received from the server, as SCAFFOLD's control variates.
     `memory`: auxiliary tensors that the client stored in its last turn.
     `gradient_hooks`: called in order for each trained param before each step.
     `traits`: the client's traits. `round`: number of the round, from 1.
@@ -178,10 +168,18 @@ class Job:
     def stepper(self, trainable_params: TrainableParams, steps: int) -> Stepper:
         """Create the Stepper of this turn: optimizer, learning rates of `steps` steps, and scaler.
 
-        Raises FedplanError if precision is fp16 and a trained param is in float16 itself.
+        Raises FedplanError if precision is fp16 and a trained param is in float16 itself, or if
+        the optimizer or the schedule cannot be created.
         """
         config, device = self.train_config, model_device(self.model)
-        _require_scalable(config, trainable_params)
+        fp16 = config.dtype is torch.float16
+        for key, tensor in trainable_params.named_parameters() if fp16 else ():
+            # Gradient scaling needs params of a finer dtype than the forward pass.
+            if tensor.dtype is torch.float16:
+                raise FedplanError(
+                    f"{key} is in float16, and precision fp16 needs params of a finer dtype than "
+                    "it computes in: load the model in float32"
+                )
         factor = config.lr_scheduler.factor(config.lr, self.round, steps)
         optimizer = config.make_optimizer(trainable_params)
         return Stepper(optimizer, factor, grad_scaler(device, config.dtype))
@@ -191,9 +189,10 @@ class Job:
 class FitResult:
     """Result of one local fit.
 
-    `loss`: mean training loss over all steps; nan without steps. `steps`: optimizer steps taken.
+    `loss`: mean training loss over all steps; nan without trained params. `steps`: optimizer steps
+    taken.
     `aux`: auxiliary tensors for the server, sent beside the update.
-    `memory`: auxiliary tensors that the client stores for its next turn.
+    `memory`: auxiliary tensors that the client stores for the next turn.
     `lr_sum`: sum of the learning rates of all steps; None if every step used `train_config.lr`.
     """
 
@@ -213,10 +212,12 @@ ClientHook = Callable[[Fit], Fit]
 
 @with_text("plain")
 def plain_fit(job: Job) -> FitResult:
-    """Train every SHARE and KEEP param of `job.model` in place, and leave it in eval mode.
+    """Train every SHARE and KEEP param of `job.model` in place, and leave the model in eval mode.
 
     Random numbers are drawn from the job's seed; the global random state is restored at the end.
-    Without trained params nothing runs, and the result has loss nan and 0 steps.
+    Without trained params nothing runs, and the result has loss nan and 0 steps; without examples
+    the loss is 0. Raises FedplanError as `Job.stepper`, `TrainConfig.draw_steps`, `frozen_prefix`,
+    `use_gradient_checkpointing` and `compile_model` do.
     """
     config, device, losses = job.train_config, model_device(job.model), list[Tensor]()
     with (
@@ -233,7 +234,10 @@ def plain_fit(job: Job) -> FitResult:
         model = compile_model(job.model, config.torch_compile)
         job.model.train()
         with frozen_prefix(job, examples) as prefix:
-            for batches in _load_steps(prefix.examples if prefix else examples, config, job.seed):
+            loaded = prefix.examples if prefix else examples
+            load_step = partial(split_step, loaded, size=config.batch_size)
+            steps = config.draw_steps(loaded, job.seed)
+            for batches in prefetch(load_step, steps, config.num_workers):
                 for batch, share, indices in batches:
                     if prefix:
                         prefix.enter(batch, indices)
@@ -247,32 +251,12 @@ def plain_fit(job: Job) -> FitResult:
     return FitResult(mean, stepper.steps_taken, lr_sum=config.lr * stepper.factor_sum)
 
 
-def _load_steps(
-    examples: Examples, config: TrainConfig, seed: int
-) -> Iterator[list[WeightedBatch]]:
-    """Yield the batches of each step of a turn, loaded ahead if the config has workers."""
-    steps = config.draw_steps(examples, seed)
-    return prefetch(
-        lambda indices: split_step(examples, indices, config.batch_size), steps, config.num_workers
-    )
-
-
-def _require_scalable(config: TrainConfig, trainable_params: TrainableParams) -> None:
-    """Raise FedplanError if precision is fp16 and a trained param is in float16 itself.
-
-    Gradient scaling needs params of a finer dtype than the forward pass.
-    """
-    for key, tensor in trainable_params.named_parameters() if config.dtype is torch.float16 else ():
-        if tensor.dtype is torch.float16:
-            raise FedplanError(
-                f"{key} is in float16, and precision fp16 needs params of a finer dtype than it "
-                "computes in: load the model in float32"
-            )
-
-
 @torch.no_grad()
 def adjust_gradients(trainable_params: TrainableParams, job: Job) -> None:
-    """Run the job's gradient hooks, then clip the gradients to `max_grad_norm`; both in place."""
+    """Change the gradients of `trainable_params` in place: run the job's hooks, then clip.
+
+    Clips to the norm `max_grad_norm` of the job's train config; 0 does not clip.
+    """
     for param, value, gradient in trainable_params.gradients() if job.gradient_hooks else ():
         for hook in job.gradient_hooks:
             hook(param, value, gradient)

@@ -22,15 +22,18 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 @contextmanager
 def use_gradient_checkpointing(model: nn.Module, on: bool) -> Generator[None]:
-    """Turn on a model's gradient checkpointing within the context, if `on` and not on already.
+    """Context manager that turns on a model's gradient checkpointing, if `on`, until exit.
 
-    Raises FedplanError if the model has no `gradient_checkpointing_enable`, or rejects it.
+    A model that already has gradient checkpointing on stays so. Raises FedplanError if the model
+    has no method `gradient_checkpointing_enable`, or the method raises ValueError.
     """
     if not on or getattr(model, "is_gradient_checkpointing", False):
         yield
         return
-    enable: Any = getattr(model, "gradient_checkpointing_enable", _no_checkpointing)
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     try:
+        if enable is None:
+            raise ValueError("the model has no gradient_checkpointing_enable")
         # Reentrant checkpointing loses gradients of blocks whose inputs need none, as under LoRA.
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
@@ -42,10 +45,6 @@ def use_gradient_checkpointing(model: nn.Module, on: bool) -> Generator[None]:
         yield
     finally:
         cast("Any", model).gradient_checkpointing_disable()
-
-
-def _no_checkpointing(**_: Any) -> None:
-    raise ValueError("the model has no gradient_checkpointing_enable")
 
 
 def compile_model(model: nn.Module, backend: str) -> nn.Module:

@@ -20,27 +20,18 @@ from fedplan.models.params import Param
 
 @dataclass(frozen=True)
 class _TrainedRows:
-    """The trained rows of a fused tensor, as a parameter for an optimizer.
+    """The trained rows (`param`) of a fused `tensor`, as a parameter `leaf` for an optimizer.
 
-    `leaf`: the parameter. If the rows are contiguous it shares the tensor's memory (`shared`), so a
-    step on it is a step on the tensor. Otherwise it is a copy, written back after each step, since
-    fused optimizers write over the gaps.
+    `shared`: the rows are contiguous, so `leaf` shares the tensor's memory, and a step on `leaf` is
+    a step on the tensor. Otherwise `leaf` is a copy, and `write_back` must follow each step.
     """
+
+    # A copy, because fused optimizers write over the gaps between rows.
 
     param: Param
     tensor: nn.Parameter
     leaf: nn.Parameter
     shared: bool
-
-    @staticmethod
-    def of(param: Param, tensor: nn.Parameter) -> _TrainedRows:
-        rows = param.view(tensor.detach())
-        return _TrainedRows(param, tensor, nn.Parameter(rows.contiguous()), rows.is_contiguous())
-
-    def take_gradient(self, gradient: Tensor) -> None:
-        """Add the rows' part of the tensor's gradient to the leaf's gradient."""
-        part = self.param.view(gradient)
-        self.leaf.grad = part.clone() if self.leaf.grad is None else self.leaf.grad.add_(part)
 
     def write_back(self) -> None:
         """Copy the leaf's values into the tensor."""
@@ -49,11 +40,13 @@ class _TrainedRows:
 
 
 class TrainableParams:
-    """The trained params of a model, for an optimizer; created by `trainable`.
+    """The params of a model that roles train (SHARE and KEEP); created by `trainable`.
 
-    If a fused tensor is trained in part, its trained rows are parameters of their own that receive
-    their part of the gradient. The frozen rows are in no optimizer: neither weight decay nor
-    momentum can change them, and they need no optimizer state.
+    Build an optimizer from `parameters()`; `release()`, or leaving the context, restores the model.
+    If a fused tensor is trained in part, the trained rows are separate parameters with their part
+    of the gradient. The frozen rows are in no optimizer, so that neither weight decay nor momentum
+    changes frozen rows. The backward pass of a fused tensor that is trained in part raises
+    FedplanError if the model was moved or cast, or `parameters()` was never called.
     """
 
     def __init__(self, model: nn.Module, roles: Roles) -> None:
@@ -68,45 +61,47 @@ class TrainableParams:
         for param in roles:
             params.setdefault(param.name, []).append(param)
         for name, tensor in tensors.items():
-            self._set_trainable(tensor, params.get(name, []), roles)
+            trained = [param for param in params.get(name, []) if roles[param].is_trained]
+            tensor.requires_grad_(bool(trained))
+            if trained and len(trained) == len(params[name]):
+                self._trained[name] = tensor
+            elif trained:
+                self._split(tensor, trained)
         if self._copies:
             self._hooks.append(register_optimizer_step_post_hook(self._write_back))
 
-    def _set_trainable(self, tensor: nn.Parameter, params: list[Param], roles: Roles) -> None:
-        """Set a tensor's requires_grad by the roles of its params; split it if roles differ."""
-        trained = [param for param in params if roles[param].is_trained]
-        tensor.requires_grad_(bool(trained))
-        if trained and len(trained) == len(params):
-            self._trained[params[0].name] = tensor
-        elif trained:
-            self._split(tensor, [_TrainedRows.of(param, tensor) for param in trained])
+    def _split(self, tensor: nn.Parameter, trained: list[Param]) -> None:
+        """Register the trained rows of a fused tensor, and a hook that passes on the gradient.
 
-    def _split(self, tensor: nn.Parameter, rows: list[_TrainedRows]) -> None:
-        """Register a fused tensor's trained rows, and a hook that gives them their gradients."""
+        In the backward pass the hook raises FedplanError: see the class.
+        """
+        views = [(param, param.view(tensor.detach())) for param in trained]
+        rows = [
+            _TrainedRows(param, tensor, nn.Parameter(view.contiguous()), view.is_contiguous())
+            for param, view in views
+        ]
         storage = tensor.untyped_storage()
 
         def pass_gradients(tensor: Tensor) -> None:
-            self._require_use(in_place=tensor.untyped_storage() is storage)
+            if tensor.untyped_storage() is not storage:
+                raise FedplanError(
+                    "the model was moved or cast after trainable(): do that before the call"
+                )
+            if not self._parameters_read:
+                raise FedplanError(
+                    "a fused tensor is trained in part, which its own optimizer entry cannot do: "
+                    "build the optimizer from trainable_params.parameters(), not from "
+                    "model.parameters()"
+                )
             assert tensor.grad is not None
-            for part in rows:
-                part.take_gradient(tensor.grad)
+            for each in rows:
+                part, leaf = each.param.view(tensor.grad), each.leaf
+                leaf.grad = part.clone() if leaf.grad is None else leaf.grad.add_(part)
             tensor.grad = None
 
         self._hooks.append(tensor.register_post_accumulate_grad_hook(pass_gradients))
         self._trained |= {part.param.key: part.leaf for part in rows}
         self._copies += [part for part in rows if not part.shared]
-
-    def _require_use(self, *, in_place: bool) -> None:
-        """Raise FedplanError if the model was moved, or `parameters()` was never called."""
-        if not in_place:
-            raise FedplanError(
-                "the model was moved or cast after trainable(): do that before the call"
-            )
-        if not self._parameters_read:
-            raise FedplanError(
-                "a fused tensor is trained in part, which its own optimizer entry cannot do: build "
-                "the optimizer from trainable_params.parameters(), not from model.parameters()"
-            )
 
     def _write_back(self, *_: Any) -> None:
         for rows in self._copies:
@@ -117,7 +112,7 @@ class TrainableParams:
         return (tensor for _, tensor in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return pairs of key and parameter, for optimizers with param groups."""
+        """Return pairs of param key and parameter, for optimizers with param groups."""
         self._parameters_read = True
         return iter(self._trained.items())
 
@@ -128,7 +123,7 @@ class TrainableParams:
         return ((first_params[key], tensor) for key, tensor in self.named_parameters())
 
     def gradients(self) -> Iterator[tuple[Param, Tensor, Tensor]]:
-        """Yield each trained param that has a gradient, with its value and its gradient.
+        """Yield (param, value, gradient) for each trained param that has a gradient.
 
         Both tensors are views, so that a change of the gradient in place takes effect.
         """
@@ -142,10 +137,7 @@ class TrainableParams:
                 yield param, param.view(tensor.detach()), param.view(tensor.grad)
 
     def release(self) -> None:
-        """Restore the model's original requires_grad flags and remove all hooks.
-
-        Trained values stay.
-        """
+        """Restore the model's original requires_grad flags and remove all hooks; values stay."""
         self._write_back()
         for hook in self._hooks:
             hook.remove()
@@ -165,10 +157,10 @@ class TrainableParams:
 
 
 def trainable(model: nn.Module, roles: Roles) -> TrainableParams:
-    """Set requires_grad of exactly the SHARE and KEEP params, including parts of fused tensors.
+    """Set requires_grad of exactly the params with role SHARE or KEEP, in place.
 
-    Build the optimizer from the result's `parameters()`. Use it as a context manager, or call
-    `release()`, to restore the model's original flags.
+    Build the optimizer from the result's `parameters()`, which also has parts of fused tensors. Use
+    the result as a context manager, or call `release()`, to restore the model's original flags.
 
         with trainable(model, resolve(plan, describe(model), turn)) as trainable_params:
             optimizer = torch.optim.AdamW(trainable_params.parameters(), weight_decay=0.1)

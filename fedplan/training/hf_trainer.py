@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from fedplan.errors import FedplanError
 from fedplan.training.fit import Job
@@ -32,11 +31,14 @@ def run_trainer(
     trainable_params: TrainableParams,
     set_max_grad_norm: Callable[[float], None],
 ) -> float:
-    """Run a Trainer for one turn and return its mean loss.
+    """Train the job's model by a Trainer for one turn, and return the mean loss.
 
-    The Trainer saves, reports and evaluates nothing, and uses the job's seed. Its own gradient
-    clipping is turned off, and `set_max_grad_norm` is called with its norm. Raises FedplanError if
-    `trainer` is no Trainer, has another model, or has an optimizer that chooses its parameters.
+    The Trainer saves, reports and evaluates nothing, and uses the job's seed. The Trainer gets an
+    optimizer over `trainable_params`, unless it was given an optimizer or its class overrides
+    create_optimizer. The Trainer's own gradient clipping is turned off, and `set_max_grad_norm` is
+    called with its norm (0: no clipping). Raises FedplanError if `trainer` is no Trainer, has
+    another model, or has arguments with an unsuitable optimizer (see `_make_optimizer`). Changes
+    `trainer`, and the global random state.
     """
     from transformers import Trainer, set_seed
 
@@ -46,35 +48,32 @@ def run_trainer(
         )
     if trainer.model is not job.model:
         raise FedplanError("the Trainer has another model: build it with the model it is given")
+    attributes, names = vars(job.model), ("forward", "_original_forward")
     with TemporaryDirectory() as folder:
         _disable_outputs(trainer, folder, job.seed % 2**32)
-        set_max_grad_norm(_disable_clipping(trainer))
+        args: Any = trainer.args
+        # The Trainer's own clipping would miss the trained rows of fused tensors.
+        norm, args.max_grad_norm = float(args.max_grad_norm or 0.0), 0.0
+        set_max_grad_norm(norm)
         if trainer.optimizer is None and type(trainer).create_optimizer is Trainer.create_optimizer:
             trainer.optimizer = _make_optimizer(trainer, job, trainable_params)
         set_seed(job.seed % 2**32)
-        with _restore_forward(job.model):
+        originals = {name: attributes[name] for name in names if name in attributes}
+        try:
             output: Any = trainer.train()
+        finally:
+            # Mixed precision wraps the forward, and the model stays.
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(originals)
     return float(output.training_loss)
 
 
-@contextmanager
-def _restore_forward(model: nn.Module) -> Generator[None]:
-    """Restore a model's forward at the end: mixed precision wraps it, and the model stays."""
-    names = ("forward", "_original_forward")
-    originals = {name: vars(model)[name] for name in names if name in vars(model)}
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(model).pop(name, None)
-        vars(model).update(originals)
-
-
 def _disable_outputs(trainer: Trainer, folder: str, seed: int) -> None:
-    """Give a Trainer a copy of its arguments that saves, logs and evaluates nothing.
+    """Replace a Trainer's arguments by a copy that saves, logs and evaluates nothing.
 
-    Sets its output folder and seeds, removes callbacks that print or report, and removes its
-    original output folder if that is empty.
+    The copy has the given output folder and seed. Also removes callbacks that print or report, and
+    deletes the original output folder if that is empty.
     """
     args: Any = copy.copy(trainer.args)
     # A Trainer creates its output folder in its constructor.
@@ -92,23 +91,14 @@ def _disable_outputs(trainer: Trainer, folder: str, seed: int) -> None:
             trainer.remove_callback(callback)
 
 
-def _disable_clipping(trainer: Trainer) -> float:
-    """Turn off a Trainer's gradient clipping and return its norm; 0 if it was off.
-
-    Its own clipping would miss the trained rows of fused tensors.
-    """
-    args: Any = trainer.args
-    norm, args.max_grad_norm = float(args.max_grad_norm or 0.0), 0.0
-    return norm
-
-
 def _make_optimizer(
     trainer: Trainer, job: Job, trainable_params: TrainableParams
 ) -> torch.optim.Optimizer:
-    """Create the optimizer that a Trainer's arguments name, over the trained params.
+    """Create the optimizer that a Trainer's arguments name, over `trainable_params`.
 
-    Weight decay applies to the same params as in the Trainer. Raises FedplanError if the optimizer
-    chooses its parameters itself.
+    Weight decay applies to the same params of the job's model as in the Trainer. Raises
+    FedplanError for an optimizer that cannot be built over given parameters: one that is made from
+    the model or from its own param groups (as GaLore and LOMO), or is no torch optimizer.
     """
     untyped: Any = trainer
     make, settings = untyped.optimizer_cls_and_kwargs or untyped.get_optimizer_cls_and_kwargs(
@@ -123,13 +113,10 @@ def _make_optimizer(
         )
     names = {param.key: param.name for param in job.roles}
     decaying = set(untyped.get_decay_parameter_names(job.model))
-    leaves: dict[bool, list[Any]] = {True: [], False: []}
+    groups: dict[bool, dict[str, Any]] = {
+        True: {"params": [], "weight_decay": untyped.args.weight_decay},
+        False: {"params": [], "weight_decay": 0.0},
+    }
     for key, leaf in trainable_params.named_parameters():
-        leaves[names.get(key, key) in decaying].append(leaf)
-    weight_decay = {True: untyped.args.weight_decay, False: 0.0}
-    groups = [
-        {"params": params, "weight_decay": weight_decay[decays]}
-        for decays, params in leaves.items()
-        if params
-    ]
-    return make(groups, **settings)
+        groups[names.get(key, key) in decaying]["params"].append(leaf)
+    return make([group for group in groups.values() if group["params"]], **settings)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A client's examples as a torch Dataset, for a DataLoader or a Trainer.
+    """A client's examples as a torch Dataset of dicts, for a DataLoader or a Trainer.
 
-    Examples that are loaded together are padded to the longest of them, so that any collator can
-    stack them. `device`: the device of the batches that `batch` returns.
+    A DataLoader loads all examples of a batch by one call, which pads the examples to the same
+    length, so that any collator works. `batch(indices)` returns one batch on `device`; single
+    examples are on the CPU. `to_hf_dataset()` converts all examples.
     """
 
     examples: Examples
@@ -58,9 +58,9 @@ class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         return to_device(self.examples.batch(indices), self.device)
 
     def to_hf_dataset(self) -> Dataset:
-        """Return all examples as a Hugging Face Dataset, for trainers such as TRL's.
+        """Return all examples as a Hugging Face Dataset of lists, for trainers as TRL's.
 
-        Each example keeps its own length.
+        Examples are not padded. Loads all examples into memory.
         """
         from datasets import Dataset
 
@@ -77,10 +77,11 @@ def attach(loop: TrainingLoop) -> Fit:
 
     `loop(model, dataset, trainable_params)` either trains the model by an optimizer over
     `trainable_params.parameters()` and returns the mean loss, or returns a Trainer of transformers
-    or TRL over the model and the dataset. That Trainer is run with an optimizer over those
+    or TRL over the model and the dataset, which is then run with an optimizer over these
     parameters. Duration and learning rates are the loop's own: the study's train settings apply to
-    the built-in loop only. The fit raises FedplanError if the loop took no step over these
-    parameters, or replaced or moved the model's params.
+    the built-in loop only. Before each step of the optimizer the method's gradient hooks run. The
+    fit raises FedplanError if the loop took no step over these parameters, returned another value,
+    or replaced or moved the model's params.
 
         def trainer(model, dataset, trainable_params):
             return Trainer(model, TrainingArguments(max_steps=8), train_dataset=dataset)
@@ -90,14 +91,15 @@ def attach(loop: TrainingLoop) -> Fit:
     @with_text(format_call("attach", loop))
     def attached(job: Job) -> FitResult:
         device = model_device(job.model)
-        with (
-            fork_rng_state(device, job.seed),
-            trainable(job.model, job.roles) as trainable_params,
-        ):
+        with fork_rng_state(device, job.seed), trainable(job.model, job.roles) as trainable_params:
             if not list(trainable_params.parameters()) or not len(job.examples):
                 return FitResult(loss=nan, steps=0)
-            with _watch_steps(job, trainable_params) as watcher:
-                loss = _run_loop(loop, job, trainable_params, watcher)
+            watcher = _StepWatcher(job, trainable_params)
+            hook = register_optimizer_step_pre_hook(watcher)
+            try:
+                loss = _run_loop(loop, job, trainable_params, watcher.set_max_grad_norm)
+            finally:
+                hook.remove()
             job.model.eval()
         if not watcher.steps_taken:
             raise FedplanError(
@@ -109,11 +111,16 @@ def attach(loop: TrainingLoop) -> Fit:
 
 
 def _run_loop(
-    loop: TrainingLoop, job: Job, trainable_params: TrainableParams, watcher: _StepWatcher
+    loop: TrainingLoop,
+    job: Job,
+    trainable_params: TrainableParams,
+    set_max_grad_norm: Callable[[float], None],
 ) -> float:
-    """Run a loop, and the Trainer if it returns one; return the mean loss, nan if unknown.
+    """Run a loop on the job's model and examples, then the Trainer if the loop returns one.
 
-    Raises FedplanError if the loop replaced or moved params, or returned anything else.
+    Returns the mean loss, nan if the loop returns None. `set_max_grad_norm` is called with the
+    Trainer's clipping norm. Raises FedplanError if the loop replaced params of the model, moved
+    params to another device, or returned something else.
     """
     examples = job.examples
     if isinstance(examples, SeededExamples):
@@ -123,38 +130,33 @@ def _run_loop(
     devices_before = {tensor.device for tensor in params_before.values()}
     job.model.train()
     result = loop(job.model, dataset, trainable_params)
-    _require_same_params(params_before, devices_before, job.model)
+    params = dict(job.model.named_parameters())
+    names = params_before.keys() | params.keys()
+    if changed := [n for n in names if params_before.get(n) is not params.get(n)]:
+        raise FedplanError(
+            f"the loop replaced {min(changed)} in the model: a method adds params to a model "
+            "before the run starts (Method.adapt, model.adapter)"
+        )
+    if moved := {tensor.device for tensor in params.values()} - devices_before:
+        raise FedplanError(
+            f"the loop moved the model to {min(map(str, moved))}: set the device in the study, and "
+            "in the arguments of a Trainer (use_cpu)"
+        )
     if isinstance(result, int | float | Tensor | None):
         loss = result.item() if isinstance(result, Tensor) else result
         return nan if loss is None else float(loss)
     from fedplan.training.hf_trainer import run_trainer
 
-    return run_trainer(result, job, trainable_params, watcher.set_max_grad_norm)
-
-
-def _require_same_params(
-    before: dict[str, nn.Parameter], devices: set[torch.device], model: nn.Module
-) -> None:
-    """Raise FedplanError if a loop replaced params of the model, or moved it to another device."""
-    after = dict(model.named_parameters())
-    changed = [n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)]
-    if changed:
-        raise FedplanError(
-            f"the loop replaced {min(changed)} in the model: a method adds params to a model "
-            "before the run starts (Method.adapt, model.adapter)"
-        )
-    if moved := {tensor.device for tensor in after.values()} - devices:
-        raise FedplanError(
-            f"the loop moved the model to {min(map(str, moved))}: set the device in the study, and "
-            "in the arguments of a Trainer (use_cpu)"
-        )
+    return run_trainer(result, job, trainable_params, set_max_grad_norm)
 
 
 class _StepWatcher:
-    """Optimizer pre-step hook: adjusts gradients before each step over the trained params.
+    """Optimizer pre-step hook that runs the job's gradient hooks, clips, and counts steps.
 
-    `steps_taken`: steps over these params. `lr_sum`: sum of their learning rates; nan if the param
-    groups of a step had several.
+    Register with `register_optimizer_step_pre_hook`. Steps of optimizers without any of
+    `trainable_params` are ignored. `steps_taken`: the number of other steps. `lr_sum`: the sum of
+    the learning rates of these steps; nan if the param groups of a step had several. Clips to the
+    norm set by `set_max_grad_norm`, initially not at all.
     """
 
     def __init__(self, job: Job, trainable_params: TrainableParams) -> None:
@@ -172,7 +174,8 @@ class _StepWatcher:
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Adjust gradients and count the step, if the optimizer has trained params.
 
-        Raises FedplanError if the optimizer has a whole tensor that is trained in part.
+        Raises FedplanError if the optimizer has a whole tensor that is trained in part, and, if the
+        job has gradient hooks, for a step with a closure and for a second optimizer.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
@@ -185,42 +188,20 @@ class _StepWatcher:
         if self._trained.isdisjoint(params):
             return
         if self._job.gradient_hooks:
-            has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
-            self._require_single_step(optimizer, has_closure=has_closure)
+            if any(each is not None for each in (*args[1:], *kwargs.values())):
+                raise FedplanError(
+                    "the method changes gradients, and the loop's optimizer calls a closure for "
+                    "new ones: call step() without a closure"
+                )
+            if self._optimizer not in (None, optimizer):
+                raise FedplanError(
+                    "the method changes gradients before each step, and the loop has two "
+                    "optimizers: use one with param groups"
+                )
+            self._optimizer = optimizer
         adjust_gradients(self._trainable_params, self._job)
-        lr = _common_lr({float(group["lr"]) for group in optimizer.param_groups})
-        self.steps_taken, self.lr_sum = self.steps_taken + 1, self.lr_sum + lr
-
-    def _require_single_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Raise FedplanError unless each step of one optimizer has one gradient: no closure."""
-        if has_closure:
-            raise FedplanError(
-                "the method changes gradients, and the loop's optimizer calls a closure for new "
-                "ones: call step() without a closure"
-            )
-        if self._optimizer not in (None, optimizer):
-            raise FedplanError(
-                "the method changes gradients before each step, and the loop has two optimizers: "
-                "use one with param groups"
-            )
-        self._optimizer = optimizer
-
-
-def _common_lr(lrs: Iterable[float]) -> float:
-    """Return the only learning rate of a step; nan if there are several."""
-    lr, *others = lrs
-    return nan if others else lr
-
-
-@contextmanager
-def _watch_steps(job: Job, trainable_params: TrainableParams) -> Generator[_StepWatcher]:
-    """Register a _StepWatcher for all optimizers within the context, and yield it."""
-    watcher = _StepWatcher(job, trainable_params)
-    hook = register_optimizer_step_pre_hook(watcher)
-    try:
-        yield watcher
-    finally:
-        hook.remove()
+        lr, *others = {float(group["lr"]) for group in optimizer.param_groups}
+        self.steps_taken, self.lr_sum = self.steps_taken + 1, self.lr_sum + (nan if others else lr)
 
 
 LOOP_NAMES: Registry[Fit] = Registry("loop", {"plain": plain_fit})

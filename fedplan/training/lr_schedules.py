@@ -30,12 +30,14 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A learning rate schedule.
+    """A learning rate schedule, as a value without state; `factor` gives the rates of a turn.
 
-    `name`: a name of transformers.get_scheduler; `constant` keeps the rate.
-    `rounds`: the schedule covers a run of so many rounds; 0 restarts it in each turn.
+    `name`: one of SCHEDULES, names of transformers.get_scheduler; `constant` keeps the rate.
+    `rounds`: the schedule covers a run of so many rounds; 0 restarts the schedule in each turn.
     `warmup`: below 1, a fraction of the schedule; else rounds of the run, or steps of the turn.
     `settings`: further arguments of the scheduler, as sorted pairs of name and value.
+    Raises FedplanError for an unsupported name, for a warmup that is negative, longer than `rounds`
+    or above 1 and not whole, and for `constant` with any warmup, rounds or settings.
     """
 
     name: str = CONSTANT
@@ -44,7 +46,6 @@ class LRSchedule:
     settings: tuple[tuple[str, str | float], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise FedplanError if the name is not supported or the warmup does not fit."""
         if self.name in UNSUPPORTED:
             reason = UNSUPPORTED[self.name]
             raise FedplanError(f"{self.name} cannot be a client's schedule: {reason}")
@@ -68,7 +69,7 @@ class LRSchedule:
         return format_dataclass("schedule", self)
 
     def factor(self, lr: float, round: int, steps: int) -> Callable[[int], float]:
-        """Return a function from the number of a turn's step, from 0, to its learning rate factor.
+        """Return a function from the number of a step in a turn, from 0, to a factor of `lr`.
 
         `lr`: the optimizer's learning rate. `round`: number of the round, from 1. `steps`: steps of
         the turn. Raises FedplanError if the round is beyond the schedule, or if transformers
@@ -82,17 +83,9 @@ class LRSchedule:
                 f"round {round} is beyond the {self.rounds} rounds of the schedule {self.name}: "
                 "start another run with more rounds, or let the schedule cover each turn"
             )
-        first = (round - 1) * steps if self.rounds else 0
-        lr_lambda = self._lr_lambda(lr, steps)
-        return lambda step: lr_lambda(first + step)
-
-    def _lr_lambda(self, lr: float, steps: int) -> Callable[[int], float]:
-        """Return transformers' function from a step to its factor, over the run or the turn.
-
-        `steps`: steps of one turn. Raises FedplanError if transformers rejects the settings.
-        """
         from transformers import optimization
 
+        first = (round - 1) * steps if self.rounds else 0
         total_steps = steps * (self.rounds or 1)
         if self.warmup < 1:
             warmup_steps = ceil(self.warmup * total_steps)
@@ -106,7 +99,8 @@ class LRSchedule:
             scheduler = get_scheduler(self.name, optimizer, warmup_steps, total_steps, settings)
         except (TypeError, ValueError) as error:
             raise FedplanError(f"the schedule {self.text} cannot be created: {error}") from error
-        return scheduler.lr_lambdas[0]
+        lr_lambda = scheduler.lr_lambdas[0]
+        return lambda step: lr_lambda(first + step)
 
 
 def make_lr_schedule(
@@ -116,7 +110,9 @@ def make_lr_schedule(
     warmup: float = LRSchedule.warmup,
     rounds: int = LRSchedule.rounds,
 ) -> LRSchedule:
-    """Return a learning rate schedule; `settings` are arguments of its name, as `min_lr_rate`.
+    """Return the LRSchedule of a name; `settings` are arguments of the schedule, as `min_lr_rate`.
+
+    Raises FedplanError as LRSchedule does.
 
     >>> make_lr_schedule("cosine_with_min_lr", {"min_lr_rate": 0.1}, warmup=2, rounds=20).text
     'schedule(name="cosine_with_min_lr", warmup=2, rounds=20, settings=[["min_lr_rate", 0.1]])'

@@ -34,10 +34,11 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class ClientOptimizer:
-    """A client's optimizer.
+    """A client's optimizer as a value; `make_optimizer` creates the torch optimizer of a turn.
 
     `name`: as in study files. `settings`: all settings but the learning rate, as text.
-    `make`: creates the torch optimizer. Two values with the same name and settings are equal.
+    `make`: creates the torch optimizer from parameters and a learning rate. Two values with the
+    same name and settings are equal. Made by `make_client_optimizer`.
     """
 
     name: str
@@ -52,50 +53,40 @@ class ClientOptimizer:
     def make_optimizer(
         self, trainable_params: TrainableParams, lr: float, *, decay_all: bool = True
     ) -> torch.optim.Optimizer:
-        """Create the torch optimizer of one turn, without state from earlier turns.
+        """Create the torch optimizer of one turn at learning rate `lr`, without earlier state.
 
         With `decay_all` False, norms and biases have no weight decay. Raises FedplanError if torch
-        rejects the settings, if the optimizer has no weight decay to restrict, or if its eps is
-        zero in float16 and a trained param is in float16.
+        rejects the settings, if the optimizer has no weight decay to restrict, or if the eps of the
+        optimizer is zero in float16 and a trained param is in float16.
         """
+        params: ParamGroups = trainable_params.parameters()
+        if not decay_all:
+            decaying, others = list[nn.Parameter](), list[nn.Parameter]()
+            for param, leaf in trainable_params.leaves():
+                decays = param.kind is not Kind.NORM and "bias" not in param.tags
+                (decaying if decays else others).append(leaf)
+            groups: list[dict[str, Any]] = [
+                {"params": decaying},
+                {"params": others, "weight_decay": 0.0},
+            ]
+            params = [group for group in groups if group["params"]]
         try:
-            params = trainable_params.parameters() if decay_all else _decay_groups(trainable_params)
             optimizer = self.make(params, lr)
         except (TypeError, ValueError) as error:
             raise FedplanError(f"the optimizer {self.text} cannot be created: {error}") from error
-        _require_float16_eps(self.name, optimizer, trainable_params)
+        eps = optimizer.defaults.get("eps")
+        if isinstance(eps, float) and not torch.tensor(eps, dtype=torch.float16):
+            for key, tensor in trainable_params.named_parameters():
+                if tensor.dtype == torch.float16:
+                    raise FedplanError(
+                        f"{self.name} cannot train {key} in float16: load the model in float32 or "
+                        "bfloat16, or train with sgd"
+                    )
         if not decay_all and "weight_decay" not in optimizer.defaults:
             raise FedplanError(
                 f"the optimizer {self.text} has no weight decay: leave decay_norm_and_bias out"
             )
         return optimizer
-
-
-def _decay_groups(trainable_params: TrainableParams) -> list[dict[str, Any]]:
-    """Return param groups: the parameters that decay, then norms and biases without decay."""
-    by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for param, leaf in trainable_params.leaves():
-        by_decay[param.kind is not Kind.NORM and "bias" not in param.tags].append(leaf)
-    groups: list[dict[str, Any]] = [
-        {"params": by_decay[True]},
-        {"params": by_decay[False], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _require_float16_eps(
-    name: str, optimizer: torch.optim.Optimizer, trainable_params: TrainableParams
-) -> None:
-    """Raise FedplanError if the optimizer's eps is zero in float16 and a param is in float16."""
-    eps = optimizer.defaults.get("eps")
-    if not isinstance(eps, float) or torch.tensor(eps, dtype=torch.float16):
-        return
-    for key, tensor in trainable_params.named_parameters():
-        if tensor.dtype == torch.float16:
-            raise FedplanError(
-                f"{name} cannot train {key} in float16: load the model in float32 or bfloat16, or "
-                "train with sgd"
-            )
 
 
 def sgd(*, weight_decay: float = DECAY, momentum: float = MOMENTUM) -> ClientOptimizer:
@@ -111,8 +102,8 @@ def adamw(*, weight_decay: float = DECAY) -> ClientOptimizer:
 def register_optimizer(name: str, make: Callable[..., torch.optim.Optimizer]) -> None:
     """Register an optimizer under a name for study files; server and all sites must do the same.
 
-    `make` is called as a class of torch.optim is: with parameters, `lr`, and its settings. Raises
-    FedplanError if `make` takes no `lr`, or if another optimizer has the name.
+    `make` is called as a class of torch.optim is: with parameters, `lr`, and the settings of the
+    study. Raises FedplanError if `make` takes no `lr`, or if another optimizer has the name.
     """
     _require_lr(name, make)
     OPTIMIZER_NAMES.register(name, make)
@@ -123,19 +114,14 @@ def _require_lr(name: str, make: Callable[..., torch.optim.Optimizer]) -> None:
         raise FedplanError(f"the optimizer {name!r} takes no lr: give its factory that argument")
 
 
-def _torch_optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Return the supported optimizer classes of torch by their names in lower case."""
-    classes = [value for value in vars(torch.optim).values() if isclass(value)]
-    by_name = {
-        each.__name__.lower(): each
-        for each in classes
-        if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
-    }
-    return {name: each for name, each in by_name.items() if name not in _UNSUPPORTED}
-
-
+_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    each.__name__.lower(): each
+    for each in vars(torch.optim).values()
+    if isclass(each) and issubclass(each, torch.optim.Optimizer)
+    if each is not torch.optim.Optimizer and each.__name__.lower() not in _UNSUPPORTED
+}
 OPTIMIZER_NAMES: Registry[Callable[..., torch.optim.Optimizer]] = Registry(
-    "optimizer", _torch_optimizers(), owner="torch"
+    "optimizer", _TORCH_OPTIMIZERS, owner="torch"
 )
 """All optimizers that a study can name: classes of torch.optim, and factories like them."""
 
@@ -149,41 +135,32 @@ def _takes(make: Callable[..., torch.optim.Optimizer], name: str) -> bool:
 def make_client_optimizer(name: str, settings: Mapping[str, Any] | None = None) -> ClientOptimizer:
     """Return the client optimizer of a name, with settings.
 
-    The name is a class of torch.optim in lower case, a registered or packaged optimizer, or
-    `package.module:Class`. `settings` are keyword arguments of the class without `lr`.
-    Raises FedplanError for an unknown name, a setting that the class does not take, or a setting
-    that is no JSON value.
+    The name is a class of torch.optim in lower case, an optimizer of `register_optimizer` or of an
+    installed package, or `package.module:Class`. `settings` are keyword arguments of the class
+    without `lr`. Raises FedplanError for an unknown or unsuitable name, a setting that the class
+    does not take, or a setting that is no JSON value.
 
     >>> make_client_optimizer("adam", {"betas": [0.9, 0.95]}).text
     'adam(betas=[0.9, 0.95], weight_decay=0.0)'
     """
-    make = _find_factory(name)
-    kwargs = dict[str, Any]()
-    for key, value in (settings or {}).items():
-        if key in ("params", "lr") or not _takes(make, key):
-            raise FedplanError(f"the optimizer {name} takes no {key!r}")
-        kwargs[key] = value
-    defaults = {key: value for key, value in _DEFAULTS.items() if key in signature(make).parameters}
-    arguments = dict(sorted((defaults | kwargs).items()))
-    try:
-        text = ", ".join(f"{key}={_setting_text(key, v)}" for key, v in arguments.items())
-    except (TypeError, ValueError) as error:
-        raise FedplanError(f"a setting of {name} is no JSON value: {error}") from error
-    # Two sites may use one name for different code, so the text of other code has its digest.
-    text += f"; by {canonical_text(make)}" if name not in OPTIMIZER_NAMES.built_in else ""
-    return ClientOptimizer(name, lambda params, lr: make(params, lr=lr, **arguments), text)
-
-
-def _find_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return the optimizer factory of a name; raise FedplanError if it cannot train clients."""
     if name in _UNSUPPORTED and name not in OPTIMIZER_NAMES.registered:
         raise FedplanError(f"{name} cannot train clients: {_UNSUPPORTED[name]}")
     make = OPTIMIZER_NAMES.find(name).value
     _require_lr(name, make)
-    return make
-
-
-def _setting_text(key: str, value: Any) -> str:
-    """Return a setting as JSON, with weight decay and momentum as floats."""
-    number = float(value) if key in _DEFAULTS else value
-    return json.dumps(number, allow_nan=False, sort_keys=True)
+    kwargs = dict(settings or {})
+    for key in kwargs:
+        if key in ("params", "lr") or not _takes(make, key):
+            raise FedplanError(f"the optimizer {name} takes no {key!r}")
+    defaults = {key: value for key, value in _DEFAULTS.items() if key in signature(make).parameters}
+    arguments = dict(sorted((defaults | kwargs).items()))
+    texts = list[str]()
+    try:
+        for key, value in arguments.items():
+            number = float(value) if key in _DEFAULTS else value
+            texts.append(f"{key}={json.dumps(number, allow_nan=False, sort_keys=True)}")
+    except (TypeError, ValueError) as error:
+        raise FedplanError(f"a setting of {name} is no JSON value: {error}") from error
+    # Two sites may use one name for different code, so the text of other code has its digest.
+    text = ", ".join(texts)
+    text += f"; by {canonical_text(make)}" if name not in OPTIMIZER_NAMES.built_in else ""
+    return ClientOptimizer(name, lambda params, lr: make(params, lr=lr, **arguments), text)

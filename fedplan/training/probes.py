@@ -30,7 +30,8 @@ PROBE_BATCH_SIZE = 8
 class ProbeInput:
     """Inputs of a probe: the model at the start of the turn, the client's examples, and a seed.
 
-    `blocks`: the blocks to be scored. `loss`: the loss of a batch.
+    `blocks`: the blocks to be scored. `loss`: function of a model and a batch. A probe draws
+    examples by `sample_batches` and loads each batch by `batch`.
     """
 
     model: nn.Module
@@ -40,7 +41,7 @@ class ProbeInput:
     loss: Loss
 
     def sample_batches(self, count: int) -> Iterator[Tensor]:
-        """Yield indices of up to `count` examples, drawn by the seed, in small batches.
+        """Yield indices of up to `count` examples, drawn by the seed, at most 8 at a time.
 
         Raises FedplanError if there are no examples.
         """
@@ -60,9 +61,10 @@ Scorer = TypeVar("Scorer", bound=Probe)
 
 
 def data_independent(probe: Scorer) -> Scorer:
-    """Mark a probe as using no examples, and return it; used as a decorator.
+    """Decorator that marks a probe as using no examples, in place, and returns the probe.
 
-    Such a probe is called without examples, so its scores reveal nothing about them.
+    The probe is then called without model, examples and loss (see `data_independent_input`), so
+    that the scores reveal nothing about examples.
     """
     probe.public = True  # pyright: ignore[reportFunctionMemberAccess]
     return probe
@@ -98,7 +100,10 @@ def middle_probe(inputs: ProbeInput) -> dict[Block, float]:
 
 @dataclass(frozen=True)
 class FixedProbe:
-    """A probe that always prefers the same blocks, by their numbers; the first number most."""
+    """A probe that always prefers the blocks with the given `numbers`, the first number most.
+
+    `public` marks the probe as data-independent.
+    """
 
     numbers: tuple[int, ...]
     public: ClassVar[bool] = True
@@ -109,7 +114,7 @@ class FixedProbe:
         return format_call("fixed", *self.numbers)
 
     def __call__(self, inputs: ProbeInput) -> dict[Block, float]:
-        """Return the scores; raise FedplanError if the model has no block of a number."""
+        """Return the score of each block; FedplanError if no block has one of the numbers."""
         if missing := set(self.numbers) - {block.number for block in inputs.blocks}:
             raise FedplanError(f"the model has no block {min(missing)}: name others in fixed")
         scores = {number: float(len(self.numbers) - i) for i, number in enumerate(self.numbers)}
@@ -122,11 +127,16 @@ def fixed_probe(*numbers: int) -> Probe:
 
 
 def data_independent_input(blocks: tuple[Block, ...], seed: int) -> ProbeInput:
-    """Return the inputs of a data-independent probe: an empty model, no examples, and no loss.
+    """Return the inputs of a data-independent probe: only `blocks` and `seed`.
 
-    Loading a batch or computing the loss raises FedplanError.
+    The model is empty, there are no examples; loading a batch or computing the loss raises
+    FedplanError.
     """
-    return ProbeInput(nn.Module(), _NoExamples(), blocks, seed, _no_loss)
+
+    def no_loss(model: nn.Module, batch: Batch) -> Tensor:
+        raise FedplanError("a probe that is marked as data_independent computed a loss")
+
+    return ProbeInput(nn.Module(), _NoExamples(), blocks, seed, no_loss)
 
 
 class _NoExamples:
@@ -139,13 +149,9 @@ class _NoExamples:
         raise FedplanError("a probe that is marked as data_independent loaded examples")
 
 
-def _no_loss(model: nn.Module, batch: Batch) -> Tensor:
-    raise FedplanError("a probe that is marked as data_independent computed a loss")
-
-
 def _require_count(count: int) -> None:
     if count < 1:
-        raise FedplanError(f"a probe cannot use rows = {count}: give 1 or more")
+        raise FedplanError(f"a probe cannot use examples = {count}: give 1 or more")
 
 
 def _first(tokens: Tensor) -> Tensor:
@@ -156,42 +162,40 @@ def _last(tokens: Tensor) -> Tensor:
     return _first(tokens.flip(1)).flip(1)
 
 
-def _content(tokens: Tensor) -> Tensor:
-    return tokens & ~_first(tokens) & ~_last(tokens)
-
-
-_QUERY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+_TOKEN_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": Tensor.clone,
     "first": _first,
     "last": _last,
-}
-_KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "first": _first,
-    "last": _last,
-    "content": _content,
+    "content": lambda tokens: tokens & ~_first(tokens) & ~_last(tokens),
 }
 """Functions from a mask of real tokens to a mask of the tokens that a name selects."""
+_CHOICES = {"to": ("first", "last", "content", "labelled"), "by": ("all", "first", "last")}
 
 
-def attention_probe(to: str = "", by: str = "", rows: int = 64, bounded: bool = False) -> Probe:
+def attention_probe(to: str = "", by: str = "", examples: int = 64, bounded: bool = False) -> Probe:
     """Return a probe that scores a block by its attention probabilities (SAFL's formula 1).
 
-    The score is the mean over `rows` examples of the sum over heads, queries and keys.
+    The score is the sum over heads, queries and keys; the mean over up to `examples` sampled
+    examples.
     `by`: the queries: all, first or last token.
-    `to`: the keys: first, last, content (all but these two), or labelled tokens.
+    `to`: the keys: first, last, content (all but first and last), or labelled tokens.
     `bounded`: divide each example's sum by the number of heads times queries.
-    Defaults: all queries to the first token, where [CLS] is; in a causal decoder the last query to
-    the content. There the first token attracts attention whatever the task, and only the last
-    token can attend to all others.
+    Empty values mean: all queries to the first token, where [CLS] is; in a causal decoder the last
+    query to the content. Raises FedplanError for other values; the probe raises FedplanError if
+    there are no examples, a block has no attention, or labels per token are missing.
     """
-    _require_count(rows)
-    _require_choice("to", to, (*_KEY_MASKS, "labelled"))
-    _require_choice("by", by, tuple(_QUERY_MASKS))
+    # In a decoder the first token attracts attention in all tasks, and only the last token can
+    # attend to all others.
+    _require_count(examples)
+    for argument, value in (("to", to), ("by", by)):
+        if value and value not in _CHOICES[argument]:
+            choices = ", ".join(_CHOICES[argument])
+            raise FedplanError(f"attention has no {argument} = {value!r}; use {choices}")
 
-    @with_text(format_call("attention", to=to, by=by, rows=rows, bounded=bounded))
+    @with_text(format_call("attention", to=to, by=by, examples=examples, bounded=bounded))
     def score_by_attention(inputs: ProbeInput) -> dict[Block, float]:
         totals, count = dict.fromkeys(inputs.blocks, 0.0), 0
-        for indices in inputs.sample_batches(rows):
+        for indices in inputs.sample_batches(examples):
             batch = inputs.batch(indices)
             sums = _AttentionSums(batch, to, by)
             capture_attention(inputs.model, batch, sums)
@@ -203,17 +207,13 @@ def attention_probe(to: str = "", by: str = "", rows: int = 64, bounded: bool = 
     return score_by_attention
 
 
-def _require_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    if value and value not in choices:
-        raise FedplanError(f"attention has no {argument} = {value!r}; use {', '.join(choices)}")
-
-
 @dataclass(frozen=True)
 class _AttentionSums:
-    """Attention sums of one batch: a callback for `capture_attention`.
+    """Attention sums of one batch: a callback for `capture_attention`, then read by `score`.
 
-    `sums`: of each block, each example's sum of the selected probabilities.
-    `sizes`: of each block, each example's number of heads times queries.
+    `to`, `by`: the selected keys and queries, as in `attention_probe`.
+    `sums`: by block, each example's sum of the selected probabilities.
+    `sizes`: by block, each example's number of heads times queries.
     """
 
     batch: Batch
@@ -223,9 +223,25 @@ class _AttentionSums:
     sizes: dict[Block, Tensor] = field(default_factory=dict[Block, Tensor])
 
     def __call__(self, block: Block, maps: Tensor) -> None:
-        """Add the attention maps of a block: a tensor (examples, heads, queries, keys)."""
-        queries, keys = (each.to(maps.device) for each in self._select(block, maps))
-        queries, keys = align_mask(queries, maps.shape[2]), align_mask(keys, maps.shape[3])
+        """Add the attention maps of a block: a tensor (examples, heads, queries, keys).
+
+        Raises FedplanError if labelled keys are selected and there are no labels per token.
+        """
+        tokens = token_mask(self.batch, block.stack)
+        if tokens is None:
+            tokens = maps.new_ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
+        causal = block.stack == "decoder"
+        to = self.to or ("content" if causal else "first")
+        by = self.by or ("last" if causal else "all")
+        if to == "labelled":
+            labels = self.batch.get("labels")
+            if labels is None or labels.shape != tokens.shape:
+                raise FedplanError('attention(to="labelled") needs a label for each token')
+            keys = tokens & (labels.to(tokens.device) != -100)
+        else:
+            keys = _TOKEN_MASKS[to](tokens)
+        queries = align_mask(_TOKEN_MASKS[by](tokens).to(maps.device), maps.shape[2])
+        keys = align_mask(keys.to(maps.device), maps.shape[3])
         dtype = sum_dtype(maps.device)
         # Example by example: the probabilities of a padded query may be nan.
         sums = [
@@ -235,29 +251,11 @@ class _AttentionSums:
         self._add(self.sums, block, torch.stack(sums))
         self._add(self.sizes, block, queries.sum(1).to(dtype) * maps.shape[1])
 
-    def _select(self, block: Block, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return masks (examples, tokens) of the selected queries and keys."""
-        tokens = token_mask(self.batch, block.stack)
-        if tokens is None:
-            tokens = maps.new_ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
-        causal = block.stack == "decoder"
-        to = self.to or ("content" if causal else "first")
-        by = self.by or ("last" if causal else "all")
-        keys = self._labelled(tokens) if to == "labelled" else _KEY_MASKS[to](tokens)
-        return _QUERY_MASKS[by](tokens), keys
-
-    def _labelled(self, tokens: Tensor) -> Tensor:
-        """Return the mask of tokens with a label; raise FedplanError without labels per token."""
-        labels = self.batch.get("labels")
-        if labels is None or labels.shape != tokens.shape:
-            raise FedplanError('attention(to="labelled") needs a label for each token')
-        return tokens & (labels.to(tokens.device) != -100)
-
     def _add(self, totals: dict[Block, Tensor], block: Block, values: Tensor) -> None:
-        """Add values to each example's total.
+        """Add `values`, in the order of the batch's examples, to a block's `totals` by example.
 
-        An example may have several values, one for each window of its image. Texts that belong to
-        no example, such as class names, count for every example.
+        An example may have several values, one for each window of an image. If the text tower reads
+        class texts instead of inputs of the batch, the sum of all values is added to every example.
         """
         examples = len(next(iter(self.batch.values())))
         if block.stack == "text" and "input_ids" not in self.batch:
@@ -265,7 +263,7 @@ class _AttentionSums:
         totals[block] = values.reshape(examples, -1).sum(1).cpu().double() + totals.get(block, 0.0)
 
     def score(self, block: Block, bounded: bool) -> float:
-        """Return a block's sum over the batch's examples; see `attention_probe` for `bounded`.
+        """Return a block's sum over all examples of the batch; `bounded`: see `attention_probe`.
 
         Raises FedplanError if no attention of the block was captured.
         """
@@ -278,18 +276,19 @@ class _AttentionSums:
         return float((sums / self.sizes[block].clamp(min=1) if bounded else sums).sum())
 
 
-def gradient_probe(rows: int = 64) -> Probe:
-    """Return a probe that scores a block by the norm of its gradient of the mean loss.
+def gradient_probe(examples: int = 64) -> Probe:
+    """Return a probe that scores a block by the norm of the gradient of the mean loss.
 
-    Frozen params count too. `rows`: examples that are used.
+    The gradient is in all params of the block, frozen ones too, over `examples` sampled examples.
+    Raises FedplanError if `examples` is below 1; the probe raises FedplanError without examples.
     """
-    _require_count(rows)
+    _require_count(examples)
 
-    @with_text(format_call("gradient", rows=rows))
+    @with_text(format_call("gradient", examples=examples))
     def score_by_gradient(inputs: ProbeInput) -> dict[Block, float]:
         modules = block_modules(inputs.model)
         params = [w for b in inputs.blocks for w in modules[b].parameters()]
-        gradients = _mean_gradients(inputs, params, rows)
+        gradients = _mean_gradients(inputs, params, examples)
         dtype = sum_dtype(model_device(inputs.model))
         sums = [each.to(dtype).square().sum() for each in gradients.values()]
         squares = dict(zip(gradients, read_floats(sums), strict=True))
@@ -302,15 +301,16 @@ def gradient_probe(rows: int = 64) -> Probe:
 
 
 def _mean_gradients(
-    inputs: ProbeInput, params: list[nn.Parameter], rows: int
+    inputs: ProbeInput, params: list[nn.Parameter], examples: int
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients of the mean loss over sampled examples in some params.
+    """Return the gradient of the mean loss in each of some params of `inputs.model`.
 
-    Integer params are left out. The params' own `grad` and `requires_grad` stay as they were.
+    The mean is over `examples` examples, sampled and in eval mode. Integer params are left out. The
+    attributes `grad` and `requires_grad` of the params stay unchanged.
     """
     flags = {param: param.requires_grad for param in params if param.is_floating_point()}
     total = {param: torch.zeros_like(param) for param in flags}
-    batches = list(inputs.sample_batches(rows))
+    batches = list(inputs.sample_batches(examples))
     try:
         for param in flags:
             param.requires_grad_(True)

@@ -12,12 +12,11 @@ from fedplan.errors import FedplanError
 
 
 class Stepper:
-    """Takes the optimizer steps of one turn.
+    """Takes the optimizer steps of one turn: call `backward` for each batch, then `step`.
 
-    `factor`: maps the number of a step, from 0, to the factor of its learning rate.
-    `steps_taken`: steps so far. Under float16 the scaler skips a step whose gradients overflow;
-    such a step is not counted.
-    `factor_sum`: sum of the factors of the steps taken.
+    `factor`: maps the number of a step, from 0, to the factor of the learning rate. `scaler`: the
+    gradient scaler, disabled except under float16, which skips steps with overflowing gradients.
+    `steps_taken`: steps so far, without skipped ones. `factor_sum`: sum of the factors of these.
     """
 
     def __init__(
@@ -36,27 +35,25 @@ class Stepper:
         self._scaler.scale(loss).backward()
 
     def step(self, adjust: Callable[[], None]) -> None:
-        """Unscale the gradients, call `adjust`, take a step at its learning rate, zero gradients.
+        """Unscale the gradients, call `adjust`, set the learning rate, step, zero the gradients.
 
-        Raises FedplanError if the rate changes and the optimizer has no `lr` in its groups.
+        Raises FedplanError if the rate changes and a param group of the optimizer has no `lr`.
         """
         self._scaler.unscale_(self._optimizer)
         adjust()
         factor, scale = self._factor(self._attempts), self._scaler.get_scale()
         if factor != self._last_factor:
-            self._set_lr(factor)
+            for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+                if base_lr is None:
+                    kind = type(self._optimizer).__name__
+                    raise FedplanError(
+                        f"{kind} keeps no lr in its groups, so no schedule can set it"
+                    )
+                group["lr"] = base_lr * factor
+            self._last_factor = factor
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
         self._attempts += 1
         if self._scaler.get_scale() >= scale:
             self.steps_taken, self.factor_sum = self.steps_taken + 1, self.factor_sum + factor
-
-    def _set_lr(self, factor: float) -> None:
-        """Set the learning rate of each param group to its initial rate times a factor."""
-        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            if base_lr is None:
-                kind = type(self._optimizer).__name__
-                raise FedplanError(f"{kind} keeps no lr in its groups, so no schedule can set it")
-            group["lr"] = base_lr * factor
-        self._last_factor = factor

@@ -66,7 +66,7 @@ def rows(clients: int) -> list[UpdateLeak]:
 
 
 def row(clients: int, method: str, way: str) -> dict[str, PartLeak]:
-    (found,) = (r for r in rows(clients) if (r.method, r.way) == (method, way))
+    (found,) = (r for r in rows(clients) if (r.method, r.setup) == (method, way))
     return {read.part: read for read in found.parts}
 
 
@@ -156,7 +156,7 @@ def test_what_rests_or_stays_is_not_sent(clients: int) -> None:
 
 @pytest.mark.parametrize("clients", SIZES)
 def test_under_dp_sgd_nothing_is_read_that_chance_would_not_find(clients: int) -> None:
-    private = [each for each in rows(clients) if each.way == "DP-SGD"]
+    private = [each for each in rows(clients) if each.setup == "DP-SGD"]
     found = [(each.method, read) for each in private for read in each.parts]
     shares = [read.beyond for _, read in found if read.beyond is not None]
     tokens, words = EXAMPLES * (LENGTH - 1), VOCABULARY - 4
@@ -171,7 +171,7 @@ def test_under_dp_sgd_nothing_is_read_that_chance_would_not_find(clients: int) -
 @BIG
 def test_of_masked_words_nothing_is_read_that_chance_would_not_find() -> None:
     clients = 16
-    hidden = [each for each in rows(clients) if each.way == ONE_STEP_MASKED]
+    hidden = [each for each in rows(clients) if each.setup == ONE_STEP_MASKED]
     shares = [r.beyond for each in hidden for r in each.parts if r.beyond is not None]
     LOG.info("%s", [f"{share:.3f}" for share in shares])
     assert {each.method for each in hidden} >= {"fedavg", "fedfrozen, stage one"}
@@ -267,9 +267,11 @@ def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.Mon
         assert word in told
     said = json.loads(run("attack", "--json")[1])
     assert (
-        said["sound"] and len(said["worlds"]) == len(NEIGHBOR_PAIRS) and len(said["choices"]) == 3
+        said["passed"]
+        and len(said["epsilon_audits"]) == len(NEIGHBOR_PAIRS)
+        and len(said["choice_leaks"]) == 3
     )
-    assert {part["part"] for each in said["recovery"] for part in each["parts"]} == {
+    assert {part["part"] for each in said["update_leaks"] for part in each["parts"]} == {
         *(str(kind) for kind in Kind if kind in ("embed", "query", "key", "value", "out")),
         *("mlp", "head", "prompt"),
     }

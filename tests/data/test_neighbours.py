@@ -414,9 +414,9 @@ def test_a_client_without_rows_takes_part(here: Path, unit: str, vote: bool) -> 
         said += "vote_noise_multiplier = 2.0\nvote_every = 2\n"
     Path("study.toml").write_text(said)
     code, out = run("run", "study.toml")
-    assert code == 0 and "not counted" not in out, out
+    assert code == 0 and "not aggregated" not in out, out
     lines = [
-        line for line in read_json_lines(here / "runs/tiny/ledger.jsonl") if "moved" not in line
+        line for line in read_json_lines(here / "runs/tiny/ledger.jsonl") if "changed" not in line
     ]
     assert {line["client"] for line in lines} == {"0", "1", "7"}
     assert len({len(line["roles"]) for line in lines}) == 1

@@ -215,7 +215,7 @@ def test_random_numbers_are_as_before(device: torch.device) -> None:
             seen.append(torch.rand(3, device=device).to(CPU))
             raise Planted
     fit.plain_fit(job_of(model, few("bert")["client-0"]))
-    attention_probe(rows=4)(make_probe_input(model, few("bert")["client-0"]))
+    attention_probe(examples=4)(make_probe_input(model, few("bert")["client-0"]))
     assert torch.equal(*seen) and drawn
     assert torch.equal(module.get_rng_state(), before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
@@ -244,7 +244,7 @@ def test_probes_and_maps_are_the_same_there(architecture: str, device: torch.dev
         other = {k: v + 0.1 * v.sin() for k, v in start.items()}
         far = attention_shift(model, params, (start, other), rows.batch(torch.arange(2)))
         scores = [
-            probe(rows=4)(make_probe_input(model, rows))
+            probe(examples=4)(make_probe_input(model, rows))
             for probe in (attention_probe, gradient_probe)
         ]
         found.append([v for each in (*scores, far) for v in each.values()])
@@ -317,7 +317,7 @@ def test_private_steps_are_the_same_there(case: tuple[str, str], device: torch.d
 def test_hidden_rounds_run_there(tmp_path: Path, device: torch.device) -> None:
     for name in ("veiled", "cloaked"):
         plan = parse("chain(freeze(), share(head), best(1))")
-        made = Method(plan, probe=attention_probe(rows=2), joint_choice=True)
+        made = Method(plan, probe=attention_probe(examples=2), joint_choice=True)
         agreed = Agreement("there", describe(built("bert")), made, PACE, GUARANTEES[name])
         there = federation(made, "bert", tmp_path / name, device, agreement=agreed)
         assert all(each.isfinite().all() for each in values_of(played(there, 1)).values())

@@ -87,7 +87,7 @@ class Round:
         """The same round, open and empty."""
         server, opened = self.fed.server, self.round_state
         scores = next(iter(opened.cohort.values())).turn.scores
-        total = server._open_aggregator(server.global_state.round + 1, scores)
+        total = server._open_aggregator(scores)
         return RoundState(opened.cohort, total, opened.start_digests, opened.digests)
 
     def take(self, round_state: RoundState, update: Update) -> None:
@@ -282,12 +282,12 @@ def lines(agreement: Agreement, line: dict[str, Any]) -> Iterator[tuple[str, dic
             same = type(wrong) is type(line[field]) and wrong == line[field]
             if not same and not FREE.get(field, lambda x: False)(wrong):
                 yield f"{field} {wrong!r}", {**line, field: wrong}
-    for field in ("round", "down", "up", "weight", "version"):
+    for field in ("round", "download_bytes", "upload_bytes", "weight", "version"):
         for step in (-1, 1, 1000):
             yield f"{field} by {step}", {**line, field: line[field] + step}
-    for extra in ("moved", "counted", "rejected", "drift", "attention", "x", ""):
+    for extra in ("changed", "aggregated", "rejected", "drift", "attention", "x", ""):
         yield f"extra {extra}", {**line, extra: {}}
-    yield "a round's", {**line, "kind": "round", "moved": {}}
+    yield "a round's", {**line, "kind": "round", "changed": {}}
     yield "others' roles", {**line, "roles": "S" * len(line["roles"])}
     for place, letter in [*enumerate(line["roles"])][::4]:
         for other in "SKFH?s".replace(letter, ""):

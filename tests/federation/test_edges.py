@@ -69,11 +69,10 @@ def made(kind: str) -> tuple[Aggregator, Updates]:
         values = values or {k: v for k, v in list(drawn.items())[:3] if not is_aux(k)}
         riders = {k: v for k, v in drawn.items() if is_aux(k) and number % 5 < 4}
         updates[f"c{number}"] = values, riders, draw.randint(1, 40)
-    said: dict[str, Any] = {"kind": kind if kind in ("held", "private") else "plain"}
-    said |= {"roster": CLIENTS, "shared": list(global_state.values), "bound": 30.0, "noise": 1.0}
-    return open_partial_sum(
-        agreement, global_state, said | {"over": 10.0, "rate": None, "round": 1}
-    ), updates
+    said: dict[str, Any] = {"kind": {"held": "buffered", "private": "client-dp"}.get(kind, "mean")}
+    said |= {"roster": CLIENTS, "shared": list(global_state.values), "round": 1}
+    said |= {"clipping_norm": 30.0, "noise_multiplier": 1.0, "divisor": 10.0, "sampling_rate": None}
+    return open_partial_sum(agreement, global_state, said), updates
 
 
 def summed(total: Aggregator, updates: Updates, names: list[str]) -> Aggregator:

@@ -118,7 +118,7 @@ def test_whatever_a_desk_raises(
             with monkeypatch.context() as patch:
                 patch.setattr(held if place.startswith("_") else endpoint, place, fail)
                 require_code(held.answer(kind, request_message(down)))
-    assert require_code(held.answer(SECRET, request_message(down))) == "request"
+    assert require_code(held.answer(SECRET, request_message(down))) == "unknown-request"
     for message in (Message(SECRET.encode()), pack_message({}, {"request": SECRET}), Message(b"")):
         if kind != HELLO or message.header != pack_message({}, {"request": SECRET}).header:
             assert require_code(held.answer(kind, message)) == "message"
@@ -201,7 +201,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Order], str]] = {
     "a column that is not there": (by_column, "data"),
     "no table": (by_bytes, "data"),
     "no file": (lambda f: order_of(f, data=f"/ward/{SECRET}.npz"), "data"),
-    "a reader that fails": (by_reader, "fault"),
+    "a reader that fails": (by_reader, "internal"),
     "a study with a word too many": (
         lambda f: order_of(f, study_text(privacy="") + f'[{SECRET}]\na = "{SECRET}"\n'),
         "settings",
@@ -247,7 +247,7 @@ def require_private(home: Path, *, hidden: bool) -> None:
 
 
 def test_a_server_believes_no_words_of_a_site() -> None:
-    for kind in ("failed", "refused", "lacking", "strange"):
+    for kind in ("failed", "refused", "missing", "strange"):
         assert SECRET not in describe_code(kind, SECRET)
     assert all(describe_code(kind, code) for kind, known in KINDS.items() for code in known)
 

@@ -31,7 +31,7 @@ from sites import RUN as SITE_RUN
 
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
-from fedplan.federation.account import Account, Limits, read_answers
+from fedplan.federation.account import Account, Limits, read_replies
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.client_versions import ClientSync
@@ -316,8 +316,8 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
             "known": (global_state.client_sync, global_state.versions),
             "ledger": (run / "ledger.jsonl").read_bytes(),
             "homes": homes(sites),
-            "up": sum(line["up"] for line in egress),
-            "trained down": sum(line["down"] for line in egress if line["round"] <= 3),
+            "up": sum(line["upload_bytes"] for line in egress),
+            "trained down": sum(line["download_bytes"] for line in egress if line["round"] <= 3),
         }
         asked = {kind for _, kind in sites.asked}
         assert ("evaluate" in asked) == (name == "with")
@@ -372,8 +372,8 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
     assert (
         set(last["by"][names[0]]["personal"]) == {"accuracy", "examples"} == set(last["personal"])
     )
-    assert last["silent"][names[1]].startswith("refused: few-rows")
-    assert last["silent"][names[2]].startswith("refused: undisclosed")
+    assert last["silent"][names[1]].startswith("refused: few-examples")
+    assert last["silent"][names[2]].startswith("refused: metrics-not-allowed")
     assert last["spread"]["personal"]["clients"] == 1.0 and "loss" not in last["global"]
     # A simulation may say the same of its clients, and has the same bytes.
     whole = Simulation(read_study(file), here / "local")
@@ -508,7 +508,10 @@ def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, GlobalState
 
 
 def test_a_server_that_asks_more_often_than_the_study_says_is_refused(here: Path) -> None:
-    for evaluate, codes in (("every = 2\n" + SITES, ["unasked", "", ""]), ("", ["unasked"] * 3)):
+    for evaluate, codes in (
+        ("every = 2\n" + SITES, ["no-evaluation", "", ""]),
+        ("", ["no-evaluation"] * 3),
+    ):
         sites = Sites(wrote(FEDPER, evaluate=evaluate), here / str(len(evaluate)))
         site = sites.endpoint(name := sites.names[0])
         for number, code in enumerate(codes, 1):
@@ -525,16 +528,16 @@ LIES: dict[str, tuple[Callable[[Request], Request], str]] = {
     "another run": (lambda r: replace(r, run="c" * 16), "refused"),
     "an earlier round": (
         lambda r: replace(r, name=r.name.replace("/2/", "/1/"), turn=replace(r.turn, round=1)),
-        "gone-on",
+        "later-round",
     ),
-    "older values": (lambda r: replace(r, versions=dict.fromkeys(r.versions, 1)), "gone-on"),
+    "older values": (lambda r: replace(r, versions=dict.fromkeys(r.versions, 1)), "later-round"),
     "what is kept": (
         lambda r: replace(r, values=r.values | {"classifier.weight": torch.zeros(1)}),
-        "values",
+        "unexpected-values",
     ),
     "another shape": (
         lambda r: replace(r, values={k: v.double() for k, v in r.values.items()}),
-        "values",
+        "unexpected-values",
     ),
 }
 
@@ -554,15 +557,15 @@ def test_lies_of_a_server_change_nothing_and_the_truth_has_one_answer(here: Path
     # It starts again: the same question has the same answer.
     del sites.endpoints[name]
     assert asked(sites.endpoint(name), truth) == said
-    counted = read_answers(here / "accounts" / name)
-    told = {line["content"] for line in counted if line["answer"] == "evaluation"}
+    counted = read_replies(here / "accounts" / name)
+    told = {line["content"] for line in counted if line["kind"] == "evaluation"}
     assert len(told) == 1, "the same answer is counted once"
 
 
 def test_limits_of_a_site_hold_for_scores(here: Path) -> None:
     file = wrote(FEDPER)
     for limits, code in (
-        (Limits(epsilon=1.0), "unhidden"),
+        (Limits(epsilon=1.0), "unprotected"),
         (Limits(bytes=100), "limit-bytes"),
     ):
         sites = Sites(file, here / code)
@@ -590,7 +593,7 @@ def test_a_policy_says_which_scores_leave_and_each_time_anew(tmp_path: Path) -> 
     for metrics, least in ((["accuracy"], 2), (["accuracy"], 100), ([], 2), (["f1", "loss"], 2)):
         desk.approver.policy = policy_from_dict({"metrics": metrics, "min_examples": least})  # type: ignore[misc]
         told.append(unpack_message(desk.answer("evaluate", truth))[1])
-    assert told[1:3] == [{"refused": "few-rows"}, {"refused": "undisclosed"}]
+    assert told[1:3] == [{"refused": "few-examples"}, {"refused": "metrics-not-allowed"}]
     assert set(told[0]["scores"]["personal"]) == {"accuracy", "examples"}
     assert set(told[3]["scores"]["global"]) == {"f1", "loss", "examples"}
     left = [line["kind"] for line in read_egress(tmp_path / "state")]
@@ -604,8 +607,8 @@ def test_under_a_guarantee_no_scores_leave(name: str, here: Path) -> None:
     site.agreement = replace(site.agreement, guarantee=GUARANTEES[name])
     global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
     truth = make_eval_request(site.agreement, global_state, client, {}, full=True)
-    assert asked(site, truth) == {"refused": "uncharged"}
-    assert not site.site.received and not read_answers(here / "accounts" / client)
+    assert asked(site, truth) == {"refused": "metrics-not-private"}
+    assert not site.site.received and not read_replies(here / "accounts" / client)
 
 
 @pytest.mark.parametrize(
@@ -651,7 +654,7 @@ def test_a_site_that_has_lost_the_world_is_sent_it_for_its_scores(here: Path) ->
     def broken(name: str, kind: str) -> None:
         if kind == "evaluate" and name == sites.names[1] and name in sites.endpoints:
             with suppress(FileNotFoundError):
-                shutil.rmtree(sites.endpoints.pop(name).folder / "seen")
+                shutil.rmtree(sites.endpoints.pop(name).folder / "received")
 
     sites.broken = broken
     run = sites.carry()

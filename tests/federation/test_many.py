@@ -119,7 +119,7 @@ class OneByOne:
         assert set(global_state.client_sync) == set(self.heard)
         for name, number in self.heard.items():
             assert global_state.versions_of(name) == self.known[name]
-            assert global_state.personal_bits_of(name) == self.settled[name]
+            assert global_state.client_sync[name].personal_bits == self.settled[name]
             assert global_state.last_round_of(name) == number
         assert (
             global_state.versions_of("nobody") == {} and global_state.last_round_of("nobody") == 0
@@ -167,7 +167,7 @@ def test_groups_that_nobody_is_in_are_dropped() -> None:
         global_state = played(
             agreement, global_state, ["c0", "c1", "c2"] if number != 3 else ["c0", "c1"]
         )
-    assert len(global_state.to_tensors()[1]["settled"]) == 1
+    assert len(global_state.to_tensors()[1]["personal_bits"]) == 1
 
 
 def test_in_which_order_clients_answered_changes_no_byte() -> None:
@@ -178,7 +178,7 @@ def test_in_which_order_clients_answered_changes_no_byte() -> None:
         for asked in (["c1", "c2", "c3"], ["c2", "c4"], ["c4", "c1"]):
             global_state = played(agreement, global_state, asked[::order])
         tensors, meta = global_state.to_tensors()
-        found.append(({k: v.tolist() for k, v in tensors.items() if "met/" in k}, meta))
+        found.append(({k: v.tolist() for k, v in tensors.items() if "sync/" in k}, meta))
     assert found[0] == found[1]
 
 
@@ -244,7 +244,7 @@ def test_of_very_many_sites_the_status_lists_none(tmp_path: Path) -> None:
     status = StatusReporter(tmp_path)
     with status.track_run(server, "many"):
         for name in list(roster)[:10]:
-            status.set_site_state(name, SiteState.ASKED)
-            status.set_site_state(name, SiteState.LEFT_OUT, "away")
+            status.set_site_state(name, SiteState.REQUESTED)
+            status.set_site_state(name, SiteState.NOT_AGGREGATED, "away")
         assert not status.current.sites
     assert (tmp_path / "status.json").stat().st_size < 2000

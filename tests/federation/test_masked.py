@@ -132,9 +132,9 @@ def test_a_masked_sum_closes_as_the_plain_sum_of_what_is_open(
         plain.add(f"client {number}", open_, {}, weight)
     found, wanted = masked.close(), plain.close()
     same(found, wanted if apart else replace(wanted, drift={}))
-    assert found.masked is not None
+    assert found.secagg is not None
     few = {key for key, count in senders.items() if 0 < count < held.min_contributors}
-    assert set(found.masked.closed) == few
+    assert set(found.secagg.not_unmasked) == few
 
 
 def federation(
@@ -173,8 +173,8 @@ def test_every_method_that_shares_gives_the_bits_of_the_plain_sum(
     masked = federation(method, tmp_path / "masked", MASKED)
     for _ in range(1 if alone else 2):
         one, other = plain.run_round(), masked.run_round()
-        assert other.aggregated == one.aggregated and other.masked is not None
-        closed = other.masked.closed
+        assert other.aggregated == one.aggregated and other.secagg is not None
+        closed = other.secagg.not_unmasked
         assert alone or not closed
         kept = {key: value for key, value in plain.global_state.values.items() if key not in closed}
         assert digests({key: masked.global_state.values[key] for key in kept}) == digests(kept)
@@ -187,7 +187,7 @@ def test_every_method_that_shares_gives_the_bits_of_the_plain_sum(
     lines = read_json_lines(tmp_path / "masked" / "ledger.jsonl")
     assert not verify_ledger(masked.agreement, lines)
     rounds = [line for line in lines if line["kind"] == "round"]
-    assert all(len(line["masked"]["sites"]) == 4 for line in rounds)
+    assert all(len(line["secagg"]["clients"]) == 4 for line in rounds)
 
 
 def test_clients_that_drop_out_are_not_in_the_sum_and_too_few_change_nothing(
@@ -203,12 +203,12 @@ def test_clients_that_drop_out_are_not_in_the_sum_and_too_few_change_nothing(
     for _ in range(8):
         before = digests(made["masked"].global_state.values)
         one, other = (each.run_round() for each in made.values())
-        assert one.aggregated == other.aggregated and other.masked is not None
+        assert one.aggregated == other.aggregated and other.secagg is not None
         enough = len(other.aggregated) >= MASKED.resolve_threshold(4)
         reached.add(enough)
         after = {word: digests(each.global_state.values) for word, each in made.items()}
         assert after["masked"] == (after["plain"] if enough else before)
-        assert ("threshold is 3" in other.masked.closed.get(WHOLE_SUM, "")) != enough
+        assert ("threshold is 3" in other.secagg.not_unmasked.get(WHOLE_SUM, "")) != enough
         for word, round_state in zip(made, (one, other), strict=True):
             made[word].commit(round_state)
         if not enough:  # from here on they are two runs
@@ -248,7 +248,7 @@ def test_where_all_count_alike_two_sums_that_differ_by_a_client_do_not_tell_its_
 
     monkeypatch.setattr("fedplan.federation.secagg_aggregator.simulate_secagg_round", seen)
     run = federation(Method(share()), tmp_path / "run", SecAggConfig("secure", equal_weights=alike))
-    assert run.run_round().masked
+    assert run.run_round().secagg
     assert weights == ({1} if alike else {2, 3, 4, 5})  # as many as their rows
 
 
@@ -305,7 +305,7 @@ def test_both_ends_agree_on_the_mask_and_plain_runs_say_nothing_of_it() -> None:
         for held in (SecAggConfig(), MASKED, SecAggConfig("secure", 3))
     }
     assert len(texts) == 3
-    assert "masking" not in agreed().text and "masking masking(" in agreed(secagg=MASKED).text
+    assert "secagg" not in agreed().text and "secagg secagg(" in agreed(secagg=MASKED).text
 
 
 @pytest.mark.parametrize(
@@ -332,9 +332,9 @@ def test_a_record_of_a_masked_sum_reads_as_it_was_written() -> None:
     from fedplan.federation.record import RoundRecord, read_round
 
     told = SecAggRecord(3, ("a", "b", "c"), {"q": "1 of 2 senders are left"})
-    made = RoundRecord(1, "", ("a", "b", "c"), {}, {}, {}, 0, 0, masked=told)
+    made = RoundRecord(1, "", ("a", "b", "c"), {}, {}, {}, 0, 0, secagg=told)
     assert read_round(made.json()) == made
-    assert "masked" not in replace(made, masked=None).json()
+    assert "secagg" not in replace(made, secagg=None).json()
 
 
 @pytest.mark.parametrize(
@@ -420,8 +420,8 @@ def test_rubbish_under_masks_gives_a_round_up_and_does_not_end_the_run() -> None
     )
     for each, why in ((made, "too large"), (claimed, "")):
         found = each.close()
-        assert not found.means and found.masked is not None
-        assert why in found.masked.closed[WHOLE_SUM] and found.masked.sites == sites
+        assert not found.means and found.secagg is not None
+        assert why in found.secagg.not_unmasked[WHOLE_SUM] and found.secagg.clients == sites
 
 
 def test_a_site_weighs_no_more_than_a_plain_sum_takes() -> None:
@@ -431,7 +431,8 @@ def test_a_site_weighs_no_more_than_a_plain_sum_takes() -> None:
 @pytest.mark.parametrize("bits", ["-0x1", "0x8", "0x" + "0" * 10**6 + "1", "7", "0x", ""])
 def test_bits_of_slots_that_there_are_not_are_refused(bits: str) -> None:
     told = Terms("laws", "a", "f", 1, "b", 2, 2, tuple(Slot(name, 1) for name in "xyz"))
-    said = dict.fromkeys(("boxing", "masking", "signature", "terms"), "00") | {"site": "ada"}
+    said = dict.fromkeys(("encryption_key", "masking_key", "signature", "terms"), "00")
+    said["client"] = "ada"
     assert key_advert_from_json(said | {"slots": "0x5"}, told).slots == ("x", "z")
     with pytest.raises(ValueError, match=r"bit|invalid"):
         key_advert_from_json(said | {"slots": bits}, told)

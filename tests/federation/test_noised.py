@@ -192,8 +192,8 @@ def test_a_local_run_charges_each_round_once_and_ends_with_what_was_promised(
     before = {key: value.clone() for key, value in made.global_state.values.items()}
     for number in (1, 2):
         round_state = made.run_round()
-        assert round_state.masked is not None and len(round_state.masked.sites) == 4
-        assert len({record.up for record in round_state.records.values()}) == 1
+        assert round_state.secagg is not None and len(round_state.secagg.clients) == 4
+        assert len({record.upload_bytes for record in round_state.records.values()}) == 1
         made.commit(round_state)
         assert made.epsilon_spent == pytest.approx(HIDDEN.forecast_epsilon(number), rel=1e-9)
     lines = read_json_lines(tmp_path / "run" / "ledger.jsonl")
@@ -307,7 +307,13 @@ def test_a_statement_says_the_neighbours_the_trust_and_the_price() -> None:
         noise_shares=secagg.describe_noise(5, HIDDEN.noise_multiplier, HIDDEN.clipping_norm),
     )
     text = said.text()
-    for words in ("is its noise", "Not the server", "0.577 to every", "any 3 shares", "1.29 times"):
+    for words in (
+        "only its noise",
+        "server is not trusted",
+        "0.577 to every",
+        "any 3 shares",
+        "1.29 times",
+    ):
         assert words in text, words
-    assert "trusted" not in text and said.json()["excluded"][-1].startswith("who takes part")
-    assert "shares" not in Statement.of(HIDDEN, 3).json()
+    assert said.json()["excluded"][-1].startswith("participation")
+    assert "noise_shares" not in Statement.of(HIDDEN, 3).json()

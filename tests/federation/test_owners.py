@@ -268,7 +268,7 @@ class Flower(Played):
         down = messages.read_request(message)
         self.number = down.turn.round
         if (name, self.number) in FORGETS and not down.full:
-            shutil.rmtree(self.folder / "sites" / name / "seen", ignore_errors=True)
+            shutil.rmtree(self.folder / "sites" / name / "received", ignore_errors=True)
             self.endpoints[name] = self.endpoint(name)
         if self.killed:
             self.endpoints[name] = self.endpoint(name)

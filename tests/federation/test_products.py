@@ -358,8 +358,8 @@ def test_a_newcomer_gets_the_folded_weights_once_they_moved(tmp_path: Path) -> N
     turns = [x for x in read_json_lines(tmp_path / "ledger.jsonl") if x["kind"] == "turn"]
     sizes = federation.agreement.download_bytes
     sides = sum(n for k, n in sizes.items() if k not in server_merged)
-    assert {t["down"] for t in turns if t["round"] == 1} == {sides}
-    assert {t["down"] for t in turns if t["round"] == 2} == {sum(sizes.values())}
+    assert {t["download_bytes"] for t in turns if t["round"] == 1} == {sides}
+    assert {t["download_bytes"] for t in turns if t["round"] == 2} == {sum(sizes.values())}
 
 
 def test_a_client_of_lower_rank_trains_the_first_directions_alone(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_two_runs_of_one_name_share_nothing_at_a_site(here: Path) -> None:
     place = site_study_folder(str(home), read_study(slow), "client-01")
     assert len(ids) == 3 and {p.name for p in place.iterdir() if p.is_dir()} >= ids
     one, other = (read_identity(here / name) for name in ("local-slow", "run-0"))
-    assert one.rows and not other.rows
-    assert (one.study, one.start, one.marks) == (other.study, other.start, other.marks)
+    assert one.examples and not other.examples
+    assert (one.study, one.start, one.digests) == (other.study, other.start, other.digests)
 
 
 def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> No
     assert Simulation(said, here / "other").federation.server.identity.id != first.id
     with pytest.raises(Exception, match="another study"):
         Simulation(read_study(file, ["train.lr=0.5"]), here / "run")
-    changed = replace(first, start="0" * 16, marks="0" * len(first.marks))
+    changed = replace(first, start="0" * 16, digests="0" * len(first.digests))
     (here / "run/run.json").write_text(json.dumps(changed.__dict__))
     with pytest.raises(Exception, match="weights that it began with"):
         Simulation(said, here / "run")
@@ -131,7 +131,7 @@ def test_a_request_of_another_run_is_refused(here: Path) -> None:
     for change in ({"run": "0" * 16}, {"name": request.name.replace(agreement.run, "0" * 16)}):
         answer = endpoint.answer("train", request_message(replace(request, **change)))
         assert "refused" in unpack_message(answer)[1]
-    assert "line" in unpack_message(endpoint.answer("train", request_message(request)))[1]
+    assert "ledger_line" in unpack_message(endpoint.answer("train", request_message(request)))[1]
 
 
 def test_all_that_changes_a_result_is_in_the_fingerprint(here: Path) -> None:
@@ -161,7 +161,7 @@ ROUND = RoundRecord(1, "", ("a",), {"b": "late"}, {"k": "0" * 16}, {"mlp": (0.5,
 GUARDED = replace(
     ROUND,
     defence=DefenceRecord({"a": (9, 3)}, {"a": (2.5, 0.5)}, {"a": 4}, {"a": 7.5}, 2),
-    warnings=("a says 0.900 of the round's weight",),
+    warnings=("a reports 0.900 of the round's weight",),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

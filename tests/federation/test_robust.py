@@ -160,9 +160,9 @@ def test_krum_takes_nothing_of_who_is_far(seed: int, far: float, liars: int) -> 
         assert len(taken) == take and not false & set(taken)
     for rule in RULES[1:]:
         made = apply_robust_rule(Defence(rule=rule, malicious_clients=liars), values)
-        assert false <= set(made.far) and made.thin == 0
+        assert false <= set(made.distance) and made.undefended == 0
         assert float(made.means["x"].abs().max()) < 10
-        assert set(made.left) >= false or "krum" not in rule
+        assert set(made.excluded) >= false or "krum" not in rule
 
 
 def test_the_median_is_krums_neighbour_where_all_agree() -> None:
@@ -368,8 +368,8 @@ def test_the_ledger_tells_what_was_done_and_verify_works_it_out_again(
     lines = read_json_lines(tmp_path / "ledger.jsonl")
     assert not verify_ledger(fed.agreement, lines)
     last = rounds_of(tmp_path)[-1]
-    assert "client-4 says 1.000 of the round's weight" in last["warnings"]
-    assert "round 3: client-4 says 1.000 of the round's weight" in caplog.text
+    assert "client-4 reports 1.000 of the round's weight" in last["warnings"]
+    assert "round 3: client-4 reports 1.000 of the round's weight" in caplog.text
     assert fed.server.history[-1]["warnings"] == len(last["warnings"])
     if not defence.active:
         assert "defence" not in last
@@ -378,12 +378,14 @@ def test_the_ledger_tells_what_was_done_and_verify_works_it_out_again(
     assert ("client-4" in done["capped"]) == bool(defence.max_weight or defence.max_weight_fraction)
     assert ("client-4" in done["clipped"]) == bool(defence.max_norm_ratio)
     if defence.rule != "mean":
-        assert list(done["far"]) == (["client-4"] if not defence.max_norm_ratio else [*done["far"]])
-        assert ("client-4" in done["left"]) == ("krum" in defence.rule)
+        assert list(done["distance"]) == (
+            ["client-4"] if not defence.max_norm_ratio else [*done["distance"]]
+        )
+        assert ("client-4" in done["excluded"]) == ("krum" in defence.rule)
     for change in (
         lambda r: r.pop("defence"),
         lambda r: r["defence"]["capped"].update({"client-0": [9, 1]}),
-        lambda r: r["defence"]["far"].update({"nobody": 9.0}),
+        lambda r: r["defence"]["distance"].update({"nobody": 9.0}),
         lambda r: r["defence"]["clipped"].update({"client-0": [1.0, 2.0]}),
         lambda r: r.pop("warnings"),
     ):
@@ -396,8 +398,11 @@ def test_a_rule_that_too_few_clients_stand_behind_says_so(tmp_path: Path) -> Non
     fed = federation(tmp_path, Defence(rule="krum", malicious_clients=1))
     fed.commit(fed.run_round())
     (last,) = rounds_of(tmp_path)
-    assert last["defence"]["thin"] == 4  # the pooler and the head, which four of five send
-    assert "4 params came from too few clients for the rule to bear a liar" in last["warnings"]
+    assert last["defence"]["undefended"] == 4  # the pooler and the head, which four of five send
+    assert (
+        "4 params came from too few clients for the rule to tolerate a malicious client"
+        in last["warnings"]
+    )
 
 
 TURN = TurnRecord(1, "a", "", {}, "S", "0" * 16, "1" * 16, 0, 0, 1, 1, 0.5, None, False)
@@ -420,7 +425,7 @@ def test_one_who_says_most_of_the_weight_is_named(weights: tuple[int, ...], warn
     turns = [replace(TURN, client=n, weight=w) for n, w in zip(NAMES, weights, strict=False)]
     for order in (turns, turns[::-1]):
         said = make_warnings(WHOLE, order, recent_drifts(()))
-        assert bool(said) == warned and all(each.startswith("a says 0.") for each in said)
+        assert bool(said) == warned and all(each.startswith("a reports 0.") for each in said)
 
 
 def test_a_jump_of_the_drift_is_named_by_its_kind() -> None:

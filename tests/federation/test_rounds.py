@@ -185,7 +185,7 @@ def test_an_update_is_counted_once(good: tuple[Federation, dict[str, Update]]) -
     for _ in range(2):
         accept_update(fed.agreement, fed.global_state, round_state, updates["client-0"])
     assert round_state.aggregated == ["client-0"]
-    assert "counted before" in round_state.rejected["client-0"]
+    assert "has an update in this round already" in round_state.rejected["client-0"]
 
 
 def test_updates_in_any_order_make_the_same_world(
@@ -288,11 +288,11 @@ def other(marks: str) -> str:
         (lambda x: x.update(after=other(x["after"])), "is FREEZE and changed"),
         (lambda x: x.update(after=swap(x["after"], 0, "x")), "not a line of a ledger"),
         (lambda x: x.update(roles=swap(x["roles"], 0, "S")), "the plan says FREEZE"),
-        (lambda x: x.update(up=x["up"] + 1), "bytes were uploaded"),
+        (lambda x: x.update(upload_bytes=x["upload_bytes"] + 1), "bytes were uploaded"),
         (lambda x: x.pop("roles"), "not a line of a ledger"),
         (lambda x: x.update(roles="?"), "not a line of a ledger"),
         (lambda x: x.update(scores=[1]), "not a line of a ledger"),
-        (lambda x: x.update(down=x["down"] - 1), "bytes were downloaded"),
+        (lambda x: x.update(download_bytes=x["download_bytes"] - 1), "bytes were downloaded"),
         (lambda x: x.update(before="0" * len(x["before"])), "did not start from its last value"),
     ],
 )

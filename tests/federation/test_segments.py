@@ -187,7 +187,7 @@ def test_an_opening_that_tells_other_rounds_is_named(parted: Path, tmp_path: Pat
     file = tmp_path / "run" / segment_name(ROUNDS)
     first, *rest = file.read_bytes().splitlines(keepends=True)
     said = json.loads(first)
-    said["rows"][0]["up"] += 1
+    said["metrics"][0]["upload_bytes"] += 1
     file.write_bytes(json.dumps(said).encode() + b"\n" + b"".join(rest))
     assert list(segment_header_faults(tmp_path / "run", files_of(tmp_path / "run"))) == [
         "the header of ledger.000004.jsonl has other rounds than the ledger before it"

@@ -26,7 +26,7 @@ from sites import (
 )
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import Account, Answer, Limits, read_answers
+from fedplan.federation.account import Account, Answer, Limits, read_replies
 from fedplan.federation.endpoint import POLL, Endpoint
 from fedplan.federation.messages import RequestRefused
 from fedplan.privacy.accounting.accountant import epsilon
@@ -125,11 +125,11 @@ def test_a_limit_of_epsilon_and_answers_that_nothing_hides_do_not_go_together(
     plain = study_text(name="plain", privacy="")
     hidden = study_text(name="hidden")
     endpoint = site_of(tmp_path, plain, limit_epsilon=2.0)
-    assert told(asked(endpoint, world_of(endpoint))[1]) == "unhidden"
+    assert told(asked(endpoint, world_of(endpoint))[1]) == "unprotected"
     free = site_of(tmp_path, plain)
     assert asked(free, world_of(free))[0]
     late = site_of(tmp_path, hidden, limit_epsilon=2.0)
-    assert told(asked(late, world_of(late))[1]) == "unhidden", "what has left cannot be hidden"
+    assert told(asked(late, world_of(late))[1]) == "unprotected", "what has left cannot be hidden"
     other = site_of(tmp_path, hidden, limit_epsilon=2.0, dataset="ward-3")
     assert asked(other, world_of(other))[0] and charges(tmp_path, "ward-3") == 1
 
@@ -144,10 +144,10 @@ def test_a_dataset_is_one_folder_of_the_home(dataset: str, tmp_path: Path) -> No
 
 
 POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
-    "a probe and no best": ({"method": SHARE + '\nprobe = "gradient"', "privacy": ""}, 1, "poll"),
-    "hidden, a probe, no best": ({"method": SHARE + '\nprobe = "gradient"'}, 1, "poll"),
+    "a probe and no best": ({"method": SHARE + '\nprobe = "gradient"', "privacy": ""}, 1, "no-scoring"),
+    "hidden, a probe, no best": ({"method": SHARE + '\nprobe = "gradient"'}, 1, "no-scoring"),
     "each for itself": (
-        {"method": 'name = "safl"\nsettings = { k = 1, joint_choice = false }', "privacy": ""}, 1, "poll"
+        {"method": 'name = "safl"\nsettings = { k = 1, joint_choice = false }', "privacy": ""}, 1, "no-scoring"
     ),
     "not in this round": (
         {
@@ -156,7 +156,7 @@ POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
             "privacy": "",
         },
         1,
-        "poll",
+        "no-scoring",
     ),
     "in this round": (
         {
@@ -171,7 +171,7 @@ POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
         {"method": 'plan = "chain(freeze(), best(1))"\nprobe = "random"\njoint_choice = true'}, 1, ""
     ),
     "a vote": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 1, ""),
-    "between votes": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 2, "poll"),
+    "between votes": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 2, "no-scoring"),
 }  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_a_poll_is_answered_where_the_plan_chooses_and_somebody_pays(
         global_state = world_of(endpoint, round=number, scale=1 + version, version=version)
         _, said = asked(endpoint, global_state, POLL)
         assert told(said) == wanted and ("scores" in said) != bool(wanted)
-    lines = read_answers(tmp_path / "state/account/examples") if not wanted else []
+    lines = read_replies(tmp_path / "state/account/examples") if not wanted else []
     assert len({line["content"] for line in lines}) == (0 if wanted else 2)
     assert charges(tmp_path) == (2 if name == "a vote" else 0)
 
@@ -214,7 +214,7 @@ def test_two_processes_share_an_account(tmp_path: Path) -> None:
             os._exit(failed)
         children.append(pid)
     assert all(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 for pid in children)
-    assert len(read_answers(tmp_path)) == 9
+    assert len(read_replies(tmp_path)) == 9
     guard = ClientGuard(guarantee, tmp_path, limit=limit, delta=1e-5)
     assert len(guard.budget.charges) == 6 and guard.budget.epsilon_spent() <= limit
 
@@ -235,17 +235,17 @@ def test_two_threads_share_an_account(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(read_answers(tmp_path)) == 10 and refused == ["limit-rounds"] * 10
+    assert len(read_replies(tmp_path)) == 10 and refused == ["limit-rounds"] * 10
 
 
 def test_a_line_that_a_kill_cut_off_is_cut_off(tmp_path: Path) -> None:
     account = Account(tmp_path, Limits(rounds=2))
     account.charge(Answer("update", "r1", "a", 1))
-    whole = (tmp_path / "answers.jsonl").read_bytes()
+    whole = (tmp_path / "replies.jsonl").read_bytes()
     for length in range(len(whole)):
-        (tmp_path / "answers.jsonl").write_bytes(whole + whole[:length])
+        (tmp_path / "replies.jsonl").write_bytes(whole + whole[:length])
         account.charge(Answer("update", "r1", "a", 1))
-        assert [line["request"] for line in read_answers(tmp_path)] == ["r1", "r1"]
+        assert [line["request"] for line in read_replies(tmp_path)] == ["r1", "r1"]
 
 
 def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
                 endpoint, world_of(endpoint, round=number, scale=number, version=number)
             )
             if not values:
-                assert said == {"failed": "promise"}
+                assert said == {"failed": "epsilon"}
                 ends.append(number)
                 break
         guard = endpoint.site.guard
@@ -266,6 +266,6 @@ def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
     assert ends[0] == ends[1] and charges(tmp_path) == sum(ends) - 2
     folder = tmp_path / "state/two-0/north"
     code, told_ = run("privacy", str(folder), "--json")
-    assert code == 0 and 2.0 < json.loads(told_)["epsilon"] <= 3.0
+    assert code == 0 and 2.0 < json.loads(told_)["epsilon_spent"] <= 3.0
     code, told_ = run("egress", str(tmp_path / "state"))
     assert code == 0 and f"all studies: {sum(ends) - 2} updates" in " ".join(told_.split())

@@ -107,7 +107,10 @@ def test_a_tracker_has_every_number_of_every_round_once(here: Path, name: str) -
         key: {int(row["round"]): row[key] for row in run.metrics if key in row}
         for key in {k for row in run.metrics for k in row if not k.startswith(PER_CLIENT_PREFIXES)}
     }
-    assert found.keys() == wanted.keys() and {"loss", "global.accuracy", "up"} <= wanted.keys()
+    assert (
+        found.keys() == wanted.keys()
+        and {"loss", "global.accuracy", "upload_bytes"} <= wanted.keys()
+    )
     for key, rounds in wanted.items():
         assert found[key] == pytest.approx(rounds, rel=1e-6), key
     assert len((here / "out/metrics.jsonl").read_text().splitlines()) == 3

@@ -427,7 +427,7 @@ def opened(text: str) -> Any:
 
 # ---- what is compared
 
-FIELDS = ("pid", "host", "seconds")
+FIELDS = ("pid", "host", "seconds", "round_seconds", "seconds_left")
 """Fields of a process or of a clock: whose, and how long, differs each time."""
 PROCESS = re.compile(r'"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12} \d+"')
 """The start of a machine and that of a process on it."""

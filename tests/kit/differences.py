@@ -59,7 +59,7 @@ DELTA, CONFIDENCE = 1e-5, 0.999
 ALIKE = 5.0
 """Two releases of two contents are this many clips apart at least: their noises are two."""
 
-MASKED = {"before", "after", "moved", "drift", "products"}
+MASKED = {"before", "after", "changed", "drift", "products"}
 """What follows from released values: `told_apart` sees to what the digests are of."""
 
 
@@ -144,7 +144,7 @@ def sums_of(seen: Seen, site: str = "north") -> list[dict[str, Tensor]]:
         values, words = each.unpacked()
         if each.way == "down":
             held |= {k: v.double() for k, v in values.items()}
-        elif each.kind == "train" and "line" in words:
+        elif each.kind == "train" and "ledger_line" in words:
             change = {k: held[k] - v.double() for k, v in values.items()}
             found.append({k: v * BATCH / RATE for k, v in change.items()})
     return found

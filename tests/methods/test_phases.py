@@ -189,7 +189,7 @@ def test_a_client_with_less_room_chooses_fewer_blocks(tmp_path: Path) -> None:
     round_state = whole.run_round()
     whole.commit(round_state)
     assert not round_state.rejected
-    up = {name: line.up for name, line in round_state.records.items()}
+    up = {name: line.upload_bytes for name, line in round_state.records.items()}
     assert up["client-1"] < up["client-0"] == up["client-2"]
     assert not verify_ledger(agreement, read_json_lines(tmp_path / "ledger.jsonl"))
 

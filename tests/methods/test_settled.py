@@ -62,15 +62,15 @@ def test_it_is_the_same_in_any_unit(
 
 @given(numbers, numbers, numbers, st.integers(1, 30))
 def test_it_waits_and_then_stays(apart: float, step: float, size: float, number: int) -> None:
-    rule = SettledPhase("frozen", share=ALWAYS, least=10)
+    rule = SettledPhase("frozen", threshold=ALWAYS, min_rounds=10)
     assert rule(signed(apart, step, size, number)) == ("frozen" if number > 10 else "")
-    assert SettledPhase("frozen", share=SELDOM)(signed(apart, step, size, number)) == ""
+    assert SettledPhase("frozen", threshold=SELDOM)(signed(apart, step, size, number)) == ""
     assert rule(signed(apart, step, size, number, "frozen")) == "frozen"
     assert rule(PhaseContext(number, "frozen")) == "frozen"
 
 
 def test_who_is_alone_or_silent_settles_nothing() -> None:
-    rule = SettledPhase("frozen", share=ALWAYS, least=0)
+    rule = SettledPhase("frozen", threshold=ALWAYS, min_rounds=0)
     assert rule(signed(0.0, 0.0, 1.0)) == ""
     assert rule(signed(0.0, 1.0, 1.0)) == ""
     assert rule(PhaseContext(20, drift={"value": (1.0, 0.0)}, sizes={"value": 1.0})) == ""
@@ -80,7 +80,7 @@ def test_what_it_says_is_agreed_on() -> None:
     base = SettledPhase("frozen")
     others = [
         *(replace(base, phase="cold"), replace(base, kinds=("query",))),
-        *(replace(base, share=0.03), replace(base, least=11), replace(base, by="chance")),
+        *(replace(base, threshold=0.03), replace(base, min_rounds=11), replace(base, by="chance")),
     ]
     assert len({each.text for each in (base, *others)}) == 6
     made = method_by_name("fedfrozen", {"settle": 0.02, "warmup": 10})
@@ -92,9 +92,9 @@ def test_what_it_says_is_agreed_on() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"share": 0.0}, "above 0"),
-        ({"share": float("nan")}, "above 0"),
-        ({"least": -1}, "give 0 or more"),
+        ({"threshold": 0.0}, "above 0"),
+        ({"threshold": float("nan")}, "above 0"),
+        ({"min_rounds": -1}, "give 0 or more"),
         ({"kinds": ()}, "no kind"),
         ({"by": "luck"}, "use bend or chance"),
     ],

@@ -24,7 +24,7 @@ def test_method_info_has_paper_settings_and_plan(name: str) -> None:
     assert [each.name for each in info.settings] == list(takes)
     for each in info.settings:
         assert each.default == takes[each.name].default
-        assert re.fullmatch(r"[A-Z].*\.", each.about), each
+        assert re.fullmatch(r"[A-Z].*\.", each.description), each
     assert name in UNPUBLISHED or re.search(r"\b20\d\d\b|Not published", info.source)
     assert parse(info.plan) == method_by_name(name).plan
     code, out = run("methods", name)

@@ -40,7 +40,7 @@ def test_every_param_behaves_as_its_kind_says(name: str) -> None:
     assert [v for v in found if v.fault] == []
     params = describe(model)
     require_partition(model, params)
-    assert not any(p.perhaps or p.kind is Kind.UNKNOWN for p in params)
+    assert not any(p.uncertain or p.kind is Kind.UNKNOWN for p in params)
     assert {v.param.kind for v in found} >= {Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT}
     # Each block is judged, or another of its make.
     makes = {(p.stack, p.kind, p.shape) for p in params if p.block_id}

@@ -581,5 +581,9 @@ def test_the_message_of_a_full_size_clip_is_the_arithmetic(
     round_state = whole.run_round()
     answered = whole.clients["ann"].journal.reply_for(round_state.cohort["ann"].name)
     assert answered is not None
-    assert round_state.records["ann"].up == round_state.records["ann"].down == upload
+    assert (
+        round_state.records["ann"].upload_bytes
+        == round_state.records["ann"].download_bytes
+        == upload
+    )
     assert upload < len(pack(answered[0], {})) < upload + 1024

@@ -60,7 +60,7 @@ def test_a_row_is_proposed_and_behaves(name: str) -> None:
     like = {"like": said.get("layer_map_like")}
     register_study_layer_map(model, said.get("layer_map", like))
     params = fedplan.describe(model)
-    assert not any(p.perhaps or p.kind is Kind.UNKNOWN for p in params)
+    assert not any(p.uncertain or p.kind is Kind.UNKNOWN for p in params)
     plan = fedplan.parse("chain(share(), freeze(query | key), keep(blocks(0) & value))")
     assert fedplan.resolve(plan, params, fedplan.Turn())
 

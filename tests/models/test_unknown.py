@@ -84,7 +84,7 @@ def test_any_module_is_described(name: str) -> None:
     assert {p.name for p in params} == set(dict(model.named_parameters()))
     for p in params:
         assert p.words <= set(parts.WORDS)
-        assert p.perhaps <= set(parts.WORDS)
+        assert p.uncertain <= set(parts.WORDS)
 
 
 @pytest.mark.parametrize("name", ["convolutions", "recurrent", "own norm"])

@@ -316,26 +316,26 @@ def test_foreign_json_is_read_strictly(event: Event, data: st.DataObject) -> Non
 
 def epsilon_of_plain(event: Event) -> float:
     """An upper bound that takes no library."""
-    return event.noise
+    return event.noise_multiplier
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        *(None, [], "release", {}, {"kind": "gift"}, {"kind": ["release"]}, {"kind": "release"}),
-        {"kind": "release", "noise": 1.0},
-        {"kind": "release", "noise": True, "rate": None},
-        {"kind": "release", "noise": "1", "rate": None},
-        {"kind": "release", "noise": 0.0, "rate": None},
-        {"kind": "release", "noise": math.nan, "rate": None},
-        {"kind": "release", "noise": math.inf, "rate": None},
-        {"kind": "release", "noise": 10**400, "rate": None},
-        {"kind": "release", "noise": 1.0, "rate": 0.0},
-        {"kind": "release", "noise": 1.0, "rate": 1.1},
-        {"kind": "release", "noise": 1.0, "rate": None, "free": True},
-        {"kind": "steps", "noise": 1.0, "rate": 0.1, "count": 1.0},
-        {"kind": "steps", "noise": 1.0, "rate": 0.1, "count": 0},
-        {"kind": "steps", "noise": 1.0, "rate": None, "count": 1},
+        *(None, [], "gaussian", {}, {"kind": "gift"}, {"kind": ["gaussian"]}, {"kind": "gaussian"}),
+        {"kind": "gaussian", "noise_multiplier": 1.0},
+        {"kind": "gaussian", "noise_multiplier": True, "sampling_rate": None},
+        {"kind": "gaussian", "noise_multiplier": "1", "sampling_rate": None},
+        {"kind": "gaussian", "noise_multiplier": 0.0, "sampling_rate": None},
+        {"kind": "gaussian", "noise_multiplier": math.nan, "sampling_rate": None},
+        {"kind": "gaussian", "noise_multiplier": math.inf, "sampling_rate": None},
+        {"kind": "gaussian", "noise_multiplier": 10**400, "sampling_rate": None},
+        {"kind": "gaussian", "noise_multiplier": 1.0, "sampling_rate": 0.0},
+        {"kind": "gaussian", "noise_multiplier": 1.0, "sampling_rate": 1.1},
+        {"kind": "gaussian", "noise_multiplier": 1.0, "sampling_rate": None, "free": True},
+        {"kind": "dp_sgd", "noise_multiplier": 1.0, "sampling_rate": 0.1, "steps": 1.0},
+        {"kind": "dp_sgd", "noise_multiplier": 1.0, "sampling_rate": 0.1, "steps": 0},
+        {"kind": "dp_sgd", "noise_multiplier": 1.0, "sampling_rate": None, "steps": 1},
         {"kind": "vote", "epsilon": -1.0},
     ],
 )

@@ -190,7 +190,7 @@ def test_a_site_that_sends_rubbish_is_noticed_and_nothing_is_opened() -> None:
             keys = dict.fromkeys(answer.masking_key_shares, wrong)
             made.server._unmask_shares[sites[0]] = replace(answer, masking_key_shares=keys)
         assert any(
-            said in masked.refusal(made.server.unmask) for said in ("does not open", "match")
+            said in masked.refusal(made.server.unmask) for said in ("cannot be unmasked", "match")
         )
 
 

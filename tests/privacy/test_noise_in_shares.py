@@ -86,7 +86,7 @@ class Server:
                 values = {key: base[key] + each for key, each in change.items()}
                 total.add(f"site {number}", values, {}, 1)
             found = total.close()
-        assert found.masked is not None and not found.masked.closed
+        assert found.secagg is not None and not found.secagg.not_unmasked
         own = total.contributions[f"site {len(changes) - 1}"].numbers
         return {
             key: mean - _floats(own[VALUE_PREFIX + key], mean) / made.divisor

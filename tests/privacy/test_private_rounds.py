@@ -75,17 +75,18 @@ def test_the_forecast_is_the_sum_of_the_charges(here: Path, name: str) -> None:
     assert spent(out, unit) <= guarantee.epsilon
     assert run("verify", str(out))[0] == 0
     said = json.loads((out / "privacy.json").read_text())
-    assert abs(said["forecast"] - said["epsilon"]) < 1e-9 and len(said) == 17
-    votes = [charge for charge in said["charged"] if charge["about"].endswith("vote")]
-    assert len(said["charged"]) == 3 + len(votes) and len(votes) == (2 if "vote" in name else 0)
+    assert abs(said["epsilon_forecast"] - said["epsilon_spent"]) < 1e-9 and len(said) == 17
+    votes = [charge for charge in said["charges"] if charge["request"].endswith("vote")]
+    assert len(said["charges"]) == 3 + len(votes) and len(votes) == (2 if "vote" in name else 0)
     code, told = run("privacy", f"{unit}.toml")
-    assert code == 0 and f"This run hides each {unit}" in told and "Not covered" in told
+    assert code == 0 and "Not covered" in told
+    assert f"{unit.capitalize()}-level differential privacy" in told
 
 
 @pytest.mark.parametrize("privacy", [CLIENT, EXAMPLE])
 def test_a_vote_holds_until_the_next_and_all_choose_by_it(here: Path, privacy: str) -> None:
     out = played(here, private_study(privacy + VOTE, plan=SAFL), "run")
-    lines = [line for line in read_json_lines(out / "ledger.jsonl") if "moved" not in line]
+    lines = [line for line in read_json_lines(out / "ledger.jsonl") if "changed" not in line]
     scores = {
         number: {str(x["scores"]) for x in lines if x["round"] == number} for number in (1, 2, 3)
     }
@@ -125,7 +126,7 @@ def test_example_level_goes_on_over_ten_rounds_other_parts_and_restarts(here: Pa
 def test_neither_rows_nor_losses_nor_drift_are_told(here: Path, privacy: str) -> None:
     out = played(here, private_study(privacy), "run")
     for line in read_json_lines(out / "ledger.jsonl"):
-        if "moved" in line:
+        if "changed" in line:
             assert line["drift"] == {} if "client" in privacy else True
         else:
             assert line["weight"] == 1 and line["loss"] is None
@@ -136,9 +137,11 @@ def test_every_shared_value_moves_whoever_was_drawn(here: Path) -> None:
     study = read_study(here / "run.toml")
     agreement = build_experiment(study).agreement
     for line in read_json_lines(out / "ledger.jsonl"):
-        if "moved" in line:
+        if "changed" in line:
             roles = permitted_roles(agreement.method.plan, agreement.params, Turn(line["round"]))
-            assert set(line["moved"]) == {p.key for p in agreement.params if roles[p] is Role.SHARE}
+            assert set(line["changed"]) == {
+                p.key for p in agreement.params if roles[p] is Role.SHARE
+            }
 
 
 def test_a_run_stops_before_its_budget_would_be_passed(here: Path) -> None:
@@ -147,7 +150,7 @@ def test_a_run_stops_before_its_budget_would_be_passed(here: Path) -> None:
     code, told = run("run", "run.toml", "--output", "run")
     assert code == 2 and "was promised: the run ends here" in " ".join(told.split())
     assert spent(here / "run", "client") <= 6.0
-    rounds = [line for line in read_json_lines(here / "run/ledger.jsonl") if "moved" in line]
+    rounds = [line for line in read_json_lines(here / "run/ledger.jsonl") if "changed" in line]
     assert 1 <= len(rounds) < 40 and run("verify", "run")[0] == 0
 
 
@@ -158,7 +161,7 @@ def test_a_run_that_is_played_twice_is_hidden_by_another_noise(here: Path, priva
         {
             mark
             for line in read_json_lines(out / "ledger.jsonl")
-            for mark in line.get("moved", {}).values()
+            for mark in line.get("changed", {}).values()
         }
         for out in runs
     ]
@@ -223,7 +226,7 @@ def test_explain_forecasts_what_a_run_then_charges(here: Path, unit: str) -> Non
     out = played(here, private_study(privacy, plan=plan), unit)
     code, told = run("explain", f"{unit}.toml", "--json")
     assert code == 0, told
-    assert abs(json.loads(told)["privacy"]["forecast"] - spent(out, unit)) < 1e-9
+    assert abs(json.loads(told)["privacy"]["epsilon_forecast"] - spent(out, unit)) < 1e-9
     code, told = run("explain", f"{unit}.toml")
     assert code == 0 and "chain(freeze(), share(head), best(1))" in told
-    assert f"This run hides each {unit}" in told
+    assert f"{unit.capitalize()}-level differential privacy" in told

@@ -216,8 +216,8 @@ def plain_digests() -> Any:
     def told(endpoint: Endpoint, answer: Message) -> Message:
         values, said = unpack_message(answer)
         kept, _ = endpoint.site.journal.client_state()
-        line = {**said.get("line", {}), "after": "".join(map(digest, kept.values()))}
-        return pack_message(values, {**said, "line": line})
+        line = {**said.get("ledger_line", {}), "after": "".join(map(digest, kept.values()))}
+        return pack_message(values, {**said, "ledger_line": line})
 
     return _answered(told)
 

@@ -157,12 +157,18 @@ def test_forecast_messages_and_ledger_say_the_same_bytes(
         assert within(view.uploads[turn - 1], up), (wire, turn, view.uploads, up)
         assert within(view.downloads[turn - 1], down), (wire, turn, view.downloads, down)
     _, lines = read_segment(tmp_path / "ledger.jsonl")
-    turns = {(t.client, t.round): (t.up, t.down) for t in lines if isinstance(t, TurnRecord)}
+    turns = {
+        (t.client, t.round): (t.upload_bytes, t.download_bytes)
+        for t in lines
+        if isinstance(t, TurnRecord)
+    }
     assert turns == sent, wire
     for line in lines:
         if isinstance(line, RoundRecord):
             here = [both for (_, n), both in sent.items() if n == line.round]
-            assert (line.up, line.down) == tuple(map(sum, zip(*here, strict=True)))
+            assert (line.upload_bytes, line.download_bytes) == tuple(
+                map(sum, zip(*here, strict=True))
+            )
 
 
 def test_riders_and_codecs_are_in_the_forecast() -> None:

@@ -60,7 +60,7 @@ def test_the_published_figures_from_the_library_and_the_command_line(
     name: str, plan: str, saved: float
 ) -> None:
     explanation = fp.explain(fp.parse(plan), meta_model(name))
-    ours = explanation.json()["clients"][0]["stages"][-1]["saved"]
+    ours = explanation.json()["clients"][0]["stages"][-1]["upload_saved"]
     assert round(100 * ours, 1) == saved
     started = time.process_time()
     printed = CliRunner().invoke(app, ["explain", name, plan, "--json"])
@@ -74,7 +74,9 @@ def test_each_byte_of_the_upload_is_in_one_row() -> None:
         view = fp.explain(fp.parse("chain(share(), keep(norm))"), fp.params_of(name))
         (who,) = view.json()["clients"]
         for stage in who["stages"]:
-            assert sum(row["bytes_up"] for row in stage["parts"]) == stage["bytes_up"]
+            assert (
+                sum(row["max_upload_bytes"] for row in stage["parts"]) == stage["max_upload_bytes"]
+            )
             assert sum(row["params"] for row in stage["parts"]) == view.json()["params"]
 
 
@@ -148,7 +150,7 @@ def test_a_long_cycle_is_listed_stage_by_stage() -> None:
 
 def test_unequal_blocks_give_a_range() -> None:
     stage = last_stage("chain(freeze(), best(2))", "swin-tiny")
-    assert stage.min_upload < stage.max_upload < stage.max_download
+    assert stage.upload_range[0] < stage.max_upload < stage.max_download
 
 
 def test_a_plan_beyond_the_run_is_noted() -> None:
@@ -274,8 +276,8 @@ def messages(
                 answered = whole.clients[name].journal.reply_for(down.name)
                 assert answered is not None
                 found[name][number] = nbytes(answered[0]), nbytes(down.values)
-                assert round_state.records[name].up == found[name][number][0]
-                assert round_state.records[name].down == found[name][number][1]
+                assert round_state.records[name].upload_bytes == found[name][number][0]
+                assert round_state.records[name].download_bytes == found[name][number][1]
             whole.commit(round_state)
     return found
 
@@ -348,7 +350,7 @@ def test_the_lightest_and_the_heaviest_choice_are_those_of_all_orders() -> None:
             turn = fp.Turn(scores=dict(zip(blocks, order, strict=True)))
             roles = fp.resolve(plan, LAW_PARAMS, turn)
             sizes.add(sum(p.nbytes for p in LAW_PARAMS if roles[p] is Role.SHARE))
-        assert (stage.min_upload, stage.max_upload) == (min(sizes), max(sizes)), text
+        assert (stage.upload_range[0], stage.max_upload) == (min(sizes), max(sizes)), text
 
 
 STUDIES = {
@@ -375,8 +377,8 @@ def test_explain_of_a_study_counts_what_its_run_sends(said: str, here: Path) -> 
     for client in ("client-00", "client-01", "client-02"):
         mine = [line for line in lines if line.get("client") == client]
         view = explained[0 if client == "client-00" else -1]
-        for way in ("up", "down"):
+        for way in ("upload_bytes", "download_bytes"):
             real = sum(line[way] for line in mine)
-            least, most = view[f"bytes_{way}_least"], view[f"bytes_{way}"]
+            least, most = view[f"min_{way}"], view[f"max_{way}"]
             assert least <= real <= most, (client, way)
             assert said == "safl" or least == most

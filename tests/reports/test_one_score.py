@@ -20,7 +20,14 @@ MEASURED = ("loss", "perplexity", "f1", *METRICS)
 
 def row_of(primary: str) -> dict[str, float]:
     """A round in which every score of every kind is told, none like another."""
-    counts = {"round": 3.0, "loss": 9.0, "up": 0.0, "down": 0.0, "counted": 2.0, "rejected": 0.0}
+    counts = {
+        "round": 3.0,
+        "loss": 9.0,
+        "upload_bytes": 0.0,
+        "download_bytes": 0.0,
+        "aggregated": 2.0,
+        "rejected": 0.0,
+    }
     scores = {
         f"{kind}.{name}": place + number / 100
         for place, kind in enumerate(("global", "sites.global", "sites.personal"), 1)
@@ -44,7 +51,7 @@ def test_every_line_tells_the_score_that_the_task_is_known_by(kind: str) -> None
     assert f"{world:.3f}" in line and f"{own:.3f}" in line
     whole = RoundRecord(3, "", ("a", "b"), {}, {}, {}, 0, 0)
     sites = sites_line(whole, row, primary=primary)
-    told = list(score_texts(RunStatus(primary=primary, scores=row)))
+    told = list(score_texts(RunStatus(primary_metric=primary, scores=row)))
     for place, label in enumerate(SCORE_LABELS.values(), 1):
         assert f"{label.format(primary)} {place + number / 100:.3f}" in sites
         assert f"{label.format(primary)} {place + number / 100:.3f}" in told

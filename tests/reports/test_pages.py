@@ -121,10 +121,12 @@ def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) ->
     assert "Differential privacy" in headings(told) and "epsilon.csv" in os.listdir(
         place / "hidden-csv"
     )
-    assert "attendance.csv" not in os.listdir(place / "hidden-csv")
+    assert "participation.csv" not in os.listdir(place / "hidden-csv")
     turns = sum(map(len, read_run_facts(open_run(place / "hidden")).turns))
     assert "worst" not in words and f"{turns} turns" not in words
-    assert not {"bytes-up.csv", "drift.csv", "clients.csv"} & set(os.listdir(place / "hidden-csv"))
+    assert not {"upload-by-part.csv", "drift.csv", "clients.csv"} & set(
+        os.listdir(place / "hidden-csv")
+    )
 
 
 @pytest.mark.parametrize("folder", ["a", "b", "hidden"])
@@ -132,8 +134,8 @@ def test_bytes_by_part_are_those_of_the_ledger(place: Path, folder: str) -> None
     facts = read_run_facts(open_run(place / folder))
     turns = [turn for held in facts.turns for turn in held]
     found = count_traffic(facts)
-    assert found.up.total() == sum(turn.up for turn in turns) > 0
-    assert found.down.total() == sum(turn.down for turn in turns) > 0
+    assert found.up.total() == sum(turn.upload_bytes for turn in turns) > 0
+    assert found.down.total() == sum(turn.download_bytes for turn in turns) > 0
 
 
 @pytest.mark.nightly
@@ -146,8 +148,8 @@ def test_bytes_by_part_are_those_of_the_ledger_whatever_travels(here: Path, meth
     fp.run_study("study.toml", "out")
     facts = read_run_facts(open_run("out"))
     turns, found = [turn for held in facts.turns for turn in held], count_traffic(facts)
-    assert found.up.total() == sum(turn.up for turn in turns)
-    assert found.down.total() == sum(turn.down for turn in turns)
+    assert found.up.total() == sum(turn.upload_bytes for turn in turns)
+    assert found.down.total() == sum(turn.download_bytes for turn in turns)
     assert "verified<" in report_page(["out"]).html()
 
 
@@ -170,7 +172,7 @@ def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None
         str(place / "csv"),
         "--json",
     )
-    assert code == 0 and json.loads(said) == {"written": str(place / "x.html"), "faults": 0}
+    assert code == 0 and json.loads(said) == {"file": str(place / "x.html"), "fault_count": 0}
     with (place / "csv" / "scores.csv").open() as out:
         rows = [row for row in csv.DictReader(out) if row["series"] == "global"]
     metrics = open_run(place / "a").metrics
@@ -229,7 +231,9 @@ def many(facts: RunFacts, count: int) -> RunFacts:
     whys = ["late", "dropped", "refused: policy (no)", f"failed: {BAD}", "moved what is frozen"]
     names = [f"client {n}" for n in range(count)]
     rounds = tuple(
-        replace(r, counted=tuple(names[len(whys) :]), rejected=dict(zip(names, whys, strict=False)))
+        replace(
+            r, aggregated=tuple(names[len(whys) :]), rejected=dict(zip(names, whys, strict=False))
+        )
         for r in facts.rounds
     )
     turns = tuple(tuple[TurnRecord, ...]() for _ in rounds)
@@ -250,7 +254,7 @@ def test_of_many_clients_those_that_were_missing_are_shown(place: Path) -> None:
 
 
 def test_every_reason_of_a_ledger_has_a_state() -> None:
-    assert turn_outcome("not asked: it runs another version") == "dropped"
+    assert turn_outcome("not requested: it runs another version") == "dropped"
     assert turn_outcome("no answer in time") == "dropped"
 
 

@@ -21,14 +21,18 @@ from fedplan.studies.schema import read_study
 class Heard(StatusReporter):
     """A status that remembers what it was after each client."""
 
-    def set_site_state(self, name: str, state: str, why: str = "") -> None:
-        super().set_site_state(name, state, why)
-        if state == SiteState.ANSWERED:
-            self.seen.append((self.current.answered, self.current.requested, self.current.left))
+    def set_site_state(self, name: str, state: str, reason: str = "") -> None:
+        super().set_site_state(name, state, reason)
+        if state == SiteState.RESPONDED:
+            self.seen.append(
+                (self.current.responded, self.current.requested, self.current.seconds_left)
+            )
 
     def record_round(self, closed: CommittedRound) -> None:
         super().record_round(closed)
-        self.rounds.append((self.current.answered, self.current.requested, self.current.primary))
+        self.rounds.append(
+            (self.current.responded, self.current.requested, self.current.primary_metric)
+        )
 
 
 def test_clients_are_counted_and_the_time_left_is_told_from_the_first_on(here: Path) -> None:
@@ -44,7 +48,7 @@ def test_clients_are_counted_and_the_time_left_is_told_from_the_first_on(here: P
     assert lefts[0] > 0 and lefts[-1] == 0, "the last client of the last round is the end"
     assert status.rounds == [(0, 0, "accuracy")] * 3, "no round is open once it is closed"
     told = read_status(here / "out")
-    assert told is not None and told.primary == "accuracy"
+    assert told is not None and told.primary_metric == "accuracy"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -68,7 +72,7 @@ def test_the_bar_says_what_the_status_says() -> None:
         bar.add_task("", total=3, completed=1)
         status.open_round(4)
         status._update(rounds=3, round=1)
-        status.set_site_state("north", SiteState.ANSWERED)
+        status.set_site_state("north", SiteState.RESPONDED)
         bar.refresh()
     assert "1 of 4 clients" in written.getvalue() and "left" in written.getvalue()
     assert STUDY

@@ -20,8 +20,8 @@ from fedplan.errors import FedplanError
 from fedplan.federation import identity
 from fedplan.federation.error_codes import KINDS, describe_code
 from fedplan.federation.run_states import (
-    ASKED,
     STATUS,
+    STOP_REQUEST,
     RunState,
     RunStatus,
     SiteState,
@@ -121,7 +121,7 @@ def test_stopped_and_resumed_has_the_bits_of_a_run_that_was_never_stopped(
 ) -> None:
     number, at_once = when
     run_study("study.toml", "whole")
-    event = f"site {SiteState.ANSWERED if at_once else SiteState.ASKED}"
+    event = f"site {SiteState.RESPONDED if at_once else SiteState.REQUESTED}"
     status = StatusReporter(Path("out"), [once(event, number, lambda: asked(at_once))])
     stopped = Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
     done = number - at_once
@@ -130,10 +130,10 @@ def test_stopped_and_resumed_has_the_bits_of_a_run_that_was_never_stopped(
     assert found.state == (RunState.STOPPED if done < ROUNDS else RunState.DONE)
     assert found.round == done and bool(stopped.stopped) == (done < ROUNDS)
     if done < ROUNDS:
-        assert "an operator asked" in found.status.why
+        assert "an operator asked" in found.status.reason
     run_study("study.toml", "out", resume=done > 0)
     assert run_snapshot("out").state == RunState.DONE and not read_stop_request(Path("out"))
-    (here / "out" / ASKED).unlink(missing_ok=True)
+    (here / "out" / STOP_REQUEST).unlink(missing_ok=True)
     assert files(here / "out") == files(here / "whole")
     assert run("verify", "out")[0] == 0
 
@@ -149,7 +149,7 @@ def test_a_run_that_fails_says_so_by_a_code_alone(here: Path) -> None:
     with pytest.raises(FedplanError):
         run_study("study.toml", "out", callbacks=[broken])
     found = run_snapshot("out")
-    assert (found.state, found.status.why, found.round) == (RunState.FAILED, "failed: data", 1)
+    assert (found.state, found.status.reason, found.round) == (RunState.FAILED, "failed: data", 1)
     told = (here / "out" / STATUS).read_text() + (here / "out/log.jsonl").read_text()
     assert "4711" not in told
 
@@ -172,7 +172,9 @@ def test_a_run_that_nobody_told_of_is_known_by_its_folder(here: Path) -> None:
 
 
 def test_a_status_is_what_its_file_says(tmp_path: Path) -> None:
-    sites = {"north": SiteStatus(SiteState.ANSWERED, "", "2026-01-01T00:00:00+00:00", 3, up=4)}
+    sites = {
+        "north": SiteStatus(SiteState.RESPONDED, "", "2026-01-01T00:00:00+00:00", 3, upload_bytes=4)
+    }
     told = RunStatus(study="s", driver=current_process(), sites=sites, loss=0.5)
     (tmp_path / STATUS).write_text(json.dumps(told.json()))
     assert read_status(tmp_path) == told
@@ -182,7 +184,7 @@ def test_a_status_is_what_its_file_says(tmp_path: Path) -> None:
         with pytest.raises(FedplanError, match="cannot be read"):
             read_status(tmp_path)
     for words, said in ((b"", "round"), (b"\xff", "round"), (b'{"stop": "now"}', "now")):
-        (tmp_path / ASKED).write_bytes(words)
+        (tmp_path / STOP_REQUEST).write_bytes(words)
         assert read_stop_request(tmp_path) == said
     ask_to_stop(tmp_path)
     assert read_stop_request(tmp_path) == "round"
@@ -213,7 +215,9 @@ def shown(told: RunStatus, state: str, number: int, width: int = 100) -> str:
 def test_a_screen_says_who_is_in_trouble_first_and_what_to_do() -> None:
     when = "2026-01-01T00:00:00+00:00"
     sites = {
-        "east": SiteStatus(SiteState.ANSWERED, "", when, 12, up=12_100_000, down=80_000_000),
+        "east": SiteStatus(
+            SiteState.RESPONDED, "", when, 12, upload_bytes=12_100_000, download_bytes=80_000_000
+        ),
         "south": SiteStatus(SiteState.APPROVAL, "refused: not-approved", when),
         "north": SiteStatus(
             SiteState.FAILED, "failed: disk [x]", when, 11, "failed: disk [x]", when
@@ -224,7 +228,13 @@ def test_a_screen_says_who_is_in_trouble_first_and_what_to_do() -> None:
         "heart", "0" * 16, Process(1), when, when, RunState.RUNNING, round=12, rounds=40
     )
     told = RunStatus(
-        **{**told.__dict__, "sites": sites, "loss": 0.5, "seconds": 41.0, "left": 1148.0}
+        **{
+            **told.__dict__,
+            "sites": sites,
+            "loss": 0.5,
+            "round_seconds": 41.0,
+            "seconds_left": 1148.0,
+        }
     )
     text = shown(told, RunState.RUNNING, 12)
     for words in (
@@ -235,7 +245,7 @@ def test_a_screen_says_who_is_in_trouble_first_and_what_to_do() -> None:
         "failed: disk [x]",
     ):
         assert words in text, text
-    assert "4 sites: 1 failed, 1 away, 1 waits for approval, 1 answered" in text
+    assert "4 sites: 1 failed, 1 away, 1 waits for approval, 1 responded" in text
     places = [text.index(f"\n{name}") for name in ("north", "west", "south", "east")]
     assert places == sorted(places)
     assert "south: waiting for `fedplan site approve`" in text and "fedplan stop RUN" in text

@@ -169,7 +169,7 @@ def test_where_clients_are_hidden_nobody_outside_hears_of_one(here: Path) -> Non
     assert not any(each.site or "client-0" in each.text for each in heard)
     page = prometheus_text(status.current, healthy=True)
     assert "client-0" not in page and "fedplan_epsilon_spent" in page
-    assert status.current.spent and status.current.promised == 900.0
+    assert status.current.epsilon_spent and status.current.epsilon == 900.0
 
 
 def test_most_of_a_budget_is_told_once_and_all_of_it_once(here: Path) -> None:
@@ -220,7 +220,7 @@ def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 def test_what_is_shown_is_read_by_the_grammar_of_prometheus(
     states: dict[str, str], study: str
 ) -> None:
-    sites = {name: SiteStatus(state, up=3) for name, state in states.items()}
+    sites = {name: SiteStatus(state, upload_bytes=3) for name, state in states.items()}
     told = RunStatus(study=study, state=RunState.RUNNING, round=3, rounds=9, loss=0.25, sites=sites)
     page = prometheus_text(replace(told, scores={"global.accuracy": 0.5}), healthy=True)
     found = samples(page)
@@ -233,7 +233,7 @@ def test_what_is_shown_is_read_by_the_grammar_of_prometheus(
             if k[0] == "fedplan_site_state" and k[1][0] == ("site", name)
         }
         assert shown == {each: float(each == state) for each in tuple(SiteState)}
-        assert found["fedplan_site_up_bytes_total", (("site", name),)] == 3
+        assert found["fedplan_site_upload_bytes_total", (("site", name),)] == 3
     try:
         from prometheus_client.parser import text_string_to_metric_families  # type: ignore
     except ImportError:
@@ -319,4 +319,4 @@ def test_a_site_in_trouble_is_told_once(tmp_path: Path) -> None:
         ("site failed", "north"),
         ("site away", "north"),
     ]
-    assert status.current.sites["north"].fault == "away"
+    assert status.current.sites["north"].error == "away"

@@ -195,7 +195,7 @@ def test_updates_that_leave_no_room_are_taken_in_the_order_of_the_clients(
     begun = Begun(study_with("fedavg", clients={"fraction": 1.0}), here)
     alone = begun.alone()
     rejected = [json.loads(line).get("rejected") for line in ledger(alone)]
-    assert any(rejected) and any(json.loads(line).get("counted") for line in ledger(alone))
+    assert any(rejected) and any(json.loads(line).get("aggregated") for line in ledger(alone))
     assert files(begun.by(Here(2), "two", monkeypatch)) == files(alone)
 
 
@@ -290,7 +290,7 @@ def test_a_world_goes_once_and_only_what_changed(here: Path, monkeypatch: Patch)
 
     begun = Begun(study_with("phases", evaluate={"attention_examples": 0}), here)
     folder = begun.by(Counted(3), "three", monkeypatch)
-    moved = [set(line["moved"]) for line in map(json.loads, ledger(folder)) if "moved" in line]
+    moved = [set(line["changed"]) for line in map(json.loads, ledger(folder)) if "changed" in line]
     assert shared == moved  # before the first round all have the start
 
 

@@ -359,16 +359,16 @@ def test_a_site_that_is_away_or_hangs_does_not_hold_the_others(how: str, here: P
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         out = deployed.finish(begun, "run", seconds=900)
-    rounds = [line for line in read_json_lines(out / "ledger.jsonl") if "moved" in line]
+    rounds = [line for line in read_json_lines(out / "ledger.jsonl") if "changed" in line]
     missed = [line["round"] for line in rounds if "client-01" in line["rejected"]]
     assert len(rounds) == 6 and missed and missed[0] >= 2
-    assert all(line["counted"].count("client-00") == 1 for line in rounds)
+    assert all(line["aggregated"].count("client-00") == 1 for line in rounds)
     code, told = run("verify", str(out))
     assert code == 0, told
 
 
 def rounds_in(ledger: Path) -> int:
-    return ledger.read_text().count('"moved"') if ledger.exists() else 0
+    return ledger.read_text().count('"changed"') if ledger.exists() else 0
 
 
 def until_round(ledger: Path, number: int, seconds: float = 300.0) -> None:
@@ -397,7 +397,7 @@ def test_masked_sums_of_three_sites_with_tls_have_the_bits_of_the_plain_sum(here
             rounds = [
                 line for line in read_json_lines(out / "ledger.jsonl") if line["kind"] == "round"
             ]
-            assert [line["masked"]["sites"] for line in rounds] == [SITES] * 2
+            assert [line["secagg"]["clients"] for line in rounds] == [SITES] * 2
             assert run("verify", str(out))[0] == 0
         code, told = run("egress", str(here / "fed/sites/client-01/state"))
     assert code == 0 and "securely aggregated" in told
@@ -421,8 +421,8 @@ noise_multiplier = 1.0
     with fed as deployed:
         out = deployed.run(study_from_dict(here, "fedavg", rounds=2) + said, "run")
         rounds = [line for line in read_json_lines(out / "ledger.jsonl") if line["kind"] == "round"]
-        assert [line["masked"]["sites"] for line in rounds] == [SITES] * 2
-        assert not any(line["masked"]["closed"] for line in rounds), "each sum was opened"
+        assert [line["secagg"]["clients"] for line in rounds] == [SITES] * 2
+        assert not any(line["secagg"]["not_unmasked"] for line in rounds), "each sum was opened"
         assert run("verify", str(out))[0] == 0
         for name in SITES:
             code, told = run("egress", str(here / f"fed/sites/{name}/state"))

@@ -112,15 +112,15 @@ def test_each_site_is_told_as_it_is(tmp_path: Path) -> None:
     found = driven.drive()
     assert (found.state, found.round, found.rounds) == (RunState.DONE, ROUNDS, ROUNDS)
     well, broken, away = (found.sites[name] for name in NAMES)
-    assert (well.state, well.round, well.fault) == (SiteState.ANSWERED, ROUNDS, "")
-    assert well.up > 0 and well.down > 0
-    assert broken.state == SiteState.FAILED and broken.fault.startswith("failed: disk")
-    assert (away.state, away.round) == (SiteState.NOT_COME, 0)
-    turns = ["site requested", "site answered"] * ROUNDS
-    assert driven.events(NAMES[0]) == ["site greeted", "site connected", *turns]
+    assert (well.state, well.round, well.error) == (SiteState.RESPONDED, ROUNDS, "")
+    assert well.upload_bytes > 0 and well.download_bytes > 0
+    assert broken.state == SiteState.FAILED and broken.error.startswith("failed: disk")
+    assert (away.state, away.round) == (SiteState.NOT_CONNECTED, 0)
+    turns = ["site requested", "site responded"] * ROUNDS
+    assert driven.events(NAMES[0]) == ["site hello", "site connected", *turns]
     assert driven.events(NAMES[1]).count("site failed") == ROUNDS
     events = [entry.event for entry in read_log(tmp_path)]
-    assert events[:2] == ["run begun", "run waiting for sites"] and events[-1] == "run done"
+    assert events[:2] == ["run started", "run waiting for sites"] and events[-1] == "run done"
     assert events.count("round closed") == ROUNDS
 
 
@@ -140,7 +140,7 @@ def test_a_site_with_other_packages_takes_part_and_is_told_once(
 def test_a_site_with_another_wire_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {**local_versions(), "wire": "99"}
+    said = {**local_versions(), "protocol": "99"}
     monkeypatch.setattr("fedplan.federation.endpoint.local_versions", lambda: said)
     with pytest.raises(FedplanError, match="messages of version 99, and here they are"):
         Driven(tmp_path, NAMES).drive(quorum=3)
@@ -152,7 +152,7 @@ def test_a_driver_that_waits_stops_when_it_is_asked_to(tmp_path: Path) -> None:
         lambda entry: ask_to_stop(tmp_path, at_once=True) if "waiting" in entry.event else None,
     )
     found = driven.drive()
-    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
+    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.reason
 
 
 def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
@@ -162,14 +162,14 @@ def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
 
     def down(numbers: Any) -> list[Any]:
         found = read_status(tmp_path)
-        told.append(found.why if found else "")
+        told.append(found.reason if found else "")
         if len(told) == 3:
             ask_to_stop(tmp_path, at_once=True)
         raise ConnectionError("503, say")
 
     monkeypatch.setattr(driven.grid, "pull_messages", down)
     found = driven.drive(patience=replace(SOON, sites=60.0))
-    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.why
+    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.reason
     assert told[1:] == ["the SuperLink does not answer; trying again"] * 2
 
 
@@ -199,9 +199,9 @@ def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) ->
     with pytest.raises(FedplanError):
         driven.drive()
     found = read_status(tmp_path)
-    assert found is not None and found.state == RunState.FAILED and "have answered" in found.why
+    assert found is not None and found.state == RunState.FAILED and "have answered" in found.reason
     assert found.sites[NAMES[0]].state == SiteState.REFUSED
-    assert "limit-rounds" in found.sites[NAMES[0]].why
+    assert "limit-rounds" in found.sites[NAMES[0]].reason
     assert "limit-rounds" in "".join(e.text for e in read_log(tmp_path) if e.event == "note")
     assert [each.event for each in driven.heard][-1] == "run failed"
 

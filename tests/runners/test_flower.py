@@ -146,7 +146,7 @@ class Run:
         return self.server
 
     def rounds(self) -> list[dict[str, Any]]:
-        return [x for x in read_json_lines(self.folder / "ledger.jsonl") if "moved" in x]
+        return [x for x in read_json_lines(self.folder / "ledger.jsonl") if "changed" in x]
 
     def clean(self) -> bool:
         lines = read_json_lines(self.folder / "ledger.jsonl")
@@ -232,7 +232,7 @@ class Failing(Run):
             self.endpoints[self.name] = endpoint(self.made, self.folder, self.name)
             raise RuntimeError("killed after its turn, before it could say so")
         if fault == "cache":
-            shutil.rmtree(self.endpoints[self.name].folder / "seen")
+            shutil.rmtree(self.endpoints[self.name].folder / "received")
             self.endpoints[self.name] = endpoint(self.made, self.folder, self.name)
         if fault == "spoilt":
             return Message(found.header, (b"no tensors",))
@@ -281,9 +281,13 @@ def test_a_site_stops_at_the_limits_it_has_set(tmp_path: Path) -> None:
     run.carry(replace(SOON, updates=0.5), quorum=1)
     told = [x["rejected"] for x in run.rounds()]
     assert [sorted(x) for x in told] == [[], [], ["client-1"], *[["client-1", "client-2"]] * 2]
-    assert told[2]["client-1"].startswith("refused: limit-rounds (its limit of answers is reached")
+    assert told[2]["client-1"].startswith("refused: limit-rounds (its limit of replies is reached")
     lines = read_egress(tmp_path / "sites/client-2")
-    assert sum(bytes_by_part(lines).values()) == sum(line["up"] for line in lines) == 3 * most
+    assert (
+        sum(bytes_by_part(lines).values())
+        == sum(line["upload_bytes"] for line in lines)
+        == 3 * most
+    )
 
 
 def test_a_site_stops_at_the_epsilon_it_has_set(tmp_path: Path) -> None:
@@ -291,13 +295,13 @@ def test_a_site_stops_at_the_epsilon_it_has_set(tmp_path: Path) -> None:
     low, none = Limits(epsilon=cost), Limits(epsilon=1.0)
     Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low}).carry()
     run = Run(HIDDEN["cloaked"], tmp_path / "a", **{"1": low})
-    counted = [set(line["counted"]) for line in run.rounds()]
+    counted = [set(line["aggregated"]) for line in run.rounds()]
     assert counted == [set(NAMES)] * 2 + [{NAMES[0], NAMES[2]}] * 3
     why = run.rounds()[2]["rejected"][NAMES[1]]
     assert why.startswith("refused: limit-epsilon") and run.clean()
     other = Run(METHODS["fedavg"], tmp_path / "b", **{"1": none})
     other.carry()
-    assert other.rounds()[0]["rejected"][NAMES[1]].startswith("refused: unhidden")
+    assert other.rounds()[0]["rejected"][NAMES[1]].startswith("refused: unprotected")
 
 
 @pytest.mark.parametrize("name", ["veiled", "weighed"])
@@ -379,8 +383,11 @@ HEAD = "classifier.weight"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: replace(d, values=d.values | {HEAD: torch.zeros(1)}), "refused: values"),
-        (lambda d: replace(d, versions=d.versions | {HEAD: 1}), "refused: values"),
+        (
+            lambda d: replace(d, values=d.values | {HEAD: torch.zeros(1)}),
+            "refused: unexpected-values",
+        ),
+        (lambda d: replace(d, versions=d.versions | {HEAD: 1}), "refused: unexpected-values"),
         (
             lambda d: replace(d, agreement_digest="another plan"),
             "server and site must run the same one",
@@ -389,7 +396,7 @@ HEAD = "classifier.weight"
         (lambda d: replace(d, turn=replace(d.turn, round=9)), "server and site must run"),
         (
             lambda d: replace(d, values={k: v.double() for k, v in d.values.items()}),
-            "refused: values",
+            "refused: unexpected-values",
         ),
     ],
 )
@@ -401,7 +408,9 @@ def test_a_server_that_asks_for_more_is_refused(
     with pytest.raises(FedplanError, match=f"round 1 has 0 answers and needs 1: .*{words}"):
         ServerLoop(run.grid, run.server, SOON).run()
     lines = [x for name in NAMES for x in read_egress(tmp_path / "sites" / name)]
-    assert lines and not any(x["up"] for x in lines), "no bytes but the greeting have left"
+    assert lines and not any(x["upload_bytes"] for x in lines), (
+        "no bytes but the greeting have left"
+    )
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
@@ -436,7 +445,7 @@ def test_what_is_wrapped_comes_out(
     try:
         scores = {Block("encoder", 3): 0.25}
         down = Request("r", "a", Turn(3, "c", "frozen", {"x": "y"}, scores), tensors, {"k": 2})
-        update = Update("c", "r", "a", tensors, 7, {"weight": 7, "up": 1})
+        update = Update("c", "r", "a", tensors, 7, {"weight": 7, "upload_bytes": 1})
         for sent, found in (
             (down, messages.read_request(from_records(to_records(messages.request_message(down))))),
             (
@@ -473,7 +482,7 @@ def test_a_site_with_another_plan_model_or_run_ends_its_own_part_alone(tmp_path:
     other.agreement = replace(other.agreement, start="another model")
     run.carry()
     for line in run.rounds():
-        assert line["counted"] == ["client-0"]
+        assert line["aggregated"] == ["client-0"]
         assert "agreed to" in line["rejected"]["client-1"]
         assert "agreed to" in line["rejected"]["client-2"]
     assert run.clean()
@@ -482,7 +491,7 @@ def test_a_site_with_another_plan_model_or_run_ends_its_own_part_alone(tmp_path:
 def test_a_run_of_which_too_few_agreed_says_who_did_not(tmp_path: Path) -> None:
     run = Run(METHODS["fedavg"], tmp_path)
     run.server.agreement = replace(run.server.agreement, start="the model")
-    with pytest.raises(FedplanError, match="client-2: not asked: it starts from the model"):
+    with pytest.raises(FedplanError, match="client-2: not requested: it starts from the model"):
         run.carry()
     assert not (tmp_path / "ledger.jsonl").read_bytes()
 
@@ -494,7 +503,7 @@ def test_a_node_that_takes_the_name_of_another_is_not_heard(
     thief = {"name": "client-0", "thief": True}
     run.grid = InProcess(client_app(run.answer), [*({"name": n} for n in NAMES), thief])
     run.carry()
-    assert run.clean() and all(line["counted"] == list(NAMES) for line in run.rounds())
+    assert run.clean() and all(line["aggregated"] == list(NAMES) for line in run.rounds())
     assert "says that it is 'client-0', as node" in caplog.text
 
 
@@ -518,7 +527,7 @@ def test_a_name_belongs_to_the_key_that_it_was_registered_with(
     grid.names = (*NAMES[1:], "west")
     run.grid = grid
     run.carry()
-    assert all(line["counted"] == list(NAMES[1:]) for line in run.rounds())
+    assert all(line["aggregated"] == list(NAMES[1:]) for line in run.rounds())
     assert "says that it is 'client-0'" in caplog.text
 
 
@@ -546,7 +555,7 @@ def test_an_answer_that_is_too_large_or_no_answer_is_left_out_by_itself(
     run.grid = InProcess(client_app(answer), [{"name": name} for name in NAMES])
     run.carry()
     for line in run.rounds():
-        assert line["counted"] == ["client-0", "client-2"]
+        assert line["aggregated"] == ["client-0", "client-2"]
         assert words in line["rejected"]["client-1"]
 
 

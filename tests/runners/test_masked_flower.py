@@ -54,7 +54,7 @@ METHODS: dict[str, Method] = {
 
 COUNTS = dict(zip(NAMES, (123_457, 274_177, 380_299), strict=True))
 STEPS = ("train", *secagg_config.SECAGG_STEPS)
-SERVER_POINTS = [point for point in POINTS if point.startswith("masking.")]
+SERVER_POINTS = [point for point in POINTS if point.startswith("secagg.")]
 
 
 class Claimed(Few):
@@ -117,8 +117,8 @@ def test_the_same_bits_as_the_plain_sum(name: str, tmp_path: Path) -> None:
     masked = MaskedRun(made, tmp_path / "masked")
     for run in (plain, masked):
         run.carry()
-    told = {"threshold": 2, "sites": list(NAMES), "closed": {}}
-    assert [x["masked"] for x in masked.rounds()] == [told] * 2
+    told = {"threshold": 2, "clients": list(NAMES), "not_unmasked": {}}
+    assert [x["secagg"] for x in masked.rounds()] == [told] * 2
     assert digests(masked.server.global_state.values) == digests(plain.server.global_state.values)
     assert masked.server.global_state.drift == {}  # its squares would be opened beside its sums
     assert masked.faults() == []
@@ -158,12 +158,12 @@ def test_a_site_that_drops_out_at_a_step_is_counted_if_its_words_have_come(
     masked.carry()
     (line,) = masked.rounds()
     there = step in (secagg_config.SIGNATURE_STEP, secagg_config.UNMASK_STEP)
-    assert line["counted"] == list(NAMES if there else NAMES[::2])
+    assert line["aggregated"] == list(NAMES if there else NAMES[::2])
     assert ("client-1" in line["rejected"]) != there and masked.faults() == []
     world = digests(masked.server.global_state.values)
     assert (world == digests(fewer.server.global_state.values)) != there
     if there:
-        assert line["moved"] == plain.rounds()[0]["moved"]
+        assert line["changed"] == plain.rounds()[0]["changed"]
 
 
 def test_too_few_for_the_threshold_change_nothing_and_the_round_says_why(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_too_few_for_the_threshold_change_nothing_and_the_round_says_why(tmp_pat
     before = digests(run.server.global_state.values)
     run.carry()
     first, second = run.rounds()
-    assert not first["counted"] and not first["moved"] and run.faults() == []
-    assert "threshold is 2" in first["masked"]["closed"]["all"]
-    assert second["counted"] == list(NAMES) and digests(run.server.global_state.values) != before
+    assert not first["aggregated"] and not first["changed"] and run.faults() == []
+    assert "threshold is 2" in first["secagg"]["not_unmasked"]["all"]
+    assert second["aggregated"] == list(NAMES) and digests(run.server.global_state.values) != before
 
 
 @pytest.mark.parametrize("point", first(1, SERVER_POINTS[::-1]))
@@ -238,8 +238,8 @@ def test_a_server_that_sends_one_site_another_model_is_refused(tmp_path: Path) -
     run.answer = answer
     run.carry()
     (line,) = run.rounds()
-    assert line["counted"] == [*NAMES[::2]]
-    assert "values that the plan does not" in line["rejected"]["client-1"]
+    assert line["aggregated"] == [*NAMES[::2]]
+    assert "unexpected-values" in line["rejected"]["client-1"]
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -273,7 +273,7 @@ def test_no_sum_is_of_an_update_that_was_made_of_other_values_than_all_start_fro
     run.carry()
     (line,) = run.rounds()
     assert (kept == [None]) != told
-    assert line["counted"] == list(NAMES[::2] if told else NAMES) and run.faults() == []
+    assert line["aggregated"] == list(NAMES[::2] if told else NAMES) and run.faults() == []
 
 
 def test_a_world_that_stands_still_is_not_summed_again_without_one_site(
@@ -284,7 +284,7 @@ def test_a_world_that_stands_still_is_not_summed_again_without_one_site(
 
     def held(total: SecureAggregator) -> AggregationResult:
         return (
-            AggregationResult({}, masked=close(total).masked)
+            AggregationResult({}, secagg=close(total).secagg)
             if total.round_number == 1
             else close(total)
         )
@@ -294,8 +294,8 @@ def test_a_world_that_stands_still_is_not_summed_again_without_one_site(
     lost(run, "client-1", "train", 2)
     run.carry()
     first, second = run.rounds()
-    assert first["counted"] == list(NAMES) and not second["counted"]
-    assert "signed the survivors" in second["masked"]["closed"]["all"]
+    assert first["aggregated"] == list(NAMES) and not second["aggregated"]
+    assert "signed the survivors" in second["secagg"]["not_unmasked"]["all"]
     assert "from the same values" in (tmp_path / "sites/client-0/faults.log").read_text()
 
 
@@ -306,8 +306,8 @@ def test_another_run_from_the_same_start_is_not_summed_without_one_site(tmp_path
         if name == "other":
             lost(run, "client-1", "train")
         run.carry()
-        assert run.rounds()[0]["counted"] == (list(NAMES) if name == "one" else [])
-        assert bool(run.rounds()[0]["moved"]) == (name == "one") and run.faults() == []
+        assert run.rounds()[0]["aggregated"] == (list(NAMES) if name == "one" else [])
+        assert bool(run.rounds()[0]["changed"]) == (name == "one") and run.faults() == []
 
 
 def test_a_roster_with_a_site_that_the_study_does_not_ask_is_refused(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_roster_with_a_site_that_the_study_does_not_ask_is_refused(tmp_path: P
     masker._cohort = lambda number: NAMES[:2]
     run.carry()
     (line,) = run.rounds()
-    assert line["counted"] == list(NAMES[1:]) and "share" in line["rejected"]["client-0"]
+    assert line["aggregated"] == list(NAMES[1:]) and "share" in line["rejected"]["client-0"]
 
 
 def test_each_name_has_a_file_and_a_key_of_its_own(tmp_path: Path) -> None:
@@ -374,11 +374,11 @@ def is_server(run: MaskedRun, file: Path) -> bool:
 def test_the_site_s_own_record_says_what_left_under_masks_and_with_whom(calm: MaskedRun) -> None:
     place = calm.folder / "sites/client-0"
     lines = [x for x in read_egress(place) if x["kind"] != "hello"]
-    assert [x["kind"] for x in lines] == ["keys", "shares", "update", "consent", "unmasking"]
-    assert [x.get("among", []) for x in lines] == [[], *[list(NAMES)] * 4]
+    assert [x["kind"] for x in lines] == ["keys", "shares", "update", "signature", "unmasking"]
+    assert [x.get("clients", []) for x in lines] == [[], *[list(NAMES)] * 4]
     most = sum(calm.server.agreement.upload_bytes(p) for p in calm.server.agreement.exchanged)
-    assert lines[2]["up"] == most == 8 * sum(p.numel for p in PARAMS)
-    assert all(line["up"] == 0 for line in lines if line["kind"] != "update")
+    assert lines[2]["upload_bytes"] == most == 8 * sum(p.numel for p in PARAMS)
+    assert all(line["upload_bytes"] == 0 for line in lines if line["kind"] != "update")
     told = io.StringIO()
     Console(file=told, width=200).print(*read_egress_report(place))
     assert "uploads were masked" in told.getvalue()
@@ -390,4 +390,4 @@ def test_a_site_without_the_keys_of_the_others_takes_no_part(tmp_path: Path) -> 
     run.endpoints["client-1"].secagg_client = None
     run.carry(replace(SOON, sites=0.5))
     (line,) = run.rounds()
-    assert line["counted"] == [*NAMES[::2]]
+    assert line["aggregated"] == [*NAMES[::2]]

@@ -76,7 +76,7 @@ def carried(folder: Path) -> None:
 def require_same(run: MaskedRun, plain: MaskedRun) -> None:
     """The bits of the plain sum, one attempt that was opened, and one answer of each site."""
     assert digests(run.server.global_state.values) == digests(plain.server.global_state.values)
-    assert run.faults() == [] and run.rounds()[0]["counted"] == list(NAMES)
+    assert run.faults() == [] and run.rounds()[0]["aggregated"] == list(NAMES)
     for name in NAMES:
         lines = read_egress(run.folder / "sites" / name)
         told = {line["content"] for line in lines if line["kind"] == "unmasking"}

@@ -139,7 +139,7 @@ def test_a_loop_that_a_study_names_trains_at_a_site(place: Path, tmp_path: Path)
     method = 'plan = "chain(share(), freeze(query))"\nloop = "mypackage.mine:loop"'
     site = site_of(tmp_path, study_text(method=method, privacy=""), allow_packages=["mypackage"])
     said = trained(site, site)
-    line = said["line"]
+    line = said["ledger_line"]
     assert isinstance(line, dict) and line["steps"] == 1 and line["loss"] > 0
     assert "loop attach(mypackage.mine.steps#" in site.agreement.text
 

@@ -105,7 +105,7 @@ def test_every_site_is_charged_before_its_words_leave_and_stops_at_its_own_limit
 ) -> None:
     run = limited.run
     first, second = run.rounds()
-    assert first["counted"] == list(NAMES) and not second["counted"] and not second["moved"]
+    assert first["aggregated"] == list(NAMES) and not second["aggregated"] and not second["changed"]
     about = [run.server.agreement.request_name(1, name) for name in NAMES]
     assert [limited.charges(name) for name in NAMES] == [[each] for each in about]
     assert "epsilon would be" in (run.folder / "sites/client-0/faults.log").read_text()
@@ -126,7 +126,7 @@ def test_every_site_sends_all_that_any_may_share_with_noise_on_every_number(
         )
         assert all(np.asarray(numbers[VALUE_PREFIX + p.key]).all() for p in public)
     turns = [line for line in run.lines() if line["kind"] == "turn"]
-    told = {(line["weight"], line["loss"], line["steps"], line["up"]) for line in turns}
+    told = {(line["weight"], line["loss"], line["steps"], line["upload_bytes"]) for line in turns}
     assert told == {(1, None, 2, sum(run.server.agreement.upload_bytes(p) for p in public))}
 
 
@@ -179,7 +179,7 @@ def test_a_site_killed_around_its_words_says_the_same_again_and_pays_once(
     run.carry()
     assert len(answers) == 2 and len(one.charges("client-1")) == 1
     assert when == "before" or answers[0] == answers[1] != b""
-    assert run.rounds()[0]["counted"] == list(NAMES) and run.faults() == []
+    assert run.rounds()[0]["aggregated"] == list(NAMES) and run.faults() == []
 
 
 def test_a_round_that_is_begun_anew_is_paid_once_and_its_noise_is_another(one: Watched) -> None:
@@ -196,7 +196,7 @@ def test_a_round_that_is_begun_anew_is_paid_once_and_its_noise_is_another(one: W
 
     run.answer = answer
     run.carry()
-    assert run.rounds()[0]["counted"] == list(NAMES) and run.faults() == []
+    assert run.rounds()[0]["aggregated"] == list(NAMES) and run.faults() == []
     for name in NAMES:
         first, second = (numbers for site, numbers, _ in one.sent if site == name)
         assert all((first[key] != second[key]).all() for key in first if key != WHOLE_SUM)
@@ -211,13 +211,13 @@ def test_a_round_is_opened_by_one_attempt_though_the_folders_of_its_run_are_gone
     run.carry()
     folder.mkdir()
     shutil.copy(run.folder / "run.json", folder)
-    lie = {"round": 1, "attempt": 2, "adverts": {}, "boxes": {}, "survivors": []}
+    lie = {"round": 1, "attempt": 2, "adverts": {}, "encrypted_shares": {}, "survivors": []}
     (folder / ROUND_CHECKPOINT).write_text(json.dumps(lie))
     said = {"guarantee": HIDDEN, "accounts": run.accounts, "rounds": 1}
     again = MaskedRun(PARTS, folder, **said)
     assert again.server.identity.id == run.server.identity.id
     again.carry()
-    assert not again.rounds()[0]["counted"] and not again.rounds()[0]["moved"]
+    assert not again.rounds()[0]["aggregated"] and not again.rounds()[0]["changed"]
     assert "unmasked in another attempt" in (folder / "sites/client-0/faults.log").read_text()
     assert [len(one.charges(name)) for name in NAMES] == [1, 1, 1]
 
@@ -235,11 +235,15 @@ def test_a_site_that_has_lost_a_charge_goes_no_further(tmp_path: Path) -> None:
 
         run.answer = answer
         run.carry()
-        assert lost and [each["counted"] for each in run.rounds()] == [list(NAMES), list(NAMES[1:])]
+        assert lost and [each["aggregated"] for each in run.rounds()] == [
+            list(NAMES),
+            list(NAMES[1:]),
+        ]
         assert "has no charge of" in (run.folder / "sites/client-0/faults.log").read_text()
 
 
 def test_a_site_can_read_what_it_has_spent(limited: Watched) -> None:
     assert limited.run.accounts is not None
     told = DatasetAccount(limited.run.accounts / "client-0").json()
-    assert told["charges"] == 1 and told["epsilon"] == pytest.approx(HIDDEN.forecast_epsilon(1))
+    assert told["charges"] == 1
+    assert told["epsilon_spent"] == pytest.approx(HIDDEN.forecast_epsilon(1))

@@ -105,7 +105,7 @@ def test_objects_give_the_bits_of_the_study_that_says_the_same(here: Path) -> No
     assert digests(told.federation.global_state.values) == digests(
         given.federation.global_state.values
     )
-    assert told.metrics[-1]["up"] == given.metrics[-1]["up"]
+    assert told.metrics[-1]["upload_bytes"] == given.metrics[-1]["upload_bytes"]
 
 
 def test_the_callers_model_is_not_touched_and_what_is_taken_is_the_callers() -> None:
@@ -376,7 +376,7 @@ def test_the_code_of_a_model_is_part_of_the_run(tmp_path: Path) -> None:
 PRIVATE = {"unit": "client", "epsilon": 50.0, "noise_multiplier": 1.0}
 
 
-@pytest.mark.parametrize("metric", ["counted", "loss", "personal.loss", "up"])
+@pytest.mark.parametrize("metric", ["aggregated", "loss", "personal.loss", "upload_bytes"])
 def test_no_run_stops_by_what_is_hidden(metric: str) -> None:
     stop = EarlyStopping(metric)
     with pytest.raises(fp.FedplanError, match="depends on private data"):
@@ -431,4 +431,6 @@ print(next(rounds).round)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
-    assert "nobody asks for its next round" in (tmp_path / "run" / "status.json").read_text()
+    assert (
+        "the iterator over its rounds was closed" in (tmp_path / "run" / "status.json").read_text()
+    )

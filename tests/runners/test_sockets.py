@@ -134,8 +134,10 @@ def test_the_bytes_on_the_sockets_are_those_explained(here: Path, record_propert
                 out = deployed.run(study.replace(old, SIZE), name)
                 up, down = wires[0].mark()
                 assert run("verify", str(out))[0] == 0
-                turns = [x for x in read_json_lines(out / "ledger.jsonl") if "moved" not in x]
-                said = [sum(line[way] for line in turns) for way in ("up", "down")]
+                turns = [x for x in read_json_lines(out / "ledger.jsonl") if "changed" not in x]
+                said = [
+                    sum(line[way] for line in turns) for way in ("upload_bytes", "download_bytes")
+                ]
                 ratios = [up / said[0], down / said[1]]
                 with (here / "bytes.txt").open("a") as told:
                     told.write(f"{name} {said} {[up, down]} {ratios}\n")

@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]]
     "late": (lambda v, h: h.update(request="else/1"), "another request"),
     "other plan": (lambda v, h: h.update(agreed="0"), "another plan"),
     "nameless": (lambda v, h: h.pop("client"), "no client"),
-    "traits": (lambda v, h: h.update(traits=[1]), "not a client with traits"),
+    "traits": (lambda v, h: h.update(traits=[1]), "no client with traits"),
 }
 
 
@@ -399,7 +399,7 @@ def test_of_two_with_one_name_one_is_counted(start: Run, said: pytest.LogCapture
     nodes = [{**node, "name": "ab"[i > 0]} for i, node in enumerate(NODES)]
     result, _ = start(changed("share()"), rounds=1, nodes=nodes)
     assert len(result.train_metrics_clientapp) == 1
-    assert "'b' is not a client with traits, or was counted before" in said.text
+    assert "'b' is no client with traits, or has an update already" in said.text
 
 
 METRICS: dict[str, list[MetricRecord]] = {
@@ -626,6 +626,6 @@ def test_the_callers_model_and_random_numbers_are_untouched(tmp_path: Path) -> N
     torch.set_rng_state(wanted)
     (message,) = strategy.configure_train(1, other, ConfigRecord(), grid)
     (reply,) = grid.send_and_receive([message])
-    assert reply.error.reason == "failed: fault" and torch.equal(seen[0], wanted)
+    assert reply.error.reason == "failed: internal" and torch.equal(seen[0], wanted)
     for each in (model, theirs):
         assert digests(get_values(each, describe(each))) == before

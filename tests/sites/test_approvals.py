@@ -86,10 +86,10 @@ def test_a_study_waits_is_approved_and_can_be_withdrawn(tmp_path: Path) -> None:
     approvals.withdraw(study.full_digest[:6])
     assert refused(approvals, study) == "not-approved"
     approvals.refuse(study.full_digest, "no")
-    assert refused(approvals, study) == "refused-here"
+    assert refused(approvals, study) == "study-refused"
     approvals.approve(study.full_digest)
     assert approvals.require_approval(study) == current_user()
-    words = [line["word"] for line in read_chain(tmp_path / "state" / APPROVALS_FILE)]
+    words = [line["decision"] for line in read_chain(tmp_path / "state" / APPROVALS_FILE)]
     assert words == ["offered", "approved", "withdrawn", "refused", "approved"]
 
 

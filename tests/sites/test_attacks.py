@@ -99,7 +99,7 @@ def test_scores_are_asked_once_and_never_of_what_does_not_leave(tmp_path: Path) 
             world = world_of(endpoint, scale=scale)
             down = make_request(endpoint.agreement, world, NAME, {}, full=True)
             found.append(unpack_message(desk.answer(EVALUATE, request_message(down)))[1])
-        assert [code(said) for said in found] == ["", "", "unasked"]
+        assert [code(said) for said in found] == ["", "", "no-evaluation"]
         assert found[0] == found[1] and ("personal" in found[0]["scores"]) == (not extra)
         assert code(unpack_message(desk.answer(TRAIN, request_message(down)))[1]) == ""
 

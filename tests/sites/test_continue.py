@@ -58,7 +58,7 @@ def test_a_site_that_has_lost_what_it_kept_says_so(tmp_path: Path) -> None:
     turned(desk, text, RUN)
     shutil.rmtree(site_study_folder(desk.site.state, study_from_dict(parse_toml(text)), NAME))
     again = f'continue_from = "{RUN}"\n{text}'
-    assert unpack_message(desk.answer(HELLO, hello(again, LATER)))[1]["refused"] == "restored"
+    assert unpack_message(desk.answer(HELLO, hello(again, LATER)))[1]["refused"] == "outdated-state"
 
 
 def test_what_was_kept_is_not_covered_by_a_promise() -> None:

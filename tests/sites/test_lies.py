@@ -154,14 +154,14 @@ REQUESTS: dict[str, tuple[Callable[[Endpoint], tuple[str, Message]], str]] = {
     "a run that is a path": (lambda e: (TRAIN, request(e, run="../../../../x")), "message"),
     "another agreement": (lambda e: (TRAIN, request(e, agreed="0" * 64)), "another-study"),
     "another site's request": (lambda e: (TRAIN, request(e, name="south")), "another-study"),
-    "a round after the last": (lambda e: (TRAIN, request(e, round=4)), "rounds"),
+    "a round after the last": (lambda e: (TRAIN, request(e, round=4)), "too-many-rounds"),
     "a home that was put back": (
         lambda e: (TRAIN, request(e, round=3, last_update_round=2)),
-        "restored",
+        "outdated-state",
     ),
-    "values that are the site's own": (lambda e: (TRAIN, more_values(e)), "values"),
-    "a choice that the plan has not": (lambda e: (POLL, request(e)), "poll"),
-    "a request that is none": (lambda e: ("rows", request(e)), "request"),
+    "values that are the site's own": (lambda e: (TRAIN, more_values(e)), "unexpected-values"),
+    "a choice that the plan has not": (lambda e: (POLL, request(e)), "no-scoring"),
+    "a request that is none": (lambda e: ("rows", request(e)), "unknown-request"),
     "no message": (lambda e: (TRAIN, Message(b"")), "message"),
 }
 
@@ -205,7 +205,7 @@ def test_an_older_round_is_refused_and_the_same_one_is_answered_the_same(desk: S
 def test_a_home_that_was_put_back_goes_on_when_a_person_says_so_once(desk: SiteGateway) -> None:
     endpoint = endpoint_of(desk)
     asked = request(endpoint, round=3, last_update_round=2)
-    assert told(desk.answer(TRAIN, asked)) == "restored"
+    assert told(desk.answer(TRAIN, asked)) == "outdated-state"
     allow_rejoin(desk.site, RUN)
     assert told(desk.answer(TRAIN, asked)) == ""
     assert (desk.state_folder / "rejoin" / RUN).exists(), "a poll or what is lacking may come first"

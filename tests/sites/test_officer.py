@@ -66,7 +66,7 @@ def test_the_page_tells_what_the_record_tells(home: Path, tmp_path: Path) -> Non
     parts = bytes_by_part(lines)
     page = compliance_page(home)
     text = page.html()
-    whole = sum(line["up"] + line["other_bytes"] for line in lines)
+    whole = sum(line["upload_bytes"] + line["other_bytes"] for line in lines)
     assert f"{whole:,} bytes have left this site" in text and "verified<" in text
     bars = next(each for each in page.figures() if each.name == "parts-1").drawing
     assert bars.columns[1] == "kB"
@@ -88,10 +88,10 @@ def test_what_left_without_an_approval_is_a_fault(tmp_path: Path) -> None:
 
 def test_a_broken_chain_is_told_and_nothing_else_is(tmp_path: Path) -> None:
     home = served(tmp_path)
-    record = home / "outgoing.jsonl"
+    record = home / "egress.jsonl"
     record.write_text(record.read_text().replace('"round": 2', '"round": 1'))
     code, said = run("report", str(home), "-o", str(tmp_path / "x.html"))
-    assert code == 1 and "outgoing.jsonl" in said and not (tmp_path / "x.html").exists()
+    assert code == 1 and "egress.jsonl" in said and not (tmp_path / "x.html").exists()
 
 
 def test_a_home_is_reported_by_itself(home: Path, tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def _gone(file: str) -> Callable[[Path], None]:
 
 
 def _unaccounted(home: Path) -> None:
-    next(iter(home.rglob("answers.jsonl"))).unlink()
+    next(iter(home.rglob("replies.jsonl"))).unlink()
 
 
 def _other_plan(home: Path) -> None:
-    file = next(iter(home.rglob(f"*/{RUN}/agreed.json")))
+    file = next(iter(home.rglob(f"*/{RUN}/agreement.json")))
     file.write_text(file.read_text().replace("chain(share(), keep(head))", "share(norm)"))
 
 
@@ -132,13 +132,16 @@ def _other_study(home: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_turned("answers.jsonl", '"hidden": false', '"hidden": true'), "no epsilon was charged"),
+        (
+            _turned("replies.jsonl", '"protected": false', '"protected": true'),
+            "no epsilon was charged",
+        ),
         (_unaccounted, "missing from the accounts of this site"),
         (_other_plan, "folder has another plan"),
         (_other_study, "was not approved at this site"),
         (_gone("manifest.json"), "cannot be checked"),
         (
-            _turned("answers.jsonl", '"answer": "update"', '"answer": "scores"'),
+            _turned("replies.jsonl", '"kind": "update"', '"kind": "scores"'),
             "missing from the accounts",
         ),
     ],
@@ -170,10 +173,10 @@ def test_a_line_of_an_account_that_no_site_writes_is_a_finding(
     line: str, home: Path, tmp_path: Path
 ) -> None:
     copytree(home, tmp_path / "home")
-    (account,) = tmp_path.rglob("answers.jsonl")
+    (account,) = tmp_path.rglob("replies.jsonl")
     account.write_text(account.read_text() + line + "\n")
     code, said = run("report", str(tmp_path / "home"), "-o", str(tmp_path / "x.html"))
-    assert code == 1 and "answers.jsonl was changed" in " ".join(said.split())
+    assert code == 1 and "replies.jsonl was changed" in " ".join(said.split())
 
 
 def test_a_page_with_faults_is_written_and_ends_in_1(home: Path, tmp_path: Path) -> None:

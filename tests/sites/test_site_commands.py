@@ -12,7 +12,13 @@ from sites import NAME, RUN, Anybody, asked, site_of, study_text, words_of, worl
 from studies import approvals_in, offered
 
 from fedplan.federation import egress_log as egress
-from fedplan.federation.egress_log import RECORD, Authorization, EgressLog, error_entry, read_egress
+from fedplan.federation.egress_log import (
+    EGRESS_LOG,
+    Authorization,
+    EgressLog,
+    error_entry,
+    read_egress,
+)
 from fedplan.federation.endpoint import EVALUATE, HELLO
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
@@ -52,7 +58,7 @@ def test_a_person_reads_the_inbox_and_decides(site: Path) -> None:
     code, out = typed(site, "approve", waiting[:10])
     assert code == 0 and f"Approved by {current_user()}: {waiting}" in out
     assert typed(site, "withdraw", waiting[:10]) == (0, "Withdrawn.")
-    assert typed(site, "refuse", waiting[:10], "--why", "not yet") == (0, "Refused.")
+    assert typed(site, "refuse", waiting[:10], "--reason", "not yet") == (0, "Refused.")
     code, out = typed(site, "approve", against[:10])
     assert code == 2 and "embed must never leave this site" in out
     code, out = typed(site, "inbox")
@@ -70,9 +76,9 @@ def test_what_would_leave_and_what_is_new_is_shown(site: Path) -> None:
     code, out = run("site", "show", rows[1]["study"], "--json", "--site", str(site))
     said = json.loads(out)
     parts = {each["part"]: each for each in said["parts"]}
-    assert parts["embed"]["roles"] == "kept" and parts["embed"]["total"] == 0
-    assert parts["head"]["total"] == 4 * parts["head"]["each"] > 0
-    assert not any("loss" in each for each in said["tells"]), "the policy lets no loss leave"
+    assert parts["embed"]["roles"] == "kept" and parts["embed"]["bytes_total"] == 0
+    assert parts["head"]["bytes_total"] == 4 * parts["head"]["bytes_per_round"] > 0
+    assert not any("loss" in each for each in said["disclosures"]), "the policy lets no loss leave"
 
 
 def test_the_bytes_that_are_shown_are_those_that_leave(tmp_path: Path) -> None:
@@ -106,13 +112,13 @@ def test_one_record_has_all_studies_and_runs_refusals_and_failures(tmp_path: Pat
         ("one", "update", ""),
         ("two", "hello", ""),
         ("two", "refused", "limit-rounds"),
-        ("two", "refused", "request"),
+        ("two", "refused", "unknown-request"),
     ]
     assert {(x["server"], x["approver"], x["run"]) for x in lines} == {("cd" * 32, "ada", "0" * 16)}
     assert lines[1]["round"] == 1 and lines[1]["parts"] and len(lines[1]["content"]) == 64
     code, out = run("egress", str(home))
     assert code == 0 and "approved by ada" in out and "refused limit-rounds" in out
-    (home / RECORD).write_bytes((home / RECORD).read_bytes().replace(b'"ada"', b'"bob"', 1))
+    (home / EGRESS_LOG).write_bytes((home / EGRESS_LOG).read_bytes().replace(b'"ada"', b'"bob"', 1))
     code, out = run("egress", str(home))
     assert code == 1 and "broken at line 2" in " ".join(out.split())
 
@@ -133,7 +139,7 @@ def test_who_is_mute_tells_no_loss(tmp_path: Path) -> None:
     _, said = asked(endpoint, world_of(endpoint))
     endpoint.site.hide_loss = True
     _, silent = asked(endpoint, world_of(endpoint, round=2))
-    assert said["line"]["loss"] is not None and silent["line"]["loss"] is None
+    assert said["ledger_line"]["loss"] is not None and silent["ledger_line"]["loss"] is None
 
 
 def test_a_refusal_that_is_told_again_and_again_is_counted(
@@ -148,7 +154,7 @@ def test_a_refusal_that_is_told_again_and_again_is_counted(
     record.append(error_entry("limit-rounds", answer, site="north"))
     record.append(error_entry("limit-rounds", answer, site="north"))
     lines = read_egress(tmp_path)
-    told = [(line["code"], line["times"]) for line in lines]
+    told = [(line["code"], line["count"]) for line in lines]
     counts = [("not-approved", n) for n in (1, 120, 120, 59)]
     assert told == [*counts, *[("limit-rounds", 1)] * 2], "none of 300 is lost"
 
@@ -156,7 +162,7 @@ def test_a_refusal_that_is_told_again_and_again_is_counted(
 def test_a_greeting_tells_how_the_record_ends(tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""))
     hello = pack_message({}, {"run": endpoint.agreement.run})
-    ends = [unpack_message(endpoint.answer(HELLO, hello))[1]["record"] for _ in range(3)]
+    ends = [unpack_message(endpoint.answer(HELLO, hello))[1]["egress_head"] for _ in range(3)]
     lines = read_egress(tmp_path / "state")
     assert ends == [line["before"] for line in lines]
 
@@ -165,10 +171,10 @@ def test_no_scores_leave_in_a_study_that_asks_for_none(tmp_path: Path) -> None:
     words, limits = words_of(tmp_path)
     desk, text = SiteGateway(words, Anybody(limits)), study_text(privacy="")
     hello = pack_message({}, {"run": RUN, "study": parse_toml(text)})
-    assert "agreed" in unpack_message(desk.answer(HELLO, hello))[1]
+    assert "agreement" in unpack_message(desk.answer(HELLO, hello))[1]
     endpoint = site_of(tmp_path, text)
     down = request_message(
         make_request(endpoint.agreement, world_of(endpoint), NAME, {}, full=True)
     )
-    assert unpack_message(desk.answer(EVALUATE, down))[1]["refused"] == "undisclosed"
-    assert read_egress(tmp_path / "state")[-1]["code"] == "undisclosed"
+    assert unpack_message(desk.answer(EVALUATE, down))[1]["refused"] == "metrics-not-allowed"
+    assert read_egress(tmp_path / "state")[-1]["code"] == "metrics-not-allowed"

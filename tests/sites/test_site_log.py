@@ -25,7 +25,7 @@ def test_what_was_asked_and_how_it_ended_is_in_the_log(tmp_path: Path) -> None:
     desk.answer(TRAIN, pack_message({}, {"run": "1" * 16, "round": 7}))
     desk.answer("rm -rf", pack_message({}, {"run": RUN, "round": "4711"}))
     found = read_log(tmp_path / "state")
-    assert [entry.event for entry in found] == ["hello ended", "train ended", "request ended"]
+    assert [entry.event for entry in found] == ["hello error", "train error", "request error"]
     assert [entry.text for entry in found][:2] == ["failed: data", "refused: unknown-run"]
     assert [(entry.run, entry.round) for entry in found][1] == ("1" * 16, 7)
     assert {entry.site for entry in found} == {NAME}
@@ -50,7 +50,7 @@ def test_the_record_names_the_certificate_that_the_server_shows_at_each_request(
     desk.answer(HELLO, hello(STUDY))
     for number in "123":
         desk.answer(TRAIN, pack_message({}, {"run": number * 16, "round": 1}))
-    text = (tmp_path / "state/outgoing.jsonl").read_text()
+    text = (tmp_path / "state/egress.jsonl").read_text()
     lines = map(json.loads, text.splitlines())
     # where the line did not open just then, the last one stands
     assert [line["server"][:2] for line in lines] == ["aa", "bb", "bb", "cc"]

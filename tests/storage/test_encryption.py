@@ -323,13 +323,13 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").iterdir())) == 4
 
 
-SECRETS = {"home/the tensor's name": torch.arange(16.0) + 0.123}
+SECRETS = {"state/the tensor's name": torch.arange(16.0) + 0.123}
 NOTE = "the patient's note that nobody reads"
 
 
 def readable(folder: Path) -> list[str]:
     """Which files show a tensor's bytes, its name, the note or the name of the request."""
-    raw = SECRETS["home/the tensor's name"].numpy().tobytes()
+    raw = SECRETS["state/the tensor's name"].numpy().tobytes()
     assert len(raw) == 64
     words = [NOTE.encode(), b"the tensor's name", b"request 7", b"notes", b"float", b"F32"]
     secrets = [raw, raw[:16], *words, *(b64encode(word)[:-4] for word in words if len(word) > 8)]

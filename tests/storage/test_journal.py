@@ -42,7 +42,7 @@ def test_the_same_request_has_the_same_answer_and_home_moves_once(tmp_path: Path
     journal = Journal(tmp_path)
     assert journal.reply_for("r1") is None and journal.client_state() == ({}, {})
     tensor = torch.randn(4)
-    home, reply = {"x#control": tensor}, {"x#control": tensor, "home/a": torch.ones(())}
+    home, reply = {"x#control": tensor}, {"x#control": tensor, "state/a": torch.ones(())}
     journal.commit("r1", home, {"seen": 1}, reply, {"weight": 3})
     expected = {k: v.clone() for k, v in reply.items()}
     tensor.add_(1)  # the model trains on in the same memory

@@ -30,7 +30,7 @@ from fedplan.tensors.serialization import DTYPES
 
 SIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 STORE_POINTS = [name for name in POINTS if name.startswith("store.")]
-NAMES = ("h.0.attn.c_attn.weight[query]", "x#control", 'ä "quoted"\\/ 漢', "home/reply/", "")
+NAMES = ("h.0.attn.c_attn.weight[query]", "x#control", 'ä "quoted"\\/ 漢', "state/reply/", "")
 
 
 @pytest.fixture(autouse=True)

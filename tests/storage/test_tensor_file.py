@@ -14,8 +14,8 @@ from torch import Tensor
 from fedplan.storage.tensor_file import all_tensors, no_tensors, parse_tensors, read_tensors
 
 WHOLE = {
-    "home/a": torch.arange(3_000_000, dtype=torch.int32).reshape(3, -1),
-    "home/b": torch.randn(5).bfloat16(),
+    "state/a": torch.arange(3_000_000, dtype=torch.int32).reshape(3, -1),
+    "state/b": torch.randn(5).bfloat16(),
     "reply/c": torch.ones(3, 0, 2),
     "reply/d": torch.tensor(True),
 }
@@ -34,11 +34,11 @@ def test_a_file_is_read_as_it_was_saved_and_hashed_whole_whatever_is_wanted(tmp_
     assert same(read_tensors(file, all_tensors).tensors, WHOLE) and same(
         parse_tensors(content, all_tensors), WHOLE
     )
-    home = {k: v for k, v in WHOLE.items() if k.startswith("home/")}
+    home = {k: v for k, v in WHOLE.items() if k.startswith("state/")}
     for names, kept in (
         (all_tensors, WHOLE),
         (no_tensors, {}),
-        (lambda name: name.startswith("home/"), home),
+        (lambda name: name.startswith("state/"), home),
     ):
         tensors, sha256, fault = read_tensors(file, names)
         assert sha256 == digest and not fault and same(tensors, kept)

@@ -16,7 +16,7 @@ from commands import STUDY, run
 
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress_log import RECORD, EgressEntry, EgressLog, read_egress
+from fedplan.federation.egress_log import EGRESS_LOG, EgressEntry, EgressLog, read_egress
 from fedplan.federation.identity import RUN_FILE
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
@@ -261,18 +261,18 @@ def test_what_kills_left_beside_a_file_goes_with_the_next_write(tmp_path: Path) 
 
 def test_a_sites_record_cut_at_any_byte_is_read_and_goes_on(tmp_path: Path) -> None:
     """As a kill cuts it: the line was not whole, so its head was not written."""
-    egress, beside = EgressLog(tmp_path), head_file(tmp_path / RECORD)
+    egress, beside = EgressLog(tmp_path), head_file(tmp_path / EGRESS_LOG)
     egress.append(EgressEntry("update", round=1))
-    before, head = (tmp_path / RECORD).read_bytes(), beside.read_bytes()
+    before, head = (tmp_path / EGRESS_LOG).read_bytes(), beside.read_bytes()
     egress.append(EgressEntry("update", round=2))
-    full = (tmp_path / RECORD).read_bytes()
+    full = (tmp_path / EGRESS_LOG).read_bytes()
     for cut in range(len(before), len(full)):
-        (tmp_path / RECORD).write_bytes(full[:cut])
+        (tmp_path / EGRESS_LOG).write_bytes(full[:cut])
         beside.write_bytes(head)
         assert [each["round"] for each in read_egress(tmp_path)] == [1]
         EgressLog(tmp_path).append(EgressEntry("update", round=2))
         assert [each["round"] for each in read_egress(tmp_path)] == [1, 2]
-        assert (tmp_path / RECORD).read_bytes().startswith(before)
+        assert (tmp_path / EGRESS_LOG).read_bytes().startswith(before)
 
 
 PRIVATE = """

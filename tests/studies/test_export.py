@@ -133,7 +133,7 @@ if said["text"]:
     inputs = transformers.AutoTokenizer.from_pretrained("model")(said["text"], return_tensors="pt")
 else:
     processor = transformers.AutoImageProcessor.from_pretrained("model")
-    inputs = processor(held["picture"].numpy(), return_tensors="pt")
+    inputs = processor(held["image"].numpy(), return_tensors="pt")
 with torch.no_grad():
     logits = model.eval()(**{name: inputs[name] for name in said["inputs"]}).logits
 assert "fedplan" not in sys.modules
@@ -259,7 +259,7 @@ def test_a_private_run_says_its_statement_and_no_score(here: Path) -> None:
     assert code == 0, out
     assert run("export", "runs/tiny", "model")[0] == 0
     card = Path("model/README.md").read_text()
-    assert "This run hides each client" in card and "Spent so far: epsilon" in card
+    assert "Client-level differential privacy" in card and "Epsilon spent: " in card
     assert "| accuracy |" not in card and "none may leave" in card
 
 

@@ -218,7 +218,7 @@ def test_qlora_sends_its_adapter_and_nothing_else(chat: Path, kind: str) -> None
     assert simulation.federation.global_state.values.keys() == adapters and len(adapters) == 8
     size = nbytes(simulation.federation.global_state.values)
     turns = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    sent = [turn["up"] for turn in turns if "client" in turn]
+    sent = [turn["upload_bytes"] for turn in turns if "client" in turn]
     assert sent == [size] * 4
     assert is_quantized(simulation.federation.model)
     for client in simulation.federation.clients.values():

@@ -207,7 +207,7 @@ def require_as_committed(told: Told, name: str, state: str) -> None:
     assert said["export"][0] == 0, said["export"]
     assert said["own"][0] == 0, said["own"]
     code, out = said["privacy"]
-    assert code == (0 if name in HIDDEN else 2) and ("Spent so far" in out) == (code == 0)
+    assert code == (0 if name in HIDDEN else 2) and ("Epsilon spent" in out) == (code == 0)
     # The noise of a private run is another in each: its secret is drawn.
     drawn = name in HIDDEN and state == "killed"
     same = {key: value for key, value in known.items() if not drawn or key == "round"}

@@ -31,7 +31,7 @@ def test_a_study_runs_and_is_verified(here: Path) -> None:
     assert [m["round"] for m in metrics] == [1, 2, 3]
     assert set(metrics[-1]) == {"round", "global", "clients", "personal"}
     ledger = (here / "runs/tiny/ledger.jsonl").read_text().splitlines()
-    rounds = [line for line in map(json.loads, ledger) if "moved" in line]
+    rounds = [line for line in map(json.loads, ledger) if "changed" in line]
     for line in rounds:
         far = {(stack, number): far for stack, number, far in line["attention"]}
         assert far.keys() == {("vision", 0), ("vision", 1)}

@@ -50,7 +50,9 @@ def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
         pytest.approx(high),
     )
     run_of = open_run(swept.folder / "method.name=fedper,seed=0")
-    assert other.group.runs[0].up == sum(int(row["up"]) for row in run_of.metrics)
+    assert other.group.runs[0].upload_bytes == sum(
+        int(row["upload_bytes"]) for row in run_of.metrics
+    )
     assert other.group.mean_of("rounds") == 2 and (other.group.mean_of("seconds") or 0) > 0
 
 
@@ -143,17 +145,28 @@ def test_of_hidden_clients_no_bytes_are_told(tmp_path: Path) -> None:
     run_study(read_study(file), tmp_path / "run")
     found = compare([tmp_path / "run"])
     (group,) = found.json()["groups"]
-    assert group["bytes_up"] is None and group["bytes_down"] is None
-    assert next(csv.DictReader(StringIO(found.csv())))["bytes_up"] == ""
+    assert group["upload_bytes"] is None and group["download_bytes"] is None
+    assert next(csv.DictReader(StringIO(found.csv())))["upload_bytes"] == ""
     assert "Upload of all clients" not in found.html()
-    for hidden in ("up", "counted", "personal.accuracy_worst", "clients.client-00.accuracy"):
+    for hidden in (
+        "upload_bytes",
+        "aggregated",
+        "personal.accuracy_worst",
+        "clients.client-00.accuracy",
+    ):
         with pytest.raises(FedplanError, match="not all runs have") as told:
             compare([tmp_path / "run"], score=hidden)
         assert "client-00" not in str(told.value).partition(" has ")[2]
 
 
 @pytest.mark.parametrize(
-    "said", [{"primary": ["x"]}, {"seconds": "ab"}, {"seconds": -5}, {"ruled": 1}]
+    "said",
+    [
+        {"primary_metric": ["x"]},
+        {"round_seconds": "ab"},
+        {"round_seconds": -5},
+        {"stopped_early": 1},
+    ],
 )
 def test_a_status_that_no_run_writes_is_noted(
     said: dict[str, object], swept: Sweep, tmp_path: Path
@@ -193,8 +206,8 @@ def test_the_command_prints_markdown_csv_and_json(swept: Sweep, tmp_path: Path) 
     rows = list(csv.DictReader(StringIO(run("compare", place, "--csv")[1])))
     groups = json.loads(run("compare", place, "--json")[1])["groups"]
     for row, group in zip(rows, groups, strict=True):
-        assert float(row["score"]) == group["mean"]["mean"] and row["label"] == group["label"]
-        assert int(float(row["bytes_up"])) == group["bytes_up"] and len(group["runs"]) == 3
+        assert float(row["score"]) == group["score"]["mean"] and row["label"] == group["label"]
+        assert int(float(row["upload_bytes"])) == group["upload_bytes"] and len(group["runs"]) == 3
     code, told = run("compare", place, "--csv", "--json")
     assert code == 2 and "give one of them" in told
     code, told = run("compare", str(tmp_path))
@@ -215,7 +228,7 @@ def test_a_run_that_diverged_is_said_and_makes_no_mean(swept: Sweep) -> None:
     found = compare_groups(group_results(results), "global.loss")
     assert found.notes[-1] == "fedper: a run diverged, so that its score is not a number"
     told = json.loads(json.dumps(found.json(), allow_nan=False))
-    assert told["groups"][1]["mean"]["mean"] is None and told["groups"][1]["p_holm"] is None
+    assert told["groups"][1]["score"]["mean"] is None and told["groups"][1]["p_holm"] is None
     assert "nan" in found.markdown() and "<svg" in found.html()
 
 

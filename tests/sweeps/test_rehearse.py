@@ -28,13 +28,13 @@ def test_bytes_are_those_of_the_whole_run_and_the_score_that_of_its_round(swept:
         whole = open_run(swept.folder / f"method.name={price.method},seed=0")
         turns = [r for r in whole.records if isinstance(r, TurnRecord) and r.client == "client-00"]
         assert price.forecast is not None and price.measured is not None
-        assert price.forecast.up == sum(turn.up for turn in turns)
-        assert price.forecast.down == sum(turn.down for turn in turns)
+        assert price.forecast.upload_bytes == sum(turn.upload_bytes for turn in turns)
+        assert price.forecast.download_bytes == sum(turn.download_bytes for turn in turns)
         assert price.measured.score == whole.metrics[-1][found.score]
         assert price.measured.max_steps == max(
             t.steps for t in whole.records if isinstance(t, TurnRecord)
         )
-        assert price.forecast.memory and price.measured.step_seconds > 0
+        assert price.forecast.memory_bytes and price.measured.step_seconds > 0
 
 
 def test_epsilon_is_that_of_all_rounds_and_a_method_that_fails_is_said(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_epsilon_is_that_of_all_rounds_and_a_method_that_fails_is_said(tmp_path:
     assert code == 1 and "prompt" in failed["error"] and failed["forecast"] is None
     promised = read_privacy_statement(file)
     assert price["forecast"]["epsilon"] == promised.guarantee.forecast_epsilon(30) <= 8.0
-    assert price["measured"]["played"] == 1 and price["forecast"]["rounds"] == 30
+    assert price["measured"]["rounds_run"] == 1 and price["forecast"]["rounds"] == 30
     assert any("promptfl failed" in note for note in told["notes"])
     assert any(
         "fedavg: the study's privacy hides a client's number of training steps" in note

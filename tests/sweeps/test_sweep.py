@@ -137,7 +137,7 @@ def test_a_failure_stands_apart_and_the_others_go_on(tmp_path: Path) -> None:
     assert open_run(tmp_path / "s" / "method.name=fedavg,train.rounds=1,seed=0").round == 1
     code, out = run(*asked, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
-    assert code == 1 and [line["name"] for line in lines] == [name] and lines[0]["end"]["error"]
+    assert code == 1 and [line["name"] for line in lines] == [name] and lines[0]["result"]["error"]
     assert FAILURES_FILE in {file.name for file in (tmp_path / "s").iterdir()}
 
 
@@ -178,7 +178,7 @@ for line in sys.stdin:
     said = json.loads(line)
     if said["study"]["seed"] == 1:
         os.kill(os.getpid(), 9)
-    print(json.dumps({"seconds": 1.0, "stopped": os.path.basename(said["folder"])}), flush=True)
+    print(json.dumps({"seconds": 1.0, "stop_reason": os.path.basename(said["folder"])}), flush=True)
 """
 
 
@@ -197,7 +197,9 @@ def test_each_process_plays_run_after_run_and_one_that_dies_fails_its_run_alone(
     )
     assert sorted(found.failures) == ["method.name=fedavg,seed=1", "method.name=fedper,seed=1"]
     assert all("ended with exit code -9" in error for error in found.failures.values())
-    assert [f.name for f in found.folders] == [found.results[f.name].stopped for f in found.folders]
+    assert [f.name for f in found.folders] == [
+        found.results[f.name].stop_reason for f in found.folders
+    ]
     assert len(found.folders) == 4 and sorted(news.ended for news in told) == [1, 2, 3, 4, 5, 6]
 
 

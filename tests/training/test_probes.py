@@ -228,7 +228,7 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_the_gradient_is_that_of_autograd(name: str) -> None:
     rows, model = clients.Few(name, 2, count=5), built(name)
     look = looking(model, rows, seed=9)
-    found = probes.gradient_probe(rows=4)(look)
+    found = probes.gradient_probe(examples=4)(look)
     chosen = torch.randperm(5, generator=seeds.generator("probe", 9))[:4]
     other = fresh(name)
     clients.loss(other, rows.batch(chosen)).backward()
@@ -239,7 +239,7 @@ def test_the_gradient_is_that_of_autograd(name: str) -> None:
 
 
 ALL: dict[str, Probe] = dict(probes.PROBES)
-ALL |= {"fixed": probes.fixed_probe(0), "bounded": probes.attention_probe(bounded=True, rows=2)}
+ALL |= {"fixed": probes.fixed_probe(0), "bounded": probes.attention_probe(bounded=True, examples=2)}
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -286,7 +286,7 @@ def test_the_rows_looked_at_are_drawn_by_the_seed() -> None:
     first, second = (torch.cat(list(look.sample_batches(10))) for look in looks)
     assert len(set(first.tolist())) == 10 and first.tolist() != second.tolist()
     assert [len(each) for each in looks[0].sample_batches(64)] == [8, 8, 4]
-    few = probes.attention_probe(rows=2)
+    few = probes.attention_probe(examples=2)
     assert few(looks[0]) == few(looks[0]) != few(looks[1])
 
 

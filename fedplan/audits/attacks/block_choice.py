@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from math import sqrt
 from statistics import fmean
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from fedplan import seeds
 from fedplan.audits.attacks import victims
@@ -31,7 +31,6 @@ MODELS = 4
 EPSILON, DELTA, COHORT = 0.5, 1e-5, 300
 """Privacy of one vote, and its number of voters."""
 Ballots = Sequence[frozenset[Block]]
-Scores = Mapping[Block, float]
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,12 @@ class ChoiceLeak:
     """AUC of distinguishing two populations by the choice of `k` blocks; 0.5 is a guess.
 
     raw: by one client's own choice. random: by a random choice.
-    vote: by the winners of a noisy vote with one client of either population among both.
-    cohort: by the winners of a noisy vote of one population alone, which a vote does not hide.
+    vote: by the winners of a noisy vote in which one client of the population to be guessed votes
+    together with clients of both populations.
+    cohort: by the winners of a noisy vote in which all clients are of the population to be guessed;
+    a vote does not hide this.
     agreed: fraction of the winners of `vote` that would have won without noise.
-    raw_error, error: standard errors of an AUC of 0.5, for `raw` and for the votes.
+    raw_error: standard error of `raw` if the AUC is 0.5; error: the same of `random` and `vote`.
     """
 
     # The field names are keys of the JSON report.
@@ -57,37 +58,39 @@ class ChoiceLeak:
 
 
 def attack_block_choices(clients: int, trials: int, secret: bytes) -> list[ChoiceLeak]:
-    """Attack the choice of blocks of two populations of `clients` clients each, for each size.
+    """Attack the choice of blocks of two populations of `clients` clients each.
 
-    trials: votes simulated per population; secret: of the noise. Results are means over models.
+    trials: votes simulated per population; secret: 32 bytes, the key of the votes' noise.
+    Returns one result per size in CHOICE_SIZES, each the mean over MODELS random models. Clients
+    score the blocks of a model by the attention probe on their own texts.
     """
     noise = calibrate(EPSILON, DELTA, lambda noise: [Release(noise)])
     leaks = {k: list[ChoiceLeak]() for k in CHOICE_SIZES}
+    probe, loss = attention_probe(), victims.classification_loss
+    population_texts = partial(
+        victims.population_texts, examples=EXAMPLES, vocabulary=VOCABULARY, length=LENGTH
+    )
+    texts = [[population_texts(pop, i) for i in range(clients)] for pop in (0, 1)]
     for number in range(MODELS):
-        scores = [_probe_scores(number, population, clients) for population in (0, 1)]
+        model = victims.text_classifier(
+            vocabulary=VOCABULARY, width=32, blocks=BLOCKS, length=LENGTH, spread=0.3, number=number
+        )
+        blocks = tuple(block_modules(model))
+        scores = [[probe(ProbeInput(model, t, blocks, 0, loss)) for t in pop] for pop in texts]
         for k, model_leaks in leaks.items():
             ballots = [[make_ballot(score, k) for score in population] for population in scores]
             votes = _Votes(tuple(scores[0][0]), NoisyVote(k, noise), secret, number)
-            model_leaks.append(_attack_one(votes, ballots, trials))
-    return [_mean(model_leaks) for model_leaks in leaks.values()]
+            model_leaks.append(_attack_choices(votes, ballots, trials))
+    columns = {k: zip(*(astuple(leak)[1:] for leak in leaks[k]), strict=True) for k in leaks}
+    return [ChoiceLeak(k, *map(fmean, values)) for k, values in columns.items()]
 
 
-def _probe_scores(number: int, population: int, clients: int) -> list[Scores]:
-    """Block scores of each client of a population, by the attention probe on model `number`."""
-    model = victims.text_classifier(
-        vocabulary=VOCABULARY, width=32, blocks=BLOCKS, length=LENGTH, spread=0.3, number=number
-    )
-    texts = (
-        victims.population_texts(population, i, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH)
-        for i in range(clients)
-    )
-    blocks, probe = tuple(block_modules(model)), attention_probe()
-    loss = victims.classification_loss
-    return [probe(ProbeInput(model, examples, blocks, 0, loss)) for examples in texts]
+def _attack_choices(votes: _Votes, ballots: Sequence[Ballots], trials: int) -> ChoiceLeak:
+    """Attack the choices of blocks of one model.
 
-
-def _attack_one(votes: _Votes, ballots: Sequence[Ballots], trials: int) -> ChoiceLeak:
-    """Attack the choices on one model; `ballots` are those of both populations."""
+    ballots: the ballots of each of the two populations; trials: votes simulated per population, a
+    tenth of them for `ChoiceLeak.cohort`.
+    """
     both, k = [*ballots[0], *ballots[1]], votes.vote.k
     mixed = [votes.simulate(f"{i} in both", ballots[i], both, trials) for i in (0, 1)]
     few = max(trials // 10, 2)
@@ -105,11 +108,6 @@ def _attack_one(votes: _Votes, ballots: Sequence[Ballots], trials: int) -> Choic
     )
 
 
-def _mean(leaks: Sequence[ChoiceLeak]) -> ChoiceLeak:
-    rows = [astuple(leak)[1:] for leak in leaks]
-    return ChoiceLeak(leaks[0].k, *(fmean(column) for column in zip(*rows, strict=True)))
-
-
 class _VoteResult(NamedTuple):
     """A simulated vote: its counts without noise, and its winners with noise."""
 
@@ -119,7 +117,11 @@ class _VoteResult(NamedTuple):
 
 @dataclass(frozen=True)
 class _Votes:
-    """Simulated votes on the blocks of model `number`, by cohorts sampled from few ballots."""
+    """Simulated votes of COHORT voters on the `blocks` of model `number`.
+
+    vote: size of a ballot, and noise; secret: 32 bytes, the key of the noise. All random
+    numbers follow from the fields and the arguments of a call: equal calls give equal results.
+    """
 
     blocks: tuple[Block, ...]
     vote: NoisyVote
@@ -129,7 +131,10 @@ class _Votes:
     def simulate(
         self, name: str, victims: Ballots, others: Ballots, trials: int
     ) -> list[_VoteResult]:
-        """Votes of cohorts of one random victim's ballot among random ballots of others."""
+        """Simulate `trials` votes: one random ballot of `victims` among COHORT - 1 of `others`.
+
+        name: seeds the cohorts and the noise. Ballots are drawn with replacement.
+        """
         generator = seeds.generator("cohorts", name, self.vote.k, self.number)
         results = list[_VoteResult]()
         for trial in range(trials):
@@ -142,7 +147,7 @@ class _Votes:
         return results
 
     def random_ballots(self, population: int, trials: int) -> Ballots:
-        """Ballots of clients that choose at random."""
+        """`trials` ballots of uniformly random blocks; `population` is part of the seed."""
         generator = seeds.generator("chance", population, self.vote.k, self.number)
         numbers = torch.rand(trials, len(self.blocks), generator=generator)
         return [
@@ -152,8 +157,8 @@ class _Votes:
 
     def observer_auc(self, populations: Sequence[Ballots]) -> float:
         """AUC of an observer who distinguishes two populations by their ballots."""
-        one, other = (self._one_hot(ballots) for ballots in populations)
+        one, other = (
+            torch.tensor([[block in ballot for block in self.blocks] for ballot in ballots])
+            for ballots in populations
+        )
         return distinguishing_auc(one, other)
-
-    def _one_hot(self, ballots: Ballots) -> Tensor:
-        return torch.tensor([[block in ballot for block in self.blocks] for ballot in ballots])

@@ -22,41 +22,43 @@ FLOOR = 1e-5
 
 
 def row_norms(change: Tensor) -> Tensor:
-    """Norm of each row of an embedding's change: large for tokens that the client has."""
+    """L2 norm of each row of an embedding's change, in float64: large for the client's tokens."""
     return change.double().square().sum(1).sqrt()
 
 
 def span_scores(change: Tensor, inputs: Tensor) -> Tensor:
-    """Score of each input vector by how well it lies in the row span of a layer's change.
+    """Score candidate inputs of a linear layer: high for vectors in the row span of a change.
 
-    inputs: candidates of norm one, in the last dimension. Higher scores fit better. The gradient of
-    a layer is a sum of outer products with its inputs: so its rows span the inputs of the client,
-    and no other vector while they are fewer than the layer is wide (Petrov et al., DAGER, 2024).
+    change: the update of the layer's weight, [outputs, width]; inputs: candidates of norm one,
+    [..., width]. Returns scores of shape [...], float64, at most 0.
     """
-    singular_values, directions = _row_directions(change.double())
+    # A layer's gradient is a sum of outer products with inputs: its rows span the client's inputs,
+    # and no other vector while inputs are fewer than the width (Petrov et al., DAGER, 2024).
+    svd = cast("tuple[Tensor, ...]", torch.linalg.svd(change.double(), full_matrices=True))
+    singular_values, directions = svd[1], svd[2]
     relative = torch.zeros(len(directions), dtype=torch.float64)
     relative[: len(singular_values)] = singular_values / singular_values[0].clamp(min=1e-300)
     penalties = 1 / (relative.square() + FLOOR**2)
     return -((inputs.double() @ directions.T).square() @ penalties)
 
 
-def _row_directions(change: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values of a change, and all right singular vectors as rows."""
-    svd = cast("tuple[Tensor, ...]", torch.linalg.svd(change, full_matrices=True))
-    return svd[1], svd[2]
-
-
 def single_token_inputs(
     model: nn.Module, layers: Iterable[str], tokens: Tensor, positions: int
 ) -> dict[str, Tensor]:
-    """Input of each layer for each single token at each position, [positions, tokens, width].
+    """Run the model on texts of one token; return each layer's inputs, normalized to norm one.
 
-    Normalized to norm one, by layer name. Before the first block's attention this is the input in
-    any text; behind it other tokens contribute, and this is a guess.
+    layers: module names. The result has, by layer name, a float64 tensor [positions, tokens,
+    width]: the input for each of `tokens` alone at each of the first `positions` positions. In a
+    longer text, the query, key and value layers of the first block have the same inputs; the inputs
+    of all layers behind them depend on the other tokens too.
     """
     recorded: dict[str, list[Tensor]] = {name: [] for name in layers}
+
+    def record(inputs: list[Tensor], layer: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs.append(args[0].detach().flatten(1).clone())
+
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(partial(_record_input, inputs))
+        model.get_submodule(name).register_forward_pre_hook(partial(record, inputs))
         for name, inputs in recorded.items()
     ]
     try:
@@ -71,29 +73,27 @@ def single_token_inputs(
     return {name: normalize(inputs, dim=-1) for name, inputs in stacked.items()}
 
 
-def _record_input(inputs: list[Tensor], layer: nn.Module, args: tuple[Any, ...]) -> None:
-    inputs.append(args[0].detach().flatten(1).clone())
-
-
 def top_scores_recall(scores: Tensor, tokens: Collection[int]) -> float:
-    """Fraction of a client's tokens among as many highest scores.
+    """Fraction of `tokens` (indices of `scores`) found among the len(tokens) highest scores.
 
-    Random scores find len(tokens) / len(scores) of them on average.
+    Random scores find len(tokens) / len(scores) on average.
     """
     guesses = cast("list[int]", scores.topk(len(tokens)).indices.tolist())
     return len(set(guesses) & set(tokens)) / len(tokens)
 
 
 def distinguishing_auc(one: Tensor, other: Tensor) -> float:
-    """AUC of distinguishing two populations by rows of zeros and ones, by naive Bayes.
+    """AUC of a naive Bayes classifier that distinguishes two populations.
 
-    Trained on each half of the rows and tested on the other; the mean of both.
+    one, other: a row of zeros and ones per member of each population. Even rows train and odd rows
+    test, then the reverse; returns the mean of both AUCs.
     """
-    halves = (slice(0, None, 2), slice(1, None, 2))
-    results = [
-        auc(*(rows[test].double() @ _log_odds(one[train], other[train]) for rows in (one, other)))
-        for train, test in (halves, halves[::-1])
-    ]
+    results, halves = list[float](), (slice(0, None, 2), slice(1, None, 2))
+    for train, test in (halves, halves[::-1]):
+        samples = (one[train], other[train])
+        smoothed = [(rows.double().sum(0) + 1) / (len(rows) + 2) for rows in samples]
+        log_odds = smoothed[0].logit() - smoothed[1].logit()
+        results.append(auc(one[test].double() @ log_odds, other[test].double() @ log_odds))
     return sum(results) / len(results)
 
 
@@ -106,11 +106,5 @@ def auc(likely: Tensor, rare: Tensor) -> float:
 
 
 def auc_error(one: int, other: int) -> float:
-    """Standard error of the AUC of two such samples from one distribution (Mann-Whitney)."""
-    return sqrt((one + other + 1) / (12 * one * other))
-
-
-def _log_odds(one: Tensor, other: Tensor) -> Tensor:
-    """Log odds ratio of each column, of smoothed frequencies."""
-    frequencies = [(rows.double().sum(0) + 1) / (len(rows) + 2) for rows in (one, other)]
-    return frequencies[0].logit() - frequencies[1].logit()
+    """Standard error of the AUC of two samples of one distribution, of these sizes."""
+    return sqrt((one + other + 1) / (12 * one * other))  # Mann and Whitney

@@ -9,15 +9,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedplan.audits.bounds import (
-    Draws,
-    gaussian_lower_bound,
-    lower_bound,
-    release_rows,
-    sample_releases,
-)
+from fedplan.audits.bounds import gaussian_lower_bound, lower_bound, release_rows, sample_releases
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism, aggregate
 
@@ -51,15 +44,16 @@ NEIGHBOR_PAIRS: dict[str, tuple[Change, tuple[Change, ...]]] = {
     "zero": (_change(a=[0.0, 0.0], c=[0.0]), _MANY),
     "nothing": ({}, _MANY),
 }
-"""By what the one client sends: its change, and those of the clients in both data sets."""
+"""Neighbouring data sets: the one client's change, and the changes of the clients in both."""
 
 
 @dataclass(frozen=True)
 class EpsilonAudit:
     """Result for one pair of neighbouring data sets.
 
-    client: what the one client sends; claimed: the epsilon that is charged.
-    lower_bound: of epsilon, for any mechanism; gaussian_lower_bound: for a Gaussian one.
+    client: key of the pair in NEIGHBOR_PAIRS; claimed: the mechanism's epsilon by the accountant.
+    lower_bound: epsilon proven for any mechanism; gaussian_lower_bound: proven if noise is
+    Gaussian. `sound` is False if a proven epsilon is above the claimed one.
     """
 
     client: str
@@ -76,39 +70,28 @@ class EpsilonAudit:
 def audit_epsilon(
     count: int, secret: bytes, mechanism: GaussianMechanism = MECHANISM
 ) -> list[EpsilonAudit]:
-    """Audit each of NEIGHBOR_PAIRS by `count` releases of both of its data sets."""
+    """Audit a mechanism on each of NEIGHBOR_PAIRS; return one result per pair, in order.
+
+    count: releases sampled of each data set; secret: 32 bytes, the key of the noise.
+    mechanism: must have the tensor names and shapes of MECHANISM.
+    Statistics of a release: each coordinate, the projection on the difference of the mean releases
+    of the two data sets, and the norm.
+    """
     claimed = epsilon([mechanism.event], DELTA)
+    noisy_mean = partial(aggregate, secret=secret, name="audit")
     audits = list[EpsilonAudit]()
     for client, (victim, others) in NEIGHBOR_PAIRS.items():
-        pair = ([*others, victim], others)
-        one, other = _statistics(*(_sample_rows(mechanism, c, count, secret) for c in pair))
+        pair = [
+            release_rows(sample_releases(mechanism, changes, count, noisy_mean))
+            for changes in ([*others, victim], others)
+        ]
+        direction = pair[0][::2].mean(0) - pair[1][::2].mean(0)  # by the half that chooses events
+        one, other = (
+            np.column_stack([rows, rows @ direction, np.linalg.norm(rows, axis=1)]) for rows in pair
+        )
         bounds = [
             bound(one, other, delta=DELTA, confidence=CONFIDENCE)
             for bound in (lower_bound, gaussian_lower_bound)
         ]
         audits.append(EpsilonAudit(client, claimed, bounds[0], bounds[1]))
     return audits
-
-
-def _sample_rows(
-    mechanism: GaussianMechanism, changes: Sequence[Change], count: int, secret: bytes
-) -> Draws:
-    return release_rows(
-        sample_releases(mechanism, changes, count, partial(_aggregate_with, secret))
-    )
-
-
-def _aggregate_with(
-    secret: bytes, mechanism: GaussianMechanism, changes: Sequence[Change]
-) -> dict[str, Tensor]:
-    return aggregate(mechanism, changes, secret, "audit")
-
-
-def _statistics(one: Draws, other: Draws) -> tuple[Draws, Draws]:
-    """Statistics of both samples: each coordinate, the projection on their difference, the norm."""
-    direction = one[::2].mean(0) - other[::2].mean(0)  # by the half that chooses the event
-
-    def with_statistics(rows: Draws) -> Draws:
-        return np.column_stack([rows, rows @ direction, np.linalg.norm(rows, axis=1)])
-
-    return with_statistics(one), with_statistics(other)

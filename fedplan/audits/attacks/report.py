@@ -24,7 +24,11 @@ EPSILON = 8.0
 
 @dataclass(frozen=True)
 class AttackReport:
-    """Results of all attacks. Prints as three tables with rich."""
+    """Results of all attacks, by `run_attacks`. Prints as three tables with rich; see also `json`.
+
+    epsilon_audits: epsilon proven from noisy sums; choice_leaks: population inferred from chosen
+    blocks; update_leaks: tokens recovered from updates.
+    """
 
     epsilon_audits: list[EpsilonAudit]
     choice_leaks: list[ChoiceLeak]
@@ -43,22 +47,25 @@ class AttackReport:
     def json(self) -> dict[str, Any]:
         """All results as a JSON object."""
         return {
-            "sound": self.sound,
-            "worlds": [
+            "passed": self.sound,
+            "epsilon_audits": [
                 {
                     "client": audit.client,
-                    "claimed": audit.claimed,
-                    "found": audit.lower_bound,
-                    "sharper": audit.gaussian_lower_bound,
+                    "claimed_epsilon": audit.claimed,
+                    "epsilon_lower_bound": audit.lower_bound,
+                    "gaussian_epsilon_lower_bound": audit.gaussian_lower_bound,
                 }
                 for audit in self.epsilon_audits
             ],
-            "choices": [asdict(leak) for leak in self.choice_leaks],
-            "recovery": [
-                {**asdict(leak), "parts": [asdict(p) | {"beyond": p.beyond} for p in leak.parts]}
+            "choice_leaks": [asdict(leak) for leak in self.choice_leaks],
+            "update_leaks": [
+                {
+                    **asdict(leak),
+                    "parts": [asdict(p) | {"beyond_chance": p.beyond} for p in leak.parts],
+                }
                 for leak in self.update_leaks
             ],
-            "chance": token_recovery.CHANCE_RECALL,
+            "chance_recall": token_recovery.CHANCE_RECALL,
             "epsilon": EPSILON,
         }
 
@@ -70,7 +77,7 @@ class AttackReport:
         )
 
     def _audits(self) -> tuple[Table, str]:
-        """Table of the epsilon audits, and the note below it."""
+        """Table of the epsilon audits, and the note to print below the table."""
         table = _table("the client sends", "claimed", "proven", "proven, if Gaussian", "")
         for audit in self.epsilon_audits:
             values = (audit.claimed, audit.lower_bound, audit.gaussian_lower_bound)
@@ -85,7 +92,7 @@ class AttackReport:
         )
 
     def _choices(self) -> tuple[Table, str]:
-        """Table of the attacks on block selection, and the note below it."""
+        """Table of the attacks on block selection, and the note to print below the table."""
         table = _table("blocks", "own choice", "random", "private vote", "vote as without noise")
         for leak in self.choice_leaks:
             aucs = ((leak.raw, leak.raw_error), (leak.random, leak.error), (leak.vote, leak.error))
@@ -101,14 +108,16 @@ class AttackReport:
         )
 
     def _updates(self) -> tuple[Table, str]:
-        """Table of the token recovery from updates, and the note below it."""
+        """Table of the token recovery from updates, and the note to print below the table."""
         table = _table("method", "training", *map(str, PARTS))
         for before, leak in zip([None, *self.update_leaks], self.update_leaks, strict=False):
             is_same_method = before is not None and before.method == leak.method
             if before is not None and not is_same_method:
                 table.add_section()
             method = "" if is_same_method else leak.method
-            table.add_row(method, leak.way, *map(_cell, leak.parts))
+            table.add_row(method, leak.setup, *map(_cell, leak.parts))
+        private = (leak for leak in self.update_leaks if leak.setup == "DP-SGD")
+        max_error = max(part.error for leak in private for part in leak.parts)
         return table, (
             "Fraction of the client's tokens that are recovered from each part, beyond chance: 0 "
             "is a guess, 100 % all of them. One step of SGD on all examples is the server's best "
@@ -116,22 +125,19 @@ class AttackReport:
             "steps are AdamW on some of them, with dropout, where the linear test finds little and "
             "the rows of the embedding still reveal all; DP-SGD is the one step at epsilon "
             f"{EPSILON:g} (delta {token_recovery.DELTA:g}) for each example (a standard error "
-            f"there is {self._max_private_error:.1%} or less). A number in brackets is the block "
+            f"there is {max_error:.1%} or less). A number in brackets is the block "
             "that was attacked, where it is not the first. Prompts are trained on images: the "
             "texts of the classes are public, and there is no token to recover, which is not to "
             "say that they reveal nothing (labels and participation are not measured). All models "
             "are randomly initialized. These attacks are simple: their results are lower bounds."
         )
 
-    @property
-    def _max_private_error(self) -> float:
-        """Largest standard error of token recovery under DP-SGD."""
-        private = (leak for leak in self.update_leaks if leak.way == "DP-SGD")
-        return max(part.error for leak in private for part in leak.parts)
-
 
 def _cell(leak: PartLeak) -> str:
-    """Recall beyond chance in percent, with the attacked block if it is not the first."""
+    """Table cell: a part's recall beyond chance in percent, "not sent" or "no tokens".
+
+    Adds the number of the attacked block in brackets if the block is not the first.
+    """
     if not leak.sent:
         return "not sent"
     if leak.beyond is None:
@@ -154,10 +160,11 @@ def _section(title: str, table: Table, note: str) -> Iterable[RenderableType]:
 
 
 def run_attacks(draws: int, clients: int, secret: bytes) -> AttackReport:
-    """Run all attacks.
+    """Run all attacks; takes minutes, writes only to temporary folders, which are removed.
 
     draws: releases sampled per data set in the epsilon audit; clients: attacked clients per method
-    (twice as many per population in the attack on block selection); secret: 32 bytes for the noise.
+    (twice as many per population in the attack on block selection); secret: 32 bytes, the key of
+    the noise.
     """
     return AttackReport(
         audit_epsilon(draws, secret),

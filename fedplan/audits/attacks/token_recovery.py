@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -36,7 +36,6 @@ from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.runners.local import Federation
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.devices import fork_rng_state
-from fedplan.tensors.ring import Words
 from fedplan.training.fit import Fit, TrainConfig
 from fedplan.training.optimizers import sgd
 
@@ -66,7 +65,11 @@ Change = Mapping[Param, Tensor]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """How clients train; by DP-SGD with this epsilon if it is above 0."""
+    """A way in which the attacked clients train: name, training config and dropout.
+
+    epsilon: above 0, clients train by DP-SGD with noise for this epsilon at DELTA, in place of the
+    method's own fit: `apply` makes such a method. The caller uses `train_config` and `dropout`.
+    """
 
     name: str
     train_config: TrainConfig
@@ -74,25 +77,32 @@ class TrainingSetup:
     epsilon: float = 0.0
 
     def apply(self, method: Method) -> Method:
-        """The method, with its fit replaced by DP-SGD if an epsilon is set."""
+        """Return the method itself if `epsilon` is 0, else a copy that trains by DP-SGD.
+
+        The copy has one client hook, in place of the method's own ones: a DP-SGD fit of all
+        examples per step, with noise from a new random stream.
+        """
         if not self.epsilon:
             return method
-        return replace(method, client_hooks=(_dp_sgd_hook(self.epsilon, self.train_config),))
+        steps = self.train_config.steps
+        noise = calibrate(self.epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, steps)])
+        config = DPSGDConfig(
+            1.0, noise, expected_batch_size=EXAMPLES, sampling_rate=1.0, steps=steps
+        )
+        source = NoiseStream.fresh()
+        fit = dp_sgd(config, normal=partial(source.gaussian, stddev=1.0), uniform=source.uniform)
 
+        def replace_fit(_: Fit) -> Fit:
+            return fit
 
-def _dp_sgd_hook(epsilon: float, train_config: TrainConfig) -> Callable[[Fit], Fit]:
-    """A client hook that replaces a fit by DP-SGD with noise calibrated to an epsilon."""
-    noise = calibrate(epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, train_config.steps)])
-    config = DPSGDConfig(
-        1.0, noise, expected_batch_size=EXAMPLES, sampling_rate=1.0, steps=train_config.steps
-    )
-    source = NoiseStream.fresh()
-    fit = dp_sgd(config, normal=partial(source.gaussian, stddev=1.0), uniform=source.uniform)
-    return lambda _: fit
+        return replace(method, client_hooks=(replace_fit,))
 
 
 def training_setups(epsilon: float) -> tuple[TrainingSetup, ...]:
-    """The server's best case (one step), ten steps with dropout, and one step of DP-SGD."""
+    """The three attacked setups: one step (the server's best case), ten steps, one DP-SGD step.
+
+    epsilon: of the DP-SGD setup. Ten steps are by AdamW on small batches, with dropout.
+    """
     step = TrainConfig(sgd(), lr=0.1, steps=1, batch_size=EXAMPLES)
     return (
         TrainingSetup(ONE_STEP, step),
@@ -103,12 +113,12 @@ def training_setups(epsilon: float) -> tuple[TrainingSetup, ...]:
 
 @dataclass(frozen=True)
 class PartLeak:
-    """Token recovery from one part of the updates.
+    """Token recovery from one part (a kind of params) of the clients' updates.
 
-    sent: whether any client sent the part.
+    sent: whether any client sent the part (of text models: a weight matrix of the part).
     recovered: fraction of a client's tokens that were recovered, mean over clients; None if the
-        part was not attacked. error: its standard error.
-    blocks: blocks that were attacked; in each update the first that has the part.
+    part was not attacked. error: standard error of this mean.
+    blocks: numbers of the attacked blocks: of each update, the first block with the part.
     """
 
     # The field names are keys of the JSON report.
@@ -128,17 +138,23 @@ class PartLeak:
 
 @dataclass(frozen=True)
 class UpdateLeak:
-    """Token recovery from a method's updates, by part. `way` is the name of the training setup."""
+    """Token recovery from a method's updates, one entry of `parts` per kind of params in PARTS.
+
+    setup: name of the training setup.
+    """
 
     method: str
-    way: str
+    setup: str
     parts: tuple[PartLeak, ...]
 
 
 def attack_updates(clients: int, epsilon: float) -> Iterator[UpdateLeak]:
-    """Train each method in each setup with `clients` clients, and attack the first round's updates.
+    """Train each method in each setup, attack the first round's updates, and yield the results.
 
-    epsilon: of the DP-SGD setup.
+    clients: number of clients; epsilon: of the DP-SGD setup. Trains while the iterator is consumed.
+    If two or more clients all send the same params, one step is also attacked under secure
+    aggregation.
+    Prompt methods train on images, so their results only say which parts were sent.
     """
     texts = [
         victims.random_texts(i, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH)
@@ -169,7 +185,7 @@ def attack_updates(clients: int, epsilon: float) -> Iterator[UpdateLeak]:
 
 
 def make_text_model(dropout: float = 0.0) -> nn.Module:
-    """The attacked text classifier, as both the clients and the server have it."""
+    """The attacked text classifier, with random weights; only `dropout` differs between calls."""
     return victims.text_classifier(
         vocabulary=VOCABULARY,
         width=WIDTH,
@@ -183,9 +199,11 @@ def make_text_model(dropout: float = 0.0) -> nn.Module:
 def first_round_changes(
     method: Method, model: nn.Module, data: Sequence[Examples], train_config: TrainConfig
 ) -> list[dict[Param, Tensor]]:
-    """Run one round in a temporary folder; return each client's update minus the initial values.
+    """Train one round of a method; return each client's update minus the round's initial values.
 
-    data: the examples of each client.
+    data: the examples of each client; results are in the same order. Uses a temporary folder.
+    Changes `model`: `method.adapt`, if any, may change it or make another model of it, and the
+    resulting model is trained in place.
     """
     if method.adapt is not None:
         with fork_rng_state(seed=seeds.seed("leaks", "adapt")):
@@ -213,10 +231,10 @@ def first_round_changes(
 
 
 def masked_changes(changes: Sequence[Change]) -> list[dict[Param, Tensor]]:
-    """The masked inputs of changes, read as if they were not masked.
+    """Mask changes by the secure aggregation protocol, and read the masked inputs as changes.
 
-    All clients must send the same params. Runs the secure aggregation protocol up to the masked
-    input.
+    The result is the server's view of each client: uniformly random numbers. Needs two or more
+    changes, all of the same params. Stops the protocol before anything is unmasked.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -242,26 +260,24 @@ def masked_changes(changes: Sequence[Change]) -> list[dict[Param, Tensor]]:
         server.accept_shares(client.share_secrets(server.roster()))
     (group,) = group_slots(terms, {name: [slot.name for slot in slots] for name in names})
     for name, change in zip(names, changes, strict=True):
-        numbers = {p.key: _to_words(value) for p, value in change.items()}
+        # The weighted change in whole steps of the grid, as 64-bit words.
+        steps = {p.key: v.double().flatten() * (EXAMPLES / GRID) for p, v in change.items()}
+        integers = {key: v.round().to(torch.int64).numpy() for key, v in steps.items()}
+        numbers = {key: v.view(np.uint64) for key, v in integers.items()}
         message = clients[name].mask_input(server.shares_for(name), numbers, EXAMPLES)
         words = GroupVector.from_bytes(group, message.vectors[group.name]).numbers(group)
-        masked.append({p: _from_words(words[p.key]).view(p.shape) for p in change})
+        signed = {p: torch.from_numpy(words[p.key].view(np.int64).copy()) for p in change}
+        masked.append(
+            {p: (v.double() * (GRID / EXAMPLES)).view(p.shape) for p, v in signed.items()}
+        )
     return masked
 
 
-def _to_words(change: Tensor) -> Words:
-    """A change times the number of examples, as 64-bit words in steps of the grid."""
-    steps = (change.double().flatten() * (EXAMPLES / GRID)).round().to(torch.int64)
-    return steps.numpy().view(np.uint64)
-
-
-def _from_words(words: Words) -> Tensor:
-    """The inverse of `_to_words`."""
-    return torch.from_numpy(words.view(np.int64).copy()).double() * (GRID / EXAMPLES)
-
-
 class CuriousServer:
-    """An honest but curious server: it knows the model, and infers tokens from changes."""
+    """An honest but curious server that knows the model and infers tokens from clients' changes.
+
+    model: made by `make_text_model`; inputs of the model's layers are computed once and cached.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -271,11 +287,19 @@ class CuriousServer:
     def recover_tokens(
         self, part: Kind, changes: Sequence[Change], words: Sequence[set[int]]
     ) -> PartLeak:
-        """Guess tokens by one part of each client's change, and compare with its true `words`."""
+        """Guess each client's tokens from one part of the client's change; return the recall.
+
+        words: the true tokens of each client, in the order of `changes`; the server guesses as many
+        tokens as the client has. Of the part, the matrix of the first block that was sent is
+        attacked (of embeddings, the token table); clients that did not send one are left out.
+        """
         recalls, blocks = list[float](), set[int]()
         for change, true_words in zip(changes, words, strict=True):
-            param = _attacked_param(part, change)
-            if param is not None:
+            matrices = [p for p in change if p.kind is part and len(p.shape) == 2]
+            if part is Kind.EMBED:
+                matrices = [p for p in matrices if p.shape[0] == VOCABULARY]
+            if matrices:
+                param = min(matrices, key=lambda p: p.block or 0)
                 scores = self._scores(param, change[param])
                 indices = {word - victims.FIRST_WORD for word in true_words}
                 recalls.append(top_scores_recall(scores, indices))
@@ -286,18 +310,14 @@ class CuriousServer:
         return PartLeak(part, True, fmean(recalls), error, tuple(sorted(blocks)))
 
     def _scores(self, param: Param, change: Tensor) -> Tensor:
-        """Score of each word to be one of the client's, at its best position."""
+        """Score each token from FIRST_WORD on: high if the token explains the change of a param.
+
+        The score is the norm of the token's row of embeddings; of other params, the highest
+        `span_scores` over the positions of a text.
+        """
         if param.kind is Kind.EMBED:
             return row_norms(change)[self._words]
         layer = param.name.rpartition(".")[0]
         if layer not in self._inputs:
             self._inputs |= single_token_inputs(self._model, [layer], self._words, LENGTH)
         return span_scores(change, self._inputs[layer]).amax(0)
-
-
-def _attacked_param(part: Kind, change: Change) -> Param | None:
-    """The first matrix of a part in a change (of embeddings: the token table); None without one."""
-    matrices = [p for p in change if p.kind is part and len(p.shape) == 2]
-    if part is Kind.EMBED:
-        matrices = [p for p in matrices if p.shape[0] == VOCABULARY]
-    return min(matrices, key=lambda p: p.block or 0, default=None)

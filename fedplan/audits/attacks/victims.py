@@ -35,9 +35,11 @@ def text_classifier(
     dropout: float = 0.0,
     number: int = 0,
 ) -> nn.Module:
-    """A randomly initialized BERT text classifier; the same for the same number.
+    """Make a BERT text classifier of two classes with random weights, in eval mode.
 
-    spread: standard deviation of the initial weights.
+    vocabulary: number of tokens; width: hidden size; blocks: number of layers; length: longest
+    text; spread: standard deviation of the initial weights; dropout: probability; number: seed. The
+    same arguments give the same weights; the global random state is kept.
     """
     import transformers
 
@@ -79,7 +81,12 @@ def _random_model(make: Any, config: Any, number: int = 0) -> nn.Module:
 
 
 def random_texts(number: int, examples: int, *, vocabulary: int, length: int) -> TokenSequences:
-    """Texts of client `number`; no word occurs twice."""
+    """Texts of client `number`: `examples` texts of `length` tokens, with random labels 0 or 1.
+
+    Each starts with START_TOKEN. Words are tokens from FIRST_WORD to `vocabulary` - 1, without
+    replacement: none occurs twice in a client's texts, so the vocabulary must have enough. The same
+    arguments give the same texts.
+    """
     draw = seeds.generator("victims", "texts", number)
     words = (
         torch.randperm(vocabulary - FIRST_WORD, generator=draw)[: examples * (length - 1)]
@@ -91,7 +98,11 @@ def random_texts(number: int, examples: int, *, vocabulary: int, length: int) ->
 def population_texts(
     population: int, number: int, examples: int, *, vocabulary: int, length: int
 ) -> TokenSequences:
-    """Texts of client `number` of a population, which has its own Zipf-like word frequencies."""
+    """Texts of client `number` of a population: `examples` texts of `length` tokens, random labels.
+
+    Each starts with START_TOKEN. Words follow Zipf-like frequencies, with the vocabulary in the
+    population's own random order. The same arguments give the same texts.
+    """
     order = torch.randperm(
         vocabulary - FIRST_WORD, generator=seeds.generator("victims", "people", population)
     )

@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task: how rows of a table become examples, and the loss and metrics of a model on them.
+    """A task: how rows of a table become examples, and the loss and metrics of a model.
 
-    Made by `make_task`. `source` is the folder or Hub id of the tokenizer or image processor.
-    `columns` are the input columns, `label` the label column, and `labels` the labels in the order
-    of the model's classes. `max_length` is in tokens. `image_size` is the side of the model's
-    images in pixels, required for images. `template` makes texts from labels, for image-text. With
-    `one_example_per_row`, only the first block of a text is used. `packing` joins several
-    conversations in one sequence. `weights` are loss weights by label, 1 by default.
-    `extra_metrics` are computed in addition to the task's own.
+    Made by `make_task`; immutable. `kind` is the task's name. `source` is the folder or Hub id of
+    the tokenizer or image processor. `columns` are the input columns, `label` the label column, and
+    `labels` the labels in the order of the model's classes. `max_length` is in tokens. `image_size`
+    is the side of the model's images in pixels, required for images. `template` makes texts from
+    labels, for image-text. With `one_example_per_row`, only the first block of a text is used.
+    `packing` joins several conversations in one sequence. `weights` are loss weights by label, 1 by
+    default. `extra_metrics` are computed in addition to the task's own.
+
+    Call `prepare` once per table, `loss` per batch in training, `score` to evaluate. Subclasses set
+    `primary` (the metric to compare models by), `answer_kind` and `input_columns`.
     """
 
     kind: str
@@ -85,14 +88,19 @@ class Task(ABC):
         """
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean loss over the labels of a batch; 0 without labels."""
+        """Run a model on a batch and return the mean loss over all labels; 0 without labels.
+
+        The batch must contain `labels`; it is copied to the model's device. Keeps the model's mode.
+        Raises DataError if the model has another number of classes than the task.
+        """
         logits, labels, _ = self._labelled_logits(model, batch)
         return self._mean_loss(logits, labels) if len(labels) else logits.sum() * 0.0
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
-        """Return the mean loss, the task's metrics, extra metrics and the number of examples.
+        """Evaluate a model on all examples `rows`, `batch_size` at a time, without gradients.
 
-        Without examples or labels, only the number of examples.
+        Runs in eval mode. Returns `loss` (mean over labels), the task's metrics, extra metrics and
+        `examples`, the number of rows; only `examples` without rows or labels.
         """
         if not len(rows):
             return {"examples": 0.0}
@@ -114,7 +122,11 @@ class Task(ABC):
     def _labelled_logits(
         self, model: nn.Module, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits and labels of all labelled positions, and their number in each row."""
+        """Run a model on a batch; return (logits, labels, counts) at the labelled positions.
+
+        `logits` is float32 of shape (labels, classes), `counts` the number of labels of each row.
+        Raises DataError if the model has another number of classes than the task.
+        """
         inputs = to_device(batch, model_device(model))
         labels = inputs.pop("labels")
         output: Any = model(**self._model_inputs(model, inputs, labels))
@@ -127,10 +139,11 @@ class Task(ABC):
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
     ) -> Mapping[str, Any]:
-        """Return the keyword arguments of the model's call."""
+        """Return the keyword arguments of the model's call; a hook, by default `inputs` itself."""
         return inputs
 
     def _require_output_size(self, logits: Tensor) -> None:
+        """Raise DataError if the last dimension of logits is not the number of labels."""
         if self.labels and logits.shape[-1] != len(self.labels):
             raise DataError(
                 f"the model has {logits.shape[-1]} classes, but the task has {len(self.labels)} "
@@ -151,7 +164,7 @@ class Task(ABC):
         return cross_entropy(logits, labels)
 
     def _loss_per_answer(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss at each label, times the label's weight.
+        """Return the loss at each row of `logits`, times the weight of the label.
 
         The mean is taken over all labels, not over weights, so that the weight of an example does
         not depend on the others in its batch.
@@ -169,7 +182,11 @@ class Task(ABC):
     def _task_scores(
         self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
     ) -> dict[str, float]:
-        """Return the task's metrics; `sizes` are the numbers of labels in each example."""
+        """Return the task's own metrics by name, from true labels and the model's guesses.
+
+        `truth` and `guess` have an entry per label, in multi-label tasks a row per example; `loss`
+        is the mean loss; `sizes` are the numbers of entries of each example.
+        """
         f1 = METRICS["f1_macro"].function(truth.numpy(), guess.numpy())
         return {"accuracy": accuracy(truth, guess), "f1": f1}
 

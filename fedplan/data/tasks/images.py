@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _ImageTask(Task):
-    """One label per image; `cubic` selects bicubic resizing."""
+    """A task with one label per image; `cubic` selects bicubic resizing."""
 
     cubic: ClassVar[bool] = False
 
     def prepare(self, table: Dataset) -> ImageExamples:
-        """Return the images, resized to `image_size`; gray images get three equal channels."""
+        """Decode the images of a table, resize to `image_size`, and return examples with classes.
+
+        Gray images get three equal channels. Raises DataError if a cell is no image, or a label is
+        unknown.
+        """
         labels = self._class_indices(label_values(table, self.label))
         size = self.image_size
         pixels = torch.empty((len(table), 3, size, size), dtype=torch.uint8)

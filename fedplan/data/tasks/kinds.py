@@ -42,9 +42,9 @@ TASK_NAMES: Registry[type[Task]] = Registry("task", TASK_KINDS)
 
 
 def task_class(kind: str) -> type[Task]:
-    """Return the class of a task by its kind, or by its place as `package.module:Class`.
+    """Return the class of a task by its kind; imports a kind such as `package.module:Class`.
 
-    Raises an error if there is none, or if it is no subclass of Task.
+    Raises FedplanError if there is no such kind, DataError if the object is no subclass of Task.
     """
     value: Any = TASK_NAMES.find(kind).value
     if not isinstance(value, type) or not issubclass(value, Task):
@@ -68,17 +68,24 @@ def make_task(
     weights: Mapping[str, float] | Iterable[tuple[str, float]] = Task.weights,
     extra_metrics: Iterable[Metric] = Task.extra_metrics,
 ) -> Task:
-    """Return a task of a kind; the other arguments are the fields of Task.
+    """Make a task of a kind, with checked arguments; nothing is loaded yet.
 
     `columns` is the input column, or two: a pair of texts, a text and its target, or a prompt and
-    its response. `labels` are the labels of all clients, in any order. The tokenizer or image
-    processor is that of `model`, a folder or Hub id, unless `tokenizer` names another. Raises
-    DataError if an argument is missing or does not fit the kind.
+    its response. `labels` are the labels of all clients, in any order; the task has them sorted.
+    The tokenizer or image processor is that of `model`, a folder or Hub id; `tokenizer` names
+    another. All other arguments are fields of Task: `max_length`, `image_size`, `template`,
+    `one_example_per_row`, `packing`, `weights` by label, and `extra_metrics`. Raises DataError if
+    an argument is missing or does not fit the kind, or a metric does not apply.
     """
     cls = task_class(kind)
     columns = (columns,) if isinstance(columns, str) else tuple(columns)
     sorted_labels = tuple(sorted({str(each) for each in labels}, key=label_sort_key))
-    _require_columns(kind, columns)
+    fewest, most = cls.input_columns
+    if not fewest <= len(columns) <= most:
+        count = f"{fewest}" if fewest == most else f"{fewest} or {most}"
+        raise DataError(
+            f"{kind} has the input columns {list(columns)}: it takes {count}, as separate names"
+        )
     if cls.answer_kind in ("class", "labels") and not (label and sorted_labels):
         raise DataError(f"{kind} needs the label column and all labels: see label_names")
     if cls.answer_kind == "number" and not label:
@@ -110,9 +117,10 @@ def make_task(
 
 
 def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable[Metric]) -> Task:
-    """Return a task with more extra metrics, and with one example per row if asked for.
+    """Return a copy of a task with more extra metrics, and with one example per row if true.
 
-    Raises DataError if a metric or packing does not fit.
+    `one_example_per_row=False` keeps the task's setting. Raises DataError if a metric does not
+    apply to the task, or if the task has packing and `one_example_per_row` is true.
     """
     _require_packing(task.kind, packing=task.packing, one_example_per_row=one_example_per_row)
     return replace(
@@ -122,17 +130,11 @@ def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable
     )
 
 
-def _require_columns(kind: str, columns: tuple[str, ...]) -> None:
-    fewest, most = task_class(kind).input_columns
-    if not fewest <= len(columns) <= most:
-        count = f"{fewest}" if fewest == most else f"{fewest} or {most}"
-        raise DataError(
-            f"{kind} has the input columns {list(columns)}: it takes {count}, as separate names"
-        )
-
-
 def _require_packing(kind: str, *, packing: bool, one_example_per_row: bool) -> None:
-    """Raise DataError if packing is on for another kind than instruction, or with one example."""
+    """Raise DataError if packing is on with `one_example_per_row`, or for another kind of task.
+
+    Only the kind instruction can be packed.
+    """
     if packing and kind != "instruction":
         raise DataError(f"{kind} has packing = true: only the task instruction can be packed")
     if packing and one_example_per_row:
@@ -145,7 +147,10 @@ def _require_packing(kind: str, *, packing: bool, one_example_per_row: bool) -> 
 def _label_weights(
     kind: str, labels: tuple[str, ...], weights: Mapping[str, float] | Iterable[tuple[str, float]]
 ) -> tuple[tuple[str, float], ...]:
-    """Return (label, weight) pairs in the order of the labels; raise DataError for invalid ones."""
+    """Return (label, weight) pairs in the order of `labels`; labels without weight are left out.
+
+    Raises DataError, naming the task's `kind`, for an unknown label or a weight not above 0.
+    """
     by_label = {label_text(label): float(weight) for label, weight in dict(weights).items()}
     if unknown := by_label.keys() - set(labels):
         names = ", ".join(labels) or "none"
@@ -157,7 +162,11 @@ def _label_weights(
 
 
 def _applicable_metrics(kind: str, metrics: Iterable[Metric]) -> tuple[Metric, ...]:
-    """Return the metrics; raise DataError if one does not apply to the predictions of a kind."""
+    """Return the metrics as a tuple.
+
+    Raises DataError if one does not apply to the predictions of a task of `kind`, and as
+    `task_class` if there is no such kind of task.
+    """
     metrics, answer_kind = tuple(metrics), task_class(kind).answer_kind
     for metric in metrics:
         if answer_kind not in metric.answer_kinds:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fedplan.data.chats import (
     NO_TEMPLATE_NOTE,
     PLAIN_TEMPLATE,
+    ensure_chat_template,
     read_conversations,
     tokenize_chat,
-    with_chat_template,
 )
 from fedplan.data.examples import (
     NO_LABEL,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Language(Task):
-    """A task that predicts tokens, measured by perplexity."""
+    """A task that predicts tokens; the primary metric is perplexity, and lower is better."""
 
     answer_kind: ClassVar[AnswerKind] = "tokens"
     primary: ClassVar[str] = "perplexity"
@@ -57,7 +57,11 @@ class _BlockTask(_Language):
     def _blocks(
         self, table: Dataset, tokenizer: Any, *, special_tokens: bool, end: int | None
     ) -> RaggedArray:
-        """Return the texts of a table in blocks, with special tokens or with an end token."""
+        """Tokenize the texts of a table and cut each into blocks of at most `max_length` tokens.
+
+        `special_tokens` adds the tokenizer's own; `end` is a token id to append to each text, or
+        None. Raises DataError if a text has no tokens.
+        """
         texts, rows = self._text_column(table, self.columns[0]), list[list[int]]()
         for chunk in chunk_slices(len(table)):
             rows += tokenizer(texts[chunk], add_special_tokens=special_tokens, verbose=False)[
@@ -77,7 +81,7 @@ class CausalLanguage(_BlockTask):
     """Prediction of the next token."""
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return the texts in blocks, each text with an end token."""
+        """Return the texts of a table in blocks of tokens, each text with an end token."""
         tokenizer = self.tokenizer
         end = tokenizer.eos_token_id
         end = tokenizer.sep_token_id if end is None else end
@@ -93,7 +97,7 @@ class MaskedLanguage(_BlockTask):
     """Prediction of masked tokens."""
 
     def prepare(self, table: Dataset) -> MaskedTokens:
-        """Return the texts in blocks for masking; raise DataError without a mask token."""
+        """Return the texts of a table in blocks for masking; DataError without a mask token."""
         tokenizer = self.tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(f"the tokenizer of {self.source!r} has no mask token: use causal-lm")
@@ -114,7 +118,7 @@ class SequenceToSequence(_Language):
     input_columns: ClassVar[tuple[int, int]] = (2, 2)
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return input and target tokens, each cut at `max_length`."""
+        """Return input and target tokens, cut at `max_length`; DataError for an empty text."""
         tokenizer, sides = self.tokenizer, list[list[list[int]]]()
         for column, argument in zip(self.columns, ("text", "text_target"), strict=True):
             texts, rows = self._text_column(table, column), list[list[int]]()
@@ -136,7 +140,7 @@ class SequenceToSequence(_Language):
 
 @final
 class Instruction(_Language):
-    """Prediction of the assistant's answers in conversations; prompts have no loss.
+    """A task that predicts the assistant's messages in conversations; prompts have no loss.
 
     The input is one column of messages, or two columns, prompt and response.
     """
@@ -151,12 +155,13 @@ class Instruction(_Language):
 
     def _prepare_tokenizer(self, tokenizer: Any) -> Any:
         """Set the plain chat template if the tokenizer has none."""
-        return with_chat_template(tokenizer)
+        return ensure_chat_template(tokenizer)
 
     def prepare(self, table: Dataset) -> TokenSequences | PackedSequences:
-        """Return the conversations as tokens with labels on the answers, packed if asked for.
+        """Return the conversations of a table as tokens, with labels in the assistant's messages.
 
-        Raises DataError if a conversation has no answer within `max_length`.
+        With `packing`, returns PackedSequences. Raises DataError if a conversation has no token of
+        an assistant's message within `max_length`.
         """
         tokenizer, limit = self.tokenizer, self._max_tokens(self.tokenizer)
         ids, labels = list[list[int]](), list[list[int]]()
@@ -164,19 +169,6 @@ class Instruction(_Language):
             chat_ids, chat_labels = tokenize_chat(tokenizer, chat, row=len(ids))
             ids.append(chat_ids[:limit])
             labels.append(chat_labels[:limit])
-        self._require_answers(labels)
-        if not self.packing:
-            return TokenSequences(
-                RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
-            )
-        packs = pack_sequences(list(map(len, ids)), limit)
-        positions = [list(range(len(row))) for row in ids]
-        packed_ids, packed_labels, packed_positions = (
-            _join_packs(rows, packs) for rows in (ids, labels, positions)
-        )
-        return PackedSequences(packed_ids, packed_labels, packed_positions, pad_token_id(tokenizer))
-
-    def _require_answers(self, labels: list[list[int]]) -> None:
         empty = sum(all(label == NO_LABEL for label in row) for row in labels)
         if empty:
             raise DataError(
@@ -184,6 +176,17 @@ class Instruction(_Language):
                 f"of an answer within max_length = {self.max_length}: raise max_length, or remove "
                 "these rows from the table"
             )
+        if not self.packing:
+            return TokenSequences(
+                RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
+            )
+        packs = pack_sequences(list(map(len, ids)), limit)
+        positions = [list(range(len(row))) for row in ids]
+        packed_ids, packed_labels, packed_positions = (
+            RaggedArray.from_lists([[n for i in pack for n in rows[i]] for pack in packs])
+            for rows in (ids, labels, positions)
+        )
+        return PackedSequences(packed_ids, packed_labels, packed_positions, pad_token_id(tokenizer))
 
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
@@ -193,11 +196,6 @@ class Instruction(_Language):
 
     def _targets(self, labels: Tensor) -> Tensor:
         return _shift_left(labels)
-
-
-def _join_packs(rows: list[list[int]], packs: list[list[int]]) -> RaggedArray:
-    """Return the joined rows of each pack; a pack is a list of row indices."""
-    return RaggedArray.from_lists([[n for index in pack for n in rows[index]] for pack in packs])
 
 
 def _shift_left(labels: Tensor) -> Tensor:

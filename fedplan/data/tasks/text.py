@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _TextTask(Task):
-    """A task with one prediction per text, or per pair of texts."""
+    """A task with one prediction per text (one input column) or per pair of texts (two columns)."""
 
     input_columns: ClassVar[tuple[int, int]] = (1, 2)
 
     def _tokenize(self, table: Dataset, targets: Tensor) -> TokenSequences:
-        """Return the texts as tokens, cut at `max_length`, with their targets."""
+        """Tokenize the input columns of a table, cut at `max_length`.
+
+        Return them with `targets` by row. Raises DataError if a row has no tokens.
+        """
         tokenizer, texts = self.tokenizer, [self._text_column(table, c) for c in self.columns]
         limit, ids, segments = self._max_tokens(tokenizer), list[list[int]](), list[list[int]]()
         if len(texts) == 1:
@@ -60,7 +63,7 @@ class TextClassification(_TextTask):
 
 @final
 class MultiLabel(_TextTask):
-    """Any number of labels per text, or per pair of texts."""
+    """Any number of labels per text, or per pair of texts; the primary metric is micro F1."""
 
     answer_kind: ClassVar[AnswerKind] = "labels"
     primary: ClassVar[str] = "f1_micro"
@@ -71,9 +74,9 @@ class MultiLabel(_TextTask):
         return {**super().settings, "problem_type": "multi_label_classification"}
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return the texts as tokens with a row of 0 and 1 by label.
+        """Tokenize the texts of a table; targets are rows of 0 and 1 in the order of the labels.
 
-        Raises DataError if a cell of the label column is no list.
+        Raises DataError if a cell of the label column is no list, or has an unknown label.
         """
         values = label_values(table, self.label)
         if scalars := [value for value in values if not isinstance(value, list)]:
@@ -113,7 +116,7 @@ class MultiLabel(_TextTask):
 
 @final
 class Regression(_TextTask):
-    """A number per text, or per pair of texts."""
+    """A number per text, or per pair of texts; the primary metric is RMSE, and lower is better."""
 
     answer_kind: ClassVar[AnswerKind] = "number"
     primary: ClassVar[str] = "rmse"
@@ -125,22 +128,23 @@ class Regression(_TextTask):
         return {"num_labels": 1, "problem_type": "regression"}
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return the texts as tokens with their numbers; raise DataError for a cell without one."""
-        numbers = [self._number(value) for value in column_values(table, self.label)]
-        return self._tokenize(table, torch.tensor(numbers))
+        """Tokenize the texts of a table; targets are the numbers of the label column.
 
-    def _number(self, value: Any) -> float:
-        """Return a cell as a finite number; texts, as of a .csv file, are converted."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = float("nan")
-        if not isfinite(number):
-            raise DataError(
-                f"column {self.label!r} has {value!r}, but regression needs numbers: remove these "
-                "rows, or use the task text-classification"
-            )
-        return number
+        Texts of a .csv file are converted. Raises DataError for a cell without a finite number.
+        """
+        numbers = list[float]()
+        for value in column_values(table, self.label):
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                number = float("nan")
+            if not isfinite(number):
+                raise DataError(
+                    f"column {self.label!r} has {value!r}, but regression needs numbers: remove "
+                    "these rows, or use the task text-classification"
+                )
+            numbers.append(number)
+        return self._tokenize(table, torch.tensor(numbers))
 
     def _require_output_size(self, logits: Tensor) -> None:
         if logits.shape[-1] != 1:

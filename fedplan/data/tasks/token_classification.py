@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 from torch import Tensor
@@ -22,14 +21,17 @@ _ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
 
 @final
 class TokenClassification(Task):
-    """One label per word, at the word's first token."""
+    """One label per word, at the word's first token; the primary metric is F1.
+
+    F1 is of whole entities if all labels are entity tags like B-LOC, else the mean over labels.
+    """
 
     primary: ClassVar[str] = "f1"
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return the words as tokens, cut at `max_length`, with labels at first tokens.
+        """Tokenize the words of a table's rows, cut at `max_length`, with labels at first tokens.
 
-        Raises DataError if a row has another number of labels than of words.
+        Raises DataError if a row has another number of labels than of words, or an unknown label.
         """
         tokenizer = self.tokenizer
         words, tags = column_values(table, self.columns[0]), label_values(table, self.label)
@@ -47,26 +49,23 @@ class TokenClassification(Task):
             for number, classes in enumerate(
                 split_by_sizes(flat, [len(row) for row in tags[chunk]])
             ):
-                self._require_label_per_word(words[chunk][number], classes, chunk.start + number)
+                word_count = len(words[chunk][number])
+                if word_count != len(classes):
+                    raise DataError(
+                        f"row {chunk.start + number} has {word_count} words in column "
+                        f"{self.columns[0]!r}, but {len(classes)} labels in column "
+                        f"{self.label!r}: every word needs one label"
+                    )
                 labels.append(label_first_tokens(encoded.word_ids(number), classes))
         require_tokens(ids, tokenizer, self.columns[0])
         return TokenSequences(
             RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
         )
 
-    def _require_label_per_word(
-        self, words: Sequence[Any], classes: Sequence[int], row: int
-    ) -> None:
-        if len(words) != len(classes):
-            raise DataError(
-                f"row {row} has {len(words)} words in column {self.columns[0]!r}, but "
-                f"{len(classes)} labels in column {self.label!r}: every word needs one label"
-            )
-
     def _task_scores(
         self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
     ) -> dict[str, float]:
-        """Return accuracy and F1; for entity tags, the F1 of whole entities."""
+        """Return `accuracy` (of labels), and `f1` as described at the class."""
         if not all(_ENTITY_TAG.fullmatch(label) for label in self.labels):
             return super()._task_scores(loss, truth, guess, sizes)
         from seqeval.metrics import f1_score

@@ -33,17 +33,24 @@ SMALL_SIZES = {name: size for names, size in _SIZES.items() for name in names.sp
 
 
 def small_model(config: Any) -> nn.Module:
-    """A small random model of a config's type: with as many small sizes as it can run with.
+    """Build a small random model of a transformers config's type, in eval mode; seeded.
 
-    Raises FedplanError if not even the original config can be built and run.
+    Tries small values of all SMALL_SIZES, then of the number of layers only, then the original
+    config, until a model runs on dummy inputs; `config` itself is not changed. Raises FedplanError
+    if none runs.
     """
     import transformers
 
     for names in (tuple(SMALL_SIZES), tuple(LAYER_COUNTS.split()), ()):
         try:
+            small = deepcopy(config)
+            for part in (small, *(getattr(small, each, None) for each in small.sub_configs)):
+                for name in names if part is not None else ():
+                    if isinstance(getattr(part, name, None), int):
+                        setattr(part, name, min(SMALL_SIZES[name], getattr(part, name)))
             with fork_rng_state(seed=0), torch.no_grad():
                 loader: Any = transformers.AutoModel
-                model: nn.Module = loader.from_config(_shrink_config(config, names)).eval()
+                model: nn.Module = loader.from_config(small).eval()
                 model(**dummy_inputs(model))
             return model
         # Models raise arbitrary exceptions for sizes that do not fit each other.
@@ -52,20 +59,11 @@ def small_model(config: Any) -> nn.Module:
     raise FedplanError(f"a small {config.model_type} cannot be built and run: {last_error}")
 
 
-def _shrink_config(config: Any, names: tuple[str, ...]) -> Any:
-    """A copy of a config, and of its sub-configs, with small values of the attributes `names`."""
-    small = deepcopy(config)
-    for part in (small, *(getattr(small, each, None) for each in small.sub_configs)):
-        for name in names if part is not None else ():
-            if isinstance(getattr(part, name, None), int):
-                setattr(part, name, min(SMALL_SIZES[name], getattr(part, name)))
-    return small
-
-
 def dummy_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """A small random batch for a Hugging Face model, by the name of its main input.
+    """A small seeded random batch of two examples for a Hugging Face model, on the model's device.
 
-    On the device of the model. Raises FedplanError for other models and unknown inputs.
+    Has the model's main input, and decoder_input_ids or pixel_values if needed. Raises FedplanError
+    for other models, and for a main input that is not in INPUTS.
     """
     config, main = getattr(model, "config", None), str(getattr(model, "main_input_name", ""))
     if config is None or main not in INPUTS:
@@ -89,10 +87,6 @@ def _pixels(config: Any) -> Tensor:
     return _noise(2, getattr(vision, "num_channels", 3), size, size)
 
 
-def _features(config: Any) -> Tensor:
-    return _noise(2, config.num_mel_bins, 2 * config.max_source_positions)
-
-
 def _wave(config: Any) -> Tensor:
     mels = getattr(config, "num_mel_bins", 0)
     return _noise(2, config.max_length, mels) if mels else _noise(2, 4000)
@@ -111,7 +105,9 @@ def _config_with(config: Any, name: str) -> Any:
 INPUTS: dict[str, Callable[[Any], Tensor]] = {
     "input_ids": _tokens,
     "pixel_values": _pixels,
-    "input_features": _features,
+    "input_features": lambda config: _noise(
+        2, config.num_mel_bins, 2 * config.max_source_positions
+    ),
     "input_values": _wave,
 }
 """Makers of a random input from a config, by the name of the input."""

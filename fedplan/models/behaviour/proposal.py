@@ -57,7 +57,11 @@ NORM_PATTERNS = {"query": re.compile(r"q_?(layer)?_?norm"), "key": re.compile(r"
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed layer map for the model type `name`: its settings, and the checks of params."""
+    """A proposed layer map for the model type `name`, as returned by `propose_layer_map`.
+
+    `settings`: the layer map as study settings. `checks`: the result for each checked param. The
+    properties: `faults`, the failed checks; `toml` and `python`, the code that uses the map.
+    """
 
     name: str
     settings: Settings = field(default_factory=dict[str, Any])
@@ -73,17 +77,26 @@ class Proposal:
         """The layer map as a section of a study file."""
         if self.settings.keys() == {"like"}:
             return f"[model]\nlayer_map_like = {json.dumps(self.settings['like'])}"
-        return "[model.layer_map]\n" + "\n".join(
-            f"{k} = {_toml(v)}" for k, v in self.settings.items()
-        )
+        lines = ["[model.layer_map]"]
+        for name, value in self.settings.items():
+            text = json.dumps(value)
+            if isinstance(value, dict):
+                table = cast("dict[str, str]", value).items()
+                pairs = (f"{json.dumps(k)} = {json.dumps(v)}" for k, v in table)
+                text = f"{{ {', '.join(pairs)} }}"
+            lines.append(f"{name} = {text}")
+        return "\n".join(lines)
 
     @property
     def python(self) -> str:
         """The layer map as a call of `fedplan.register_layer_map`."""
-        arguments = [
-            f"{k}={_python(v) if k == 'fused' else repr(v)}" for k, v in self.settings.items()
-        ]
-        return f"fedplan.register_layer_map({', '.join([repr(self.name), *arguments])})"
+        arguments = {name: repr(value) for name, value in self.settings.items()}
+        if "fused" in self.settings:
+            layouts = self.settings["fused"].items()
+            pairs = (f"{path!r}: fedplan.models.layouts.{name}" for path, name in layouts)
+            arguments["fused"] = f"{{{', '.join(pairs)}}}"
+        texts = [repr(self.name), *(f"{name}={text}" for name, text in arguments.items())]
+        return f"fedplan.register_layer_map({', '.join(texts)})"
 
 
 def layer_map_from_study(settings: Mapping[str, Any]) -> LayerMap:
@@ -107,10 +120,11 @@ def layer_map_from_study(settings: Mapping[str, Any]) -> LayerMap:
 
 
 def register_study_layer_map(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Register the layer map of a study for a model's type, after checking it by behaviour.
+    """Check the layer map of a study by the behaviour of a model, then register the map.
 
-    Raises FedplanError if the type has another layer map, and UnknownArchitecture if the model does
-    not behave accordingly.
+    `settings`: see `layer_map_from_study`. The map is registered under `model_type_name(model)`.
+    Raises FedplanError for invalid settings, if the model type has another layer map, or if there
+    are no dummy inputs for the model, and UnknownArchitecture if the checks find faults.
     """
     name, layer_map = model_type_name(model), layer_map_from_study(settings)
     if LAYER_MAPS.get(name, layer_map) != layer_map:
@@ -130,43 +144,38 @@ def model_type_name(model: nn.Module) -> str:
 
 
 def propose_layer_map(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Proposal:
-    """Propose a layer map for a model, with checks of its behaviour on a batch (default: random).
+    """Propose a layer map for a model, with checks of the model's behaviour on a batch.
 
-    Its own map if it has one; else the first known map without faults; else the guess from its
-    module names with the fewest faults. Raises UnknownArchitecture if it has no list of blocks.
+    Proposes the registered map of the model's type; else the first registered map without faults;
+    else the guess from module names with the fewest faults. `batch` has model inputs by name, by
+    default `dummy_inputs`. Registers nothing. Raises UnknownArchitecture if a guess is needed and
+    the model has no list of blocks, and FedplanError if there are no dummy inputs for the model.
     """
     name = model_type_name(model)
     if name in LAYER_MAPS:
         return Proposal(name, {"like": name}, check_params(model, batch))
-    for like in _candidate_maps(name, model):
-        proposal = _check_proposal(name, {"like": like}, model, batch)
-        if not proposal.faults:
-            return proposal
-    guesses = [_check_proposal(name, guess, model, batch) for guess in _guess_settings(model)]
-    return min(guesses, key=lambda guess: len(guess.faults))
 
+    def check(settings: Settings) -> Proposal:
+        with temporary_layer_map(name, layer_map_from_study(settings)):
+            return Proposal(name, settings, check_params(model, batch))
 
-def _check_proposal(
-    name: str, settings: Settings, model: nn.Module, batch: Mapping[str, Tensor] | None
-) -> Proposal:
-    """A proposal with these settings, and the checks of the model with it."""
-    with temporary_layer_map(name, layer_map_from_study(settings)):
-        return Proposal(name, settings, check_params(model, batch))
-
-
-def _candidate_maps(name: str, model: nn.Module) -> Iterator[str]:
-    """Yield the names of known layer maps that cover a model; equal maps once."""
     tried: list[LayerMap] = []
     for like, layer_map in list(LAYER_MAPS.items()):
-        if layer_map.blocks and layer_map not in tried:
-            tried.append(layer_map)
-            with temporary_layer_map(name, layer_map):
-                if _is_covered(model):
-                    yield like
+        if not layer_map.blocks or layer_map in tried:
+            continue
+        tried.append(layer_map)
+        with temporary_layer_map(name, layer_map):
+            is_candidate = _is_described(model)
+        if is_candidate and not (proposal := check({"like": like})).faults:
+            return proposal
+    return min(map(check, _guess_settings(model)), key=lambda guess: len(guess.faults))
 
 
-def _is_covered(model: nn.Module) -> bool:
-    """Whether all kinds are known, and each block has query, key, value and out."""
+def _is_described(model: nn.Module) -> bool:
+    """Whether, by the registered layer map, the model fits: a coarse check without forward passes.
+
+    No param is UNKNOWN, and each of one or more blocks has query, key, value and out params.
+    """
     try:
         params = describe(model)
     except UnknownArchitecture:  # its blocks are elsewhere
@@ -181,31 +190,11 @@ def _is_covered(model: nn.Module) -> bool:
 
 
 def _guess_settings(model: nn.Module) -> Iterator[Settings]:
-    """Yield layer maps by the names of a model's modules: one for each possible fused layout."""
-    lists = _block_lists(model)
-    settings: Settings = {"blocks": _block_paths(model, lists)}
-    paths_by_kind: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        kind, path = _guess_kind(name, lists, model)
-        if kind and path not in paths_by_kind.setdefault(kind, []):
-            paths_by_kind[kind].append(path)
-    fused, cross = paths_by_kind.pop("fused", []), _cross_attention_names(model, lists)
-    acts_on = {path: kind for kind in NORM_PATTERNS for path in paths_by_kind.pop(f"on {kind}", [])}
-    settings |= {kind: " ".join(paths) for kind, paths in paths_by_kind.items()}
-    settings |= {"cross": " ".join(cross)} if cross else {}
-    settings |= {"acts_on": acts_on} if acts_on else {}
-    config = getattr(model, "config", None)
-    for layout, needs in LAYOUT_NEEDS.items() if fused else ():
-        if all(each in dir(config) for each in needs.split()):
-            yield settings | {"fused": dict.fromkeys(fused, layout)}
-    if not fused:
-        yield settings
+    """Yield layer maps guessed from a model's module names.
 
-
-def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """The lists of blocks by path: the innermost lists whose modules contain attention.
-
-    Raises UnknownArchitecture if there are none.
+    One map if no tensor is fused, else one for each of LAYOUT_NEEDS that the model's config allows.
+    The blocks are the innermost lists of modules with attention. Raises UnknownArchitecture if the
+    model has no such list.
     """
     lists = {
         name: module
@@ -218,108 +207,96 @@ def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
         raise UnknownArchitecture(
             f"{type(model).__name__} has no list of blocks with attention: register a layer map"
         )
-    return {n: m for n, m in lists.items() if not any(o.startswith(f"{n}.") for o in lists)}
+    lists = {n: m for n, m in lists.items() if not any(o.startswith(f"{n}.") for o in lists)}
+    paths_by_stack: dict[str, list[str]] = {}
+    for name in lists:
+        path = ".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[-3:])
+        paths = paths_by_stack.setdefault(_guess_stack(name, model), [])
+        if path not in paths:
+            paths.append(path)
+    paths_by_kind: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        kind, path = _guess_kind(name, [*lists], model.get_submodule(name.rpartition(".")[0]))
+        if kind and path not in paths_by_kind.setdefault(kind, []):
+            paths_by_kind[kind].append(path)
+    fused = paths_by_kind.pop("fused", [])
+    acts_on = {path: kind for kind in NORM_PATTERNS for path in paths_by_kind.pop(f"on {kind}", [])}
+    names_in_blocks = (
+        step for each in lists.values() for path in _modules(each[0]) for step in path.split(".")
+    )
+    cross = [step for step in dict.fromkeys(names_in_blocks) if CROSS.fullmatch(step)]
+    cross = [step for step in cross if "norm" not in step.lower()]
+    settings: Settings = {"blocks": {k: " ".join(paths) for k, paths in paths_by_stack.items()}}
+    settings |= {kind: " ".join(paths) for kind, paths in paths_by_kind.items()}
+    settings |= {"cross": " ".join(cross)} if cross else {}
+    settings |= {"acts_on": acts_on} if acts_on else {}
+    config = getattr(model, "config", None)
+    for layout, needs in LAYOUT_NEEDS.items() if fused else ():
+        if all(each in dir(config) for each in needs.split()):
+            yield settings | {"fused": dict.fromkeys(fused, layout)}
+    if not fused:
+        yield settings
 
 
 def _modules(module: nn.Module) -> dict[str, nn.Module]:
     return dict(cast("Any", module).named_modules())
 
 
-def _block_paths(model: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, str]:
-    """The setting `blocks`: the path patterns of the lists, by stack."""
-    stacks: dict[str, list[str]] = {}
-    for name in lists:
-        path = ".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[-3:])
-        paths = stacks.setdefault(_guess_stack(name, model), [])
-        if path not in paths:
-            paths.append(path)
-    return {stack: " ".join(paths) for stack, paths in stacks.items()}
-
-
 def _guess_stack(name: str, model: nn.Module) -> str:
-    """The stack of a list of blocks, by its path, the model's input and its model type."""
+    """The stack of the list of blocks at path `name`: decoder, encoder, vision or text.
+
+    By a word in the path; else vision if the model's main input is pixel_values; else decoder if
+    transformers has a causal and no masked language model of the model's type; else encoder.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
     words = {"decoder": "decoder", "encoder": "encoder", "vision": "vision", "visual": "vision"}
     for word, stack in (words | {"text": "text"}).items():
         if word in name:
             return stack
     if getattr(model, "main_input_name", "") == "pixel_values":
         return "vision"
-    return "decoder" if _is_causal(model) else "encoder"
-
-
-def _is_causal(model: nn.Module) -> bool:
-    """Whether transformers has a causal language model of the model's type, and no masked one."""
-    from transformers.models.auto import modeling_auto as auto
-
     mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    return [model_type_name(model) in each for each in mappings] == [True, False]
+    is_causal = [model_type_name(model) in each for each in mappings] == [True, False]
+    return "decoder" if is_causal else "encoder"
 
 
-def _guess_kind(name: str, lists: Mapping[str, nn.ModuleList], model: nn.Module) -> tuple[str, str]:
-    """The guessed kind of a param and the path for the layer map; empty strings for none.
+def _guess_kind(name: str, block_lists: list[str], owner: nn.Module) -> tuple[str, str]:
+    """Return (kind, path for the layer map) of the parameter `name` of module `owner`.
 
-    Besides kinds there are "fused", and "on query" and "on key" for norms.
+    `block_lists` are the paths of all lists of blocks. The kind may also be "fused" (query, key and
+    value in one tensor), or "on query" or "on key" for a norm that acts on query or key. Both
+    strings are empty for a parameter that needs no entry in the layer map.
     """
-    block_list = next((each for each in lists if name.startswith(f"{each}.")), None)
-    owner = model.get_submodule(name.rpartition(".")[0])
+    is_norm, path = "norm" in type(owner).__name__.lower(), name.split(".")
+    block_list = next((each for each in block_lists if name.startswith(f"{each}.")), None)
+    if block_list is not None:
+        path = name[len(block_list) + 1 :].split(".")[1:]
+    steps = path[:-1] if path[-1] in ("weight", "bias") else path
     if block_list is None:
-        return _guess_outside_blocks(name, owner)
-    path = name[len(block_list) + 1 :].split(".")[1:]
-    path = path[:-1] if path[-1] in ("weight", "bias") else path
-    pattern = ".".join("*" if step.isdecimal() else step for step in path)
-    if "norm" in type(owner).__name__.lower():
-        on = [kind for kind, norm in NORM_PATTERNS.items() if norm.fullmatch(path[-1])]
+        if any(re.fullmatch(NAME_PATTERNS["position"], step) for step in path):
+            return "position", ".".join(steps)
+        if is_norm or isinstance(owner, nn.Embedding):
+            return "", ""
+        heads = [step for step in path if re.fullmatch(NAME_PATTERNS["head"], step)]
+        return ("head", heads[0]) if heads else ("embed", ".".join(steps))
+    pattern, last = ".".join("*" if step.isdecimal() else step for step in steps), steps[-1]
+    if is_norm:
+        on = [kind for kind, norm in NORM_PATTERNS.items() if norm.fullmatch(last)]
         return (f"on {on[0]}", pattern) if on else ("", "")
-    return _guess_in_block(path, pattern)
-
-
-def _cross_attention_names(model: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[str]:
-    """The names of cross-attention modules in the blocks."""
-    paths = (name for each in lists.values() for name in _modules(each[0]))
-    steps = (step for path in paths for step in path.split(".") if CROSS.fullmatch(step))
-    return [step for step in dict.fromkeys(steps) if "norm" not in step.lower()]
-
-
-def _guess_outside_blocks(name: str, owner: nn.Module) -> tuple[str, str]:
-    """The kind and path of a param outside blocks: position, head or embed; or empty strings."""
-    path = name.split(".")
-    module = ".".join(path[:-1] if path[-1] in ("weight", "bias") else path)
-    if any(re.fullmatch(NAME_PATTERNS["position"], step) for step in path):
-        return "position", module
-    if "norm" in type(owner).__name__.lower() or isinstance(owner, nn.Embedding):
-        return "", ""
-    heads = [step for step in path if re.fullmatch(NAME_PATTERNS["head"], step)]
-    return ("head", heads[0]) if heads else ("embed", module)
-
-
-def _guess_in_block(path: list[str], pattern: str) -> tuple[str, str]:
-    """The kind and path pattern of a param in a block, by its path there; or empty strings."""
-    last = path[-1]
-    if any(re.fullmatch(NAME_PATTERNS["expert"], step) for step in path):
-        return "expert", ".".join(path[: path.index("experts") + 1] if "experts" in path else path)
-    for kind in ("position", "scale"):
-        if re.fullmatch(NAME_PATTERNS[kind], pattern):
+    if any(re.fullmatch(NAME_PATTERNS["expert"], step) for step in steps):
+        end = steps.index("experts") + 1 if "experts" in steps else None
+        return "expert", ".".join(steps[:end])
+    in_attention = any(ATTENTION.match(step) for step in steps[:-1])
+    subjects = {"position": pattern, "scale": pattern}
+    if in_attention:
+        subjects |= {kind: last for kind in ("query", "key", "value", "fused", "out")}
+    elif len(steps) > 1:
+        subjects["router"] = last
+    for kind, subject in subjects.items():
+        if re.fullmatch(NAME_PATTERNS[kind], subject):
             return kind, pattern
-    attention = any(ATTENTION.match(step) for step in path[:-1])
-    for kind in ("query", "key", "value", "fused", "out") if attention else ():
-        if re.fullmatch(NAME_PATTERNS[kind], last):
-            return kind, pattern
-    if not attention and re.fullmatch(NAME_PATTERNS["router"], last) and len(path) > 1:
-        return "router", pattern
-    return ("", "") if attention else ("mlp", pattern)
-
-
-def _toml(value: Any) -> str:
-    """A string or a dict of strings as a TOML value."""
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(str(k))} = {json.dumps(v)}" for k, v in value.items())  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
-        return f"{{ {', '.join(pairs)} }}"
-    return json.dumps(value)
-
-
-def _python(layouts: Mapping[str, str]) -> str:
-    pairs = (f"{path!r}: fedplan.models.layouts.{name}" for path, name in layouts.items())
-    return f"{{{', '.join(pairs)}}}"
+    return ("", "") if in_attention else ("mlp", pattern)
 
 
 def small_model_like(name: str) -> nn.Module:
@@ -335,29 +312,14 @@ def small_model_like(name: str) -> nn.Module:
 
 
 def proposal_report(proposal: Proposal) -> Iterator[Any]:
-    """Yield the text and table of a proposal for a person: layer map, checks and usage."""
+    """Yield a proposal for a person, as strings and a rich Table: layer map, checks and usage.
+
+    The table has the number of params of each kind, and their behaviour or first two faults.
+    """
     is_known = proposal.settings.get("like") == proposal.name
-    yield f"{proposal.name}: {_origin(proposal)}\n" + ("" if is_known else f"\n{proposal.toml}\n")
-    yield _check_table(proposal)
-    if is_known:
-        yield "\nA study needs no settings for it."
-    elif proposal.faults:
-        yield "\nThe model does not behave by this layer map, so it cannot be used: correct it."
-    else:
-        yield (
-            "\nAll checked params behave by this layer map. It is checked again before a study "
-            f"uses it.\nIn a study, use the lines above; in Python:\n  {proposal.python}"
-        )
-
-
-def _origin(proposal: Proposal) -> str:
-    if proposal.settings.get("like") == proposal.name:
-        return "has a layer map"
-    return "like a known layer map" if "like" in proposal.settings else "from module names"
-
-
-def _check_table(proposal: Proposal) -> Table:
-    """A table with the number of params of each kind, and their behaviour or first faults."""
+    origin = "like a known layer map" if "like" in proposal.settings else "from module names"
+    text = "has a layer map\n" if is_known else f"{origin}\n\n{proposal.toml}\n"
+    yield f"{proposal.name}: {text}"
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("part", "params", "verdict"):
         table.add_column(name)
@@ -367,4 +329,13 @@ def _check_table(proposal: Proposal) -> Table:
         shown = faults[:2] + ([f"and {len(faults) - 2} more"] if len(faults) > 2 else [])
         if checks:
             table.add_row(str(kind), str(len(checks)), "; ".join(shown) or EXPECTED_BEHAVIOUR[kind])
-    return table
+    yield table
+    if is_known:
+        yield "\nA study needs no settings for it."
+    elif proposal.faults:
+        yield "\nThe model does not behave by this layer map, so it cannot be used: correct it."
+    else:
+        yield (
+            "\nAll checked params behave by this layer map. It is checked again before a study "
+            f"uses it.\nIn a study, use the lines above; in Python:\n  {proposal.python}"
+        )

@@ -7,9 +7,10 @@ them, so it does not depend on module names or on modules that return their prob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ TOP_K_OP = "aten::topk"
 
 
 class AttentionRecorder(TorchDispatchMode):
-    """Context manager that records attention while torch operators run.
+    """Context manager that records all attention computed by torch operators in the body.
 
-    `maps`: attention probabilities (logits of fused kernels). `contexts`: the products of maps and
-    values. `choices`: the number of top-k operations, as of routers.
+    `maps`: copies of the attention probabilities, in order; of fused kernels (which give none) the
+    products of query and key instead. `contexts`: the products of maps and values. `choices`: the
+    number of top-k operations, as of routers.
     """
 
     def __init__(self) -> None:
@@ -62,22 +64,17 @@ class AttentionRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A block with the arguments of its first call."""
+    """A recorded call of a block's `module`, with copies of `args` and `kwargs`.
+
+    `replay()` calls the module again and returns a BlockTrace.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def with_nonzero_input(self) -> BlockCall:
-        """The call with noise in place of an all-zero first input (DETR's first decoder block)."""
-        if self.args and isinstance(self.args[0], Tensor) and not self.args[0].any():
-            generator = torch.Generator().manual_seed(3)
-            noise = torch.randn(self.args[0].shape, generator=generator).to(self.args[0])
-            return replace(self, args=(noise, *self.args[1:]))
-        return self
-
     def replay(self) -> BlockTrace:
-        """Call the block again with the same arguments, and trace it."""
+        """Call the block again with copies of the same arguments, and return the trace."""
         with AttentionRecorder() as recorder:
             out = self.module(*_copy_arguments(self.args), **_copy_arguments(dict(self.kwargs)))
         return BlockTrace(
@@ -87,10 +84,10 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """The trace of one call of a block.
+    """The tensors of one call of a block, in order.
 
     `maps`: attention maps. `contexts`: products of maps and values. `outputs`: the float tensors
-    that it returned. `choices`: the number of top-k operations.
+    that the block returned. `choices`: the number of top-k operations.
     """
 
     maps: Tensors
@@ -101,10 +98,11 @@ class BlockTrace:
 
 @dataclass
 class ModelTrace:
-    """The trace of a forward pass.
+    """The tensors of a forward pass of a model; made by `trace_model`.
 
-    By block, of its first run: its call, float inputs and float outputs. Of the whole model: all
-    attention maps and its float outputs.
+    By block, for the first call of the block: `calls`, the call; `block_inputs` and
+    `block_outputs`, the floating-point inputs and outputs. Of the whole model: `maps`, all
+    attention maps; `outputs`, the floating-point outputs.
     """
 
     calls: dict[Block, BlockCall] = field(default_factory=dict[Block, BlockCall])
@@ -117,51 +115,42 @@ class ModelTrace:
 def trace_model(
     model: nn.Module, batch: Mapping[str, Tensor], blocks: Mapping[Block, nn.Module]
 ) -> ModelTrace:
-    """Run a batch without gradients and trace it.
+    """Run a model on a batch (inputs by name) without gradients, and record the given blocks.
 
-    The model should be in eval mode, and use eager attention. `blocks` are the modules to trace.
+    The model should be in eval mode, and use eager attention; several blocks may have the same
+    module. A block that does not run is not in the trace. If the first argument of a block is all
+    zero, noise is recorded instead, for replays.
     """
     trace = ModelTrace()
+
+    def record_call(block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A block that runs several times (ALBERT) is checked by its first run.
+        if block in trace.calls:
+            return
+        args, kwargs = _copy_arguments(args), _copy_arguments(kwargs)
+        # The first block of DETR's decoder has an all-zero input.
+        if args and isinstance(args[0], Tensor) and not args[0].any():
+            noise = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(3))
+            args = (noise.to(args[0]), *args[1:])
+        trace.calls[block] = BlockCall(module, args, kwargs)
+        trace.block_inputs[block] = tensors_in((args, kwargs))
+
+    def record_output(block: Block, module: nn.Module, args: Any, out: Any) -> None:
+        trace.block_outputs.setdefault(block, tuple(each.clone() for each in tensors_in(out)))
+
     with ExitStack() as undo, torch.no_grad():
         for block, module in blocks.items():
-            pre_hook = module.register_forward_pre_hook(
-                _record_call(trace, block), with_kwargs=True
-            )
-            undo.callback(pre_hook.remove)
-            undo.callback(module.register_forward_hook(_record_output(trace, block)).remove)
+            call_hook = partial(record_call, block)
+            undo.callback(module.register_forward_pre_hook(call_hook, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(partial(record_output, block)).remove)
         with AttentionRecorder() as recorder:
             out = model(**batch)
     trace.maps, trace.outputs = tuple(recorder.maps), tensors_in(out)
     return trace
 
 
-def _record_call(trace: ModelTrace, block: Block) -> Callable[..., None]:
-    """A forward pre-hook that records the first call of a block, and its inputs."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A block that runs several times (ALBERT) is checked by its first run.
-        if block not in trace.calls:
-            trace.calls[block] = BlockCall(
-                module, _copy_arguments(args), _copy_arguments(kwargs)
-            ).with_nonzero_input()
-            trace.block_inputs[block] = tensors_in(
-                (trace.calls[block].args, trace.calls[block].kwargs)
-            )
-
-    return hook
-
-
-def _record_output(trace: ModelTrace, block: Block) -> Callable[..., None]:
-    """A forward hook that records the outputs of the first call of a block."""
-
-    def hook(_: nn.Module, __: Any, out: Any) -> None:
-        trace.block_outputs.setdefault(block, tuple(each.clone() for each in tensors_in(out)))
-
-    return hook
-
-
 def _copy_arguments(value: Any) -> Any:
-    """A copy of arguments for a replay: tensors are cloned, key-value caches become None."""
+    """Copy nested arguments for a replay: tensors are cloned, key-value caches become None."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) in (tuple, list):
@@ -172,7 +161,7 @@ def _copy_arguments(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Tensors:
-    """All floating-point tensors in nested tuples, lists and mappings, in order."""
+    """All floating-point tensors in a value of nested tuples, lists and mappings, in order."""
     if isinstance(value, Tensor):
         return (value,) if value.is_floating_point() else ()
     if isinstance(value, Mapping):
@@ -183,7 +172,7 @@ def tensors_in(value: Any) -> Tensors:
 
 
 def same_tensors(ones: Tensors, others: Tensors) -> bool:
-    """Whether two tuples of tensors are equal, bit for bit; NaNs are equal."""
+    """Whether two tuples of tensors have equal shapes and values; NaNs are equal to each other."""
     return len(ones) == len(others) and all(
         one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
         for one, other in zip(ones, others, strict=True)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.metadata import version as installed_version
 from math import expm1, fsum, isfinite, log, log1p, sqrt
-from typing import Any
 
 import numpy as np
 import torch
 
-from fedplan.privacy.accounting.events import NOISE_MULTIPLIERS, DPSGDSteps, Event, Release
+from fedplan.privacy.accounting.events import NOISE_MULTIPLIERS, DPSGDSteps, Event
 from fedplan.privacy.errors import PrivacyError, import_extra
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -41,22 +40,18 @@ class _Composition:
 
     @staticmethod
     def of(events: Iterable[Event]) -> _Composition:
-        """Count events; a sampling rate of 1 is plain."""
+        """Count the Gaussian sums of events: one per release, and one per DP-SGD step.
+
+        A sum without a sampling rate, or with a rate of 1, is plain.
+        """
         composition = _Composition()
         for event in events:
-            match event:
-                case Release(noise, None):
-                    composition.plain[noise] += 1
-                case Release(noise, rate) | DPSGDSteps(noise, rate):
-                    count = event.count if isinstance(event, DPSGDSteps) else 1
-                    composition._add_sampled(noise, rate or 1.0, count)
+            count = event.steps if isinstance(event, DPSGDSteps) else 1
+            if event.sampling_rate is None or event.sampling_rate == 1:
+                composition.plain[event.noise_multiplier] += count
+            else:
+                composition.sampled[event.noise_multiplier, event.sampling_rate] += count
         return composition
-
-    def _add_sampled(self, noise: float, rate: float, count: int) -> None:
-        if rate == 1:
-            self.plain[noise] += count
-        else:
-            self.sampled[noise, rate] += count
 
     @property
     def gaussian(self) -> float | None:
@@ -68,8 +63,9 @@ class _Composition:
 def epsilon(events: Iterable[Event], delta: float, accountant: str = "pld") -> float:
     """Upper bound of epsilon of all events together, at `delta`; 0.0 without events.
 
-    The order of events does not matter. Raises a PrivacyError for a delta outside of (0, 1) and for
-    an accountant other than "pld" and "rdp".
+    accountant: "pld" (tight; falls back to RDP for very large epsilons) or "rdp". Raises a
+    PrivacyError for a delta that is no float in (0, 1), for another accountant, and if
+    dp-accounting, needed for sampled events and for "rdp", is not installed.
     """
     if accountant not in ACCOUNTANTS:
         raise PrivacyError(f"there is no accountant {accountant!r}: pld and rdp there are")
@@ -93,9 +89,12 @@ def calibrate(
     *,
     accountant: str = "pld",
 ) -> float:
-    """Smallest noise multiplier, to 0.01 %, for which `make_events(noise)` has epsilon <= target.
+    """Smallest noise multiplier, to 0.01 %, for which events have an epsilon of at most `target`.
 
-    Raises a PrivacyError if no noise multiplier in the supported range is enough.
+    make_events: maps a noise multiplier to the events, whose epsilon must not grow with the noise;
+    delta, accountant: as in `epsilon`. The result is above NOISE_MULTIPLIERS[0]. Raises a
+    PrivacyError if the target is not positive and finite, if the result would be above 4**9, and as
+    `epsilon` does.
     """
     if not target > 0 or not isfinite(target):
         raise PrivacyError(f"the target epsilon is {target!r}: give a number above 0")
@@ -124,34 +123,30 @@ def accountant_version(accountant: str = "pld") -> str:
 
 
 def _gaussian_epsilon(noise: float, delta: float) -> float:
-    """Epsilon of one Gaussian release with noise multiplier s, by bisection.
+    """Epsilon at `delta` of one Gaussian release with noise multiplier `noise`, by bisection."""
 
-    Solves delta = Phi(1/2s - es) - exp(e) Phi(-1/2s - es) for e (Balle and Wang 2018, eq. 6).
-    """
+    def log_delta(epsilon: float) -> float:
+        # delta = Phi(1/2s - es) - exp(e) Phi(-1/2s - es), s the noise (Balle and Wang 2018, eq. 6).
+        upper = log_ndtr(1 / (2 * noise) - epsilon * noise)
+        share = epsilon + log_ndtr(-1 / (2 * noise) - epsilon * noise) - upper
+        return upper + log(-expm1(share)) if share < 0 else -float("inf")
+
+    def log_ndtr(x: float) -> float:
+        return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)))
+
     low, high = 0.0, 1.0
-    if _log_delta(noise, low) <= log(delta):
+    if log_delta(low) <= log(delta):
         return 0.0
-    while _log_delta(noise, high) > log(delta):
+    while log_delta(high) > log(delta):
         low, high = high, 2 * high
     while high - low > 1e-13 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _log_delta(noise, middle) > log(delta) else (low, middle)
+        low, high = (middle, high) if log_delta(middle) > log(delta) else (low, middle)
     return high
 
 
-def _log_delta(noise: float, epsilon: float) -> float:
-    """Logarithm of delta of a Gaussian release at an epsilon, by the equation above."""
-    upper = _log_ndtr(1 / (2 * noise) - epsilon * noise)
-    share = epsilon + _log_ndtr(-1 / (2 * noise) - epsilon * noise) - upper
-    return upper + log(-expm1(share)) if share < 0 else -float("inf")
-
-
-def _log_ndtr(x: float) -> float:
-    return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)))
-
-
 def _epsilon_by_rdp(composition: _Composition, delta: float) -> float:
-    """Epsilon by the RDP accountant of dp-accounting."""
+    """Epsilon at `delta` of a composition by dp-accounting's RDP accountant; 0.0 if it is empty."""
     events = import_extra("dp_accounting.dp_event", _PURPOSE)
     accountant = import_extra("dp_accounting.rdp", _PURPOSE).RdpAccountant()
     if composition.gaussian:
@@ -170,70 +165,44 @@ def _epsilon_by_pld(
     sampled: tuple[tuple[tuple[float, float], int], ...],
     delta: float,
 ) -> float:
-    """Epsilon by privacy loss distributions; by RDP where losses are too wide or overflow.
+    """Epsilon at `delta` by privacy loss distributions; by RDP if losses are wide or overflow.
 
-    Takes the counts of a `_Composition` as sorted tuples, so that calls are cached: all clients of
-    a simulation account for the same events at every turn.
+    plain, sampled: the counts of a `_Composition` as sorted tuples.
     """
+    # Cached: all clients of a simulation account for the same events at every turn.
     composition = _Composition(Counter(dict(plain)), Counter(dict(sampled)))
     distributions = import_extra("dp_accounting.pld.privacy_loss_distribution", _PURPOSE)
-    width = _width(composition)
+    gaussians = [(noise, rate, count) for (noise, rate), count in sampled]
+    if composition.gaussian:
+        gaussians.append((composition.gaussian, 1.0, 1))
+    # Grid step for an error of about PRECISION, which grows as the number of events times the
+    # square of the step; at most a quarter of each loss's stddev.
+    width, interval = 0.0, sqrt(PRECISION / sum(count for *_, count in gaussians))
+    for noise, rate, count in gaussians:
+        # Renyi divergence of order 2: about the variance of the loss.
+        divergence = _amplified(noise**-2, rate**2)
+        interval = min(interval, sqrt(divergence) / 4)
+        # The loss of one event at an outcome of eight standard deviations.
+        largest = _amplified((1 + 16 * noise) / (2 * noise**2), rate)
+        loss = count * divergence
+        width += loss + 12 * sqrt(2 * loss) + largest
     if width > _WIDEST:
         return _epsilon_by_rdp(composition, delta)
-    interval = max(_discretization_step(composition), width / _MOST_POINTS, _SMALLEST)
+    interval = max(interval, width / _MOST_POINTS, _SMALLEST)
+    make_loss = partial(
+        distributions.from_gaussian_mechanism, value_discretization_interval=interval
+    )
     total = distributions.identity(interval)
-    for loss, count in _loss_distributions(composition, distributions, interval):
-        total = total.compose(loss.self_compose(count) if count > 1 else loss)
+    if composition.gaussian:
+        total = total.compose(make_loss(composition.gaussian))
+    for (noise, rate), count in sampled:
+        distribution = make_loss(noise, sampling_prob=rate)
+        total = total.compose(distribution.self_compose(count) if count > 1 else distribution)
     with np.errstate(over="ignore"):  # an overflow becomes infinite, and RDP is used
         bound = float(total.get_epsilon_for_delta(delta))
     return bound if isfinite(bound) else _epsilon_by_rdp(composition, delta)
 
 
-def _loss_distributions(
-    composition: _Composition, distributions: Any, interval: float
-) -> Iterable[tuple[Any, int]]:
-    """The privacy loss distribution of each kind of event, and its count, on one grid."""
-    from_gaussian = partial(
-        distributions.from_gaussian_mechanism, value_discretization_interval=interval
-    )
-    if composition.gaussian:
-        yield from_gaussian(composition.gaussian), 1
-    for (noise, rate), count in sorted(composition.sampled.items()):
-        yield from_gaussian(noise, sampling_prob=rate), count
-
-
-def _gaussians(composition: _Composition) -> list[tuple[float, float, int]]:
-    """(noise, sampling rate, count) of all Gaussians; the plain ones are combined to one."""
-    sampled = [(noise, rate, count) for (noise, rate), count in composition.sampled.items()]
-    return [*sampled, (composition.gaussian, 1.0, 1)] if composition.gaussian else sampled
-
-
-def _discretization_step(composition: _Composition) -> float:
-    """Grid step of a PLD for an error of about PRECISION, at most a quarter of each loss's stddev.
-
-    The error grows as the number of events times the square of the step.
-    """
-    gaussians = _gaussians(composition)
-    steps = [sqrt(_divergence(noise, rate)) / 4 for noise, rate, _ in gaussians]
-    return min(sqrt(PRECISION / sum(count for *_, count in gaussians)), *steps)
-
-
-def _width(composition: _Composition) -> float:
-    """Approximate range of the composed privacy loss."""
-    width = 0.0
-    for noise, rate, count in _gaussians(composition):
-        loss = count * _divergence(noise, rate)
-        width += loss + 12 * sqrt(2 * loss) + _largest_loss(noise, rate)
-    return width
-
-
-def _divergence(noise: float, rate: float) -> float:
-    """Renyi divergence of order 2 of a sampled Gaussian: about the variance of its loss."""
-    plain = noise**-2
-    return log1p(rate**2 * expm1(plain)) if plain < 700 else plain
-
-
-def _largest_loss(noise: float, rate: float) -> float:
-    """Privacy loss of one event at an outcome of eight standard deviations."""
-    plain = (1 + 16 * noise) / (2 * noise**2)
-    return log1p(rate * expm1(plain)) if plain < 700 else plain
+def _amplified(loss: float, rate: float) -> float:
+    """A privacy loss after sampling at a rate; without amplification where exp would overflow."""
+    return log1p(rate * expm1(loss)) if loss < 700 else loss

@@ -40,11 +40,11 @@ _LINE = re.compile(rb'\{"seal": "([0-9a-f]{32})", "line": (\{.*\})\}')
 
 @dataclass
 class _FileState:
-    """The content of a budget's file.
+    """The content of a budget's file, as last read or written.
 
     charges: all charges, in order.
-    seal: the seal of the last whole line; `last` and `length`: the byte at which that line starts
-        and ends.
+    seal: digest chained over all whole lines; `last` and `length`: the byte at which the last whole
+    line starts and ends.
     epsilon: epsilon of all charges, None until computed.
     settled: whether this process has synced the last line.
     """
@@ -59,7 +59,7 @@ class _FileState:
 
 @dataclass(frozen=True)
 class EpsilonCap:
-    """A limit on the charges whose name starts with `name_prefix`: at most `epsilon` at `delta`."""
+    """A limit on charges whose name starts with `name_prefix`: at most `epsilon` at `delta`."""
 
     epsilon: float
     delta: float
@@ -67,14 +67,15 @@ class EpsilonCap:
 
 
 class Budget:
-    """The charges in a file, and the limits on them. The file is created by the first charge.
+    """A file of privacy charges (entries that pay for releases), with limits on the total epsilon.
 
-    limit: largest epsilon of all charges at `delta`; None refuses nothing.
-    unit: the unit of privacy. A file of the other unit is refused.
-    accountant: "pld" or "rdp".
-    cap: a further limit, on the charges of one run.
-
-    Raises a PrivacyError for wrong settings, or for a file that was changed or cannot be read.
+    Call `charge` before each release. The constructor reads the file; the first charge creates it.
+    limit: largest epsilon of all charges at `delta`; None: no limit.
+    unit: unit of privacy; a file of the other unit is refused. accountant: "pld" or "rdp".
+    cap: a further limit, on the charges whose name starts with `cap.name_prefix` (those of a run);
+    a new charge counts towards the cap whatever its name.
+    Several processes may use one file: each charge locks the folder, which must exist. Raises a
+    PrivacyError for wrong settings, and for a file that was changed or cannot be read.
     """
 
     def __init__(
@@ -120,17 +121,26 @@ class Budget:
         return None if self.limit is None else self.limit - self.epsilon_spent()
 
     def charge(self, event: Event, name: str, *, digest: str = "") -> None:
-        """Append a charge to the file and sync it. Release only after this returns.
+        """Append a charge for a release to the file and sync. Release only after this returns.
 
-        A charge equal to an earlier one (event, name and digest) is free: the same bytes are
-        released again. Another digest under the same name is charged as other content. Raises a
-        PrivacyError if a limit or the cap does not allow it, if the name was charged as another
-        event, or if the file cannot be written.
+        name: of the release; digest: of the released content. If the file has an equal charge
+        (event, name and digest), nothing is appended: the same bytes are released again. Another
+        digest under the same name is charged again. Raises a PrivacyError, with no charge added, if
+        the limit or cap would be passed or the name has a charge of another event; also if the file
+        cannot be written, was changed or has lost charges. Raises StoreError if the folder is
+        locked by another process for 60 s, or cannot be locked.
         """
         charge = Charge(event, name, digest)
         with self._open() as file:
             self._settle(file)
-            if self._is_charged(charge):
+            same_name = [earlier for earlier in self._state.charges if earlier.name == name]
+            for earlier in same_name:
+                if earlier.event != event:
+                    raise PrivacyError(
+                        f"{name} was charged as {earlier.event}, not as {event}: "
+                        "what is released again is released as it was"
+                    )
+            if charge in same_name:
                 return
             after = self.require_affordable(charge)
             failpoint("budget.before")
@@ -138,24 +148,15 @@ class Budget:
             self._state.charges.append(charge)
             self._state.epsilon = after
 
-    def _is_charged(self, charge: Charge) -> bool:
-        """Whether an equal charge is in the file. Raises a PrivacyError if its event is another."""
-        same_name = [earlier for earlier in self._state.charges if earlier.name == charge.name]
-        for earlier in same_name:
-            if earlier.event != charge.event:
-                raise PrivacyError(
-                    f"{charge.name} was charged as {earlier.event}, not as {charge.event}: "
-                    "what is released again is released as it was"
-                )
-        return charge in same_name
-
     def _epsilon_with(self, *more: Charge) -> float:
         return epsilon(composed_events([*self._state.charges, *more]), self.delta, self.accountant)
 
     def require_affordable(self, *due: Charge) -> float | None:
-        """Raise a PrivacyError if charges that are not made yet would pass the cap or the limit.
+        """Raise a PrivacyError if charges that are still due would pass the cap or the limit.
 
-        Returns epsilon of all charges with the due ones, None if it was not computed.
+        Writes nothing; due charges that are in the file already are ignored. Returns epsilon of all
+        charges and the due ones at `delta`. Returns None if this epsilon was not computed: without
+        a limit, or if nothing is due and no epsilon has been computed before.
         """
         due = tuple(each for each in due if each not in self._state.charges)
         if not due:
@@ -165,7 +166,7 @@ class Budget:
                 f"{due[-1].name} would make epsilon {after:.4g}, and {self.cap.epsilon:g} was "
                 "promised: the run ends here, with epsilon "
                 f"{self.epsilon_spent_under(self.cap):.4g} spent"
-            ).with_code("promise")
+            ).with_code("epsilon")
         if self.limit is None:
             return None
         after = self._epsilon_with(*due)
@@ -185,7 +186,12 @@ class Budget:
 
     @contextmanager
     def _open(self) -> Generator[BinaryIO]:
-        """Open the file for writing under a lock. Raises a PrivacyError if that fails."""
+        """Open the file for writing under a lock on the folder; create the file if missing.
+
+        Waits up to 60 s for the lock (then StoreError), and reads charges that other processes have
+        written. An OSError in the context becomes a PrivacyError; after any exception the file is
+        read again before the next use.
+        """
         try:
             with locked_folder(self.file.parent, require_locks=True, timeout=60.0):
                 self.file.touch(0o600)
@@ -206,9 +212,10 @@ class Budget:
             ) from error
 
     def _settle(self, file: BinaryIO) -> None:
-        """Write the first line of a new file; of an old one, cut off a torn line and sync the rest.
+        """Make the file ready for the next line, unless the state is settled already.
 
-        Does nothing the second time.
+        Writes the header line of a new file. Of an old file, cuts off a torn line, writes the last
+        whole line again, and syncs.
         """
         # The last line is written once more: after a sync that failed, another one may succeed
         # though the line was never stored.
@@ -227,7 +234,7 @@ class Budget:
         self._state.settled = True
 
     def _append(self, file: BinaryIO, data: dict[str, object]) -> None:
-        """Write and sync a sealed line at the end of the file, and update the state."""
+        """Write and sync `data` as a sealed JSON line at the end of the file; update the state."""
         body = json.dumps(data, sort_keys=True, allow_nan=False).encode()
         seal = _seal(self._state.seal, body)
         _write(file, self._state.length, b'{"seal": "%s", "line": %s}\n' % (seal.encode(), body))
@@ -238,7 +245,7 @@ class Budget:
         failpoint("budget.synced")
 
     def _read_on(self, before: _FileState) -> _FileState:
-        """Read the file again. Raises a PrivacyError if it lacks charges that it had `before`."""
+        """Read the file again; raise a PrivacyError if charges of the state `before` are lost."""
         after = self._read()
         if after.charges[: len(before.charges)] != before.charges:
             raise PrivacyError(
@@ -247,9 +254,10 @@ class Budget:
         return after
 
     def _read(self) -> _FileState:
-        """Read the file; no file is an empty one. Only an unfinished last line may be unreadable.
+        """Read the file; no file gives an empty state. A torn last line is ignored.
 
-        Raises a PrivacyError for a line whose seal is wrong, and for another unit or format.
+        Raises a PrivacyError if any other line is unreadable or has a wrong seal, and for another
+        unit or format in the first line.
         """
         try:
             content = self.file.read_bytes() if self.file.exists() else b""
@@ -271,7 +279,11 @@ class Budget:
         return state
 
     def _add_line(self, state: _FileState, body: bytes, size: int) -> None:
-        """Add a line of `size` bytes to the state: a charge, or the header if it is the first."""
+        """Add a verified line to the state: a charge, or the header if the line is the first.
+
+        body: the line's JSON without the seal; size: bytes of the line. Raises a PrivacyError for
+        invalid JSON or charges, and for a header of another unit or format.
+        """
         try:
             data: object = json.loads(body)
         except (ValueError, RecursionError) as error:

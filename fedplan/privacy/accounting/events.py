@@ -17,53 +17,57 @@ NOISE_MULTIPLIERS = (1e-3, 1e6)
 """Smallest and largest noise multiplier that can be accounted for."""
 SAMPLING_RATES = (1e-6, 1.0)
 """Smallest and largest sampling rate that can be accounted for."""
-LARGEST_COUNT = 10**7
+MAX_STEPS = 10**7
 """Largest number of DP-SGD steps in one event."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One sum of clipped units with Gaussian noise.
+    """Event: one sum of clipped units (clients or examples) with Gaussian noise.
 
-    noise: the noise multiplier, stddev divided by the clipping norm.
-    rate: the Poisson sampling rate of units; None: no amplification by sampling is claimed.
+    noise_multiplier: stddev of the noise divided by the clipping norm.
+    sampling_rate: Poisson sampling rate of units; None: no amplification by sampling is claimed.
+    Raises a PrivacyError for values out of NOISE_MULTIPLIERS or SAMPLING_RATES.
     """
 
     # The field names are the keys of the JSON form.
-    noise: float
-    rate: float | None = None
+    noise_multiplier: float
+    sampling_rate: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self, "noise", self.noise, NOISE_MULTIPLIERS)
-        if self.rate is not None:
-            _require(self, "rate", self.rate, SAMPLING_RATES)
+        _require(self, "noise_multiplier", self.noise_multiplier, NOISE_MULTIPLIERS)
+        if self.sampling_rate is not None:
+            _require(self, "sampling_rate", self.sampling_rate, SAMPLING_RATES)
 
 
 @dataclass(frozen=True)
 class DPSGDSteps:
-    """`count` steps of DP-SGD, each on a new Poisson sample of a client's examples.
+    """Event: `steps` steps of DP-SGD, each on a new Poisson sample of a client's examples.
 
-    noise: the noise multiplier; rate: the sampling rate of each step.
+    sampling_rate: of each step. Raises a PrivacyError for values out of range.
     """
 
-    noise: float
-    rate: float
-    count: int
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
 
     def __post_init__(self) -> None:
-        _require(self, "noise", self.noise, NOISE_MULTIPLIERS)
-        _require(self, "rate", self.rate, SAMPLING_RATES)
-        if type(self.count) is not int or not 1 <= self.count <= LARGEST_COUNT:
-            raise _wrong(self, "count", self.count, f"a whole number from 1 to {LARGEST_COUNT}")
+        _require(self, "noise_multiplier", self.noise_multiplier, NOISE_MULTIPLIERS)
+        _require(self, "sampling_rate", self.sampling_rate, SAMPLING_RATES)
+        if type(self.steps) is not int or not 1 <= self.steps <= MAX_STEPS:
+            raise _wrong(self, "steps", self.steps, f"a whole number from 1 to {MAX_STEPS}")
 
 
 Event = Release | DPSGDSteps
-_KINDS: dict[str, type[Event]] = {"release": Release, "steps": DPSGDSteps}
+_KINDS: dict[str, type[Event]] = {"gaussian": Release, "dp_sgd": DPSGDSteps}
 
 
 @dataclass(frozen=True)
 class Charge:
-    """One charge: the event, the name of the release, and a keyed digest of its content, or ""."""
+    """An entry of the privacy budget: an event, the name of the release it pays for, and a digest.
+
+    digest: keyed digest of the release's content, or "".
+    """
 
     event: Event
     name: str
@@ -80,15 +84,17 @@ def combined_noise(*noise_multipliers: float) -> float:
 
 
 def composed_events(charges: Iterable[Charge]) -> list[Event]:
-    """Events to account for: all DP-SGD steps, then one release per name and sampling rate.
+    """Events of all charges: the DP-SGD steps, then one release per name and sampling rate.
 
-    Releases of one name, whatever their digest, are over one cohort: they become one release with
-    their combined noise.
+    Releases charged under one name, also with different digests, are over one cohort: they become
+    one release, with the noise multiplier of `combined_noise`. Raises a PrivacyError if this noise
+    multiplier is out of NOISE_MULTIPLIERS.
     """
     steps, noises = list[Event](), dict[tuple[str, float | None], list[float]]()
     for charge in charges:
         if isinstance(charge.event, Release):
-            noises.setdefault((charge.name, charge.event.rate), []).append(charge.event.noise)
+            sample = charge.name, charge.event.sampling_rate
+            noises.setdefault(sample, []).append(charge.event.noise_multiplier)
         else:
             steps.append(charge.event)
     releases = [Release(combined_noise(*noise), rate) for (_, rate), noise in noises.items()]
@@ -102,28 +108,31 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def event_from_json(data: object) -> Event:
-    """The event that `event_to_json` wrote. Raises a PrivacyError for any other value."""
+    """Inverse of `event_to_json`. Raises a PrivacyError for any other `data`."""
     values = _object(data, "an event")
     kind = values.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise PrivacyError(f"an event of kind {kind!r} is not known: {', '.join(_KINDS)} are")
     event_type = _KINDS[kind]
-    _require_keys(values, {field.name for field in fields(event_type)}, f"a {kind}")
-    return event_type(**{key: _number(key, value) for key, value in values.items()})
+    _require_keys(values, {field.name for field in fields(event_type)}, f"an event of kind {kind}")
+    for key, value in values.items():
+        if type(value) is int and key != "steps" and abs(value) < 2**1000:
+            values[key] = float(value)
+    return event_type(**values)
 
 
 def charge_to_json(charge: Charge) -> dict[str, Any]:
     """The charge as JSON, as a line of the budget's file has it."""
-    return {"about": charge.name, "digest": charge.digest, "event": event_to_json(charge.event)}
+    return {"request": charge.name, "digest": charge.digest, "event": event_to_json(charge.event)}
 
 
 def charge_from_json(data: object) -> Charge:
-    """The charge that `charge_to_json` wrote. Raises a PrivacyError for any other value."""
+    """Inverse of `charge_to_json`. Raises a PrivacyError for any other `data`."""
     values = _object(data, "a charge")
-    _require_keys(values, {"about", "digest", "event"}, "a charge")
-    name, digest = values["about"], values["digest"]
+    _require_keys(values, {"request", "digest", "event"}, "a charge")
+    name, digest = values["request"], values["digest"]
     if not isinstance(name, str) or not isinstance(digest, str):
-        raise PrivacyError(f"a charge is about {name!r} with digest {digest!r}, not two texts")
+        raise PrivacyError(f"a charge has request {name!r} and digest {digest!r}, not two texts")
     return Charge(event_from_json(values["event"]), name, digest)
 
 
@@ -137,13 +146,6 @@ def _require_keys(values: Mapping[str, Any], expected: set[str], what: str) -> N
     if set(values) != expected:
         has = ", ".join(map(str, values)) or "nothing"
         raise PrivacyError(f"{what} has {', '.join(sorted(expected))}, not {has}")
-
-
-def _number(key: str, value: object) -> Any:
-    """A JSON number as the event's field has it: a float, except `count`."""
-    if type(value) is int and key != "count":
-        return float(value) if abs(value) < 2**1000 else value
-    return value
 
 
 def _require(event: Event, field: str, value: object, range: tuple[float, float]) -> None:

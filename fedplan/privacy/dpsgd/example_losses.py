@@ -21,10 +21,13 @@ from fedplan.privacy.dpsgd.per_example import Objective
 
 
 def per_example_losses(objective: Objective, batch: Mapping[str, Tensor], count: int) -> Tensor:
-    """The loss of each of the `count` examples of a batch, as one tensor with gradients.
+    """Loss of each of the `count` examples of a batch, by one run of the objective's model.
 
-    Raises a GhostClippingError if the loss calls the model more than once, or otherwise for one
-    example than for the batch.
+    Calls the loss on the batch and then on each example, under the objective's autocast. Returns a
+    tensor [count] that is attached to the autograd graph. Raises a GhostClippingError if a tensor
+    of the batch has no row per example, if the loss of the batch calls the model not exactly once,
+    if the loss of an example calls the model with other tensors than the example's rows, or if the
+    model returns neither tensor, mapping nor tuple.
     """
     if not all(_has_rows(tensor, count) for tensor in batch.values()):
         raise GhostClippingError("a batch holds tensors without a row for each example")
@@ -49,7 +52,11 @@ def per_example_losses(objective: Objective, batch: Mapping[str, Tensor], count:
 
 @dataclass(frozen=True)
 class _ForwardCall:
-    """Arguments and output of a forward call on `count` examples."""
+    """A recorded call of a model's forward on a batch of `count` examples.
+
+    args, kwargs: the arguments; output: the result. `replay(i)` makes a forward function that
+    returns example i's rows of the output without running the model.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -57,9 +64,11 @@ class _ForwardCall:
     count: int
 
     def replay(self, i: int) -> Callable[..., Any]:
-        """A forward function that returns example `i` of the output.
+        """Make a forward function that returns the rows of example `i` of the recorded output.
 
-        It raises a GhostClippingError if its arguments are not those of that example.
+        That function raises a GhostClippingError if it is called with another number or other names
+        of arguments, or with another tensor than the row of example `i` of the recorded tensor (nan
+        equals nan). Arguments that are no tensors are not compared.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -69,20 +78,22 @@ class _ForwardCall:
                 )
             pairs = [*zip(self.args, args, strict=True)]
             pairs += [(self.kwargs[name], value) for name, value in kwargs.items()]
-            for before, now in pairs:
-                if isinstance(before, Tensor) and not _equal(
-                    example_row(before, i, self.count), now
-                ):
-                    raise GhostClippingError(
-                        "the loss gives the model other inputs for one example"
-                    )
+            for batched, now in pairs:
+                if isinstance(batched, Tensor):
+                    row = example_row(batched, i, self.count)
+                    is_same = isinstance(now, Tensor) and row.shape == now.shape
+                    if not is_same or not ((row == now) | (row != row) & (now != now)).all():
+                        raise GhostClippingError(
+                            "the loss gives the model other inputs for one example"
+                        )
             return self._example_output(i)
 
         return forward
 
     def _example_output(self, i: int) -> Any:
-        """Example `i` of the output: of a mapping or tuple, without values that have no rows.
+        """Rows of example `i` of the output.
 
+        Values without a row per example are left out of a mapping, and become None in a tuple.
         Raises a GhostClippingError for an output of another type.
         """
         if isinstance(self.output, Tensor):
@@ -101,16 +112,9 @@ def _has_rows(value: Any, count: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
 
 
-def _equal(one: Tensor, other: Any) -> bool:
-    """Whether two tensors are equal; nan equals nan."""
-    if not isinstance(other, Tensor) or one.shape != other.shape:
-        return False
-    return bool(((one == other) | (one != one) & (other != other)).all())
-
-
 @contextmanager
 def _forward_replaced(model: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    """Replace a model's forward while the context is open."""
+    """Replace `model.forward` while the context is open, and restore it at the end."""
     attributes = vars(model)
     own = attributes.get("forward")
     attributes["forward"] = forward

@@ -46,12 +46,15 @@ class GhostClippingError(PrivacyError):
 @final
 @dataclass(frozen=True)
 class DenseFactor:
-    """Per-example gradients of a dense layer's weight.
+    """Per-example gradients of a dense layer's weight, held as layer inputs and output gradients.
 
     activations: the layer's inputs, [examples, tokens, inputs].
-    backprops: gradients of the loss in its outputs, [examples, tokens, outputs].
-    output_dim: dimension of the weight that counts outputs.
+    backprops: gradients of the loss in the layer's outputs, [examples, tokens, outputs].
+    output_dim: the weight's dimension of outputs: 0 as in nn.Linear, 1 as in Conv1D of GPT-2.
     trained_outputs: indices of the trained outputs, which `backprops` is restricted to; None: all.
+    As every Factor: `squared_norms` and `term_norm_sums` (upper bounds of the norms) give one
+    float64 per example, `select` restricts to some examples, `add_weighted_sum` adds to a total in
+    place.
     """
 
     activations: Tensor
@@ -65,39 +68,36 @@ class DenseFactor:
 
     def squared_norms(self) -> Tensor:
         """Squared norm of each example's gradient, in float64."""
-        width, height = self.activations.shape[2], self.backprops.shape[2]
-        if self._is_full_cheaper and width * height <= _SMALL:
+        tokens, width, height = *self.activations.shape[1:], self.backprops.shape[2]
+        # Writing a gradient out costs less than Gram matrices of its tokens.
+        is_full_cheaper = tokens * (width + height) > width * height
+        if is_full_cheaper and width * height <= _SMALL:
             full = self.backprops.double().mT @ self.activations.double()
             return FullGradients(full).squared_norms()
-        pairs = zip(self.backprops, self.activations, strict=True)
-        return torch.stack([self._squared_norm(b.double(), a.double()) for b, a in pairs])
-
-    def _squared_norm(self, backprops: Tensor, activations: Tensor) -> Tensor:
-        """Squared norm of one example's gradient, of the gradient itself or of Gram matrices."""
-        if self._is_full_cheaper:
-            return squared_norm(backprops.T @ activations)
-        return _sum_by_rows((activations @ activations.T) * (backprops @ backprops.T))
-
-    @property
-    def _is_full_cheaper(self) -> bool:
-        """Whether writing a gradient out costs less than Gram matrices of its tokens."""
-        tokens, width, height = *self.activations.shape[1:], self.backprops.shape[2]
-        return tokens * (width + height) > width * height
+        squares = list[Tensor]()
+        for backprops, activations in zip(self.backprops, self.activations, strict=True):
+            b, a = backprops.double(), activations.double()
+            square = (
+                squared_norm(b.T @ a) if is_full_cheaper else _sum_by_rows((a @ a.T) * (b @ b.T))
+            )
+            squares.append(square)
+        return torch.stack(squares)
 
     def term_norm_sums(self) -> Tensor:
-        """Sum of the norms of each gradient's terms, one per token: an upper bound of its norm."""
+        """Upper bound of each gradient's norm: the sum of the norms of its terms, one per token."""
         return (_norms(self.activations) * _norms(self.backprops)).sum(1)
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """Add the sum of the gradients, each times its example's weight, to a float64 total."""
+        """Add each example's gradient times the example's weight to `total`, in place.
+
+        weights: [examples]; total: float64, of the shape of the layer's weight.
+        """
         token_weights = weights.repeat_interleave(self.backprops.shape[1])[:, None]
-        chunks = map(
-            _token_chunks,
-            (self.backprops.flatten(0, 1), self.activations.flatten(0, 1), token_weights),
-        )
+        sides = (self.backprops.flatten(0, 1), self.activations.flatten(0, 1), token_weights)
+        chunks = (cast("tuple[Tensor, ...]", side.split(_CHUNK)) for side in sides)
         for backprops, activations, weight in zip(*chunks, strict=True):
-            sides = (backprops.double() * weight, activations.double())
-            left, right = sides if self.output_dim == 0 else sides[::-1]
+            pair = (backprops.double() * weight, activations.double())
+            left, right = pair if self.output_dim == 0 else pair[::-1]
             if self.trained_outputs is None:
                 total.addmm_(left.T, right)
             else:
@@ -107,7 +107,7 @@ class DenseFactor:
 @final
 @dataclass(frozen=True)
 class EmbeddingFactor:
-    """Per-example gradients of an embedding table.
+    """Per-example gradients of an embedding table, with the methods of every Factor.
 
     ids: [examples, tokens]; backprops: gradients in the embeddings, [examples, tokens, width].
     """
@@ -125,11 +125,11 @@ class EmbeddingFactor:
         return torch.stack([_sum_by_rows((b @ b.T) * (i[:, None] == i)) for i, b in pairs])
 
     def term_norm_sums(self) -> Tensor:
-        """Sum of the norms of each gradient's terms, one per token: an upper bound of its norm."""
+        """Upper bound of each gradient's norm: the sum of the norms of its terms, one per token."""
         return _norms(self.backprops).sum(1)
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """Add the sum of the gradients, each times its example's weight, to a float64 total."""
+        """Add each example's gradient times the example's weight to a float64 total, in place."""
         weighted = (self.backprops.double() * weights[:, None, None]).flatten(0, 1)
         total.index_add_(0, self.ids.flatten(), weighted)
 
@@ -137,7 +137,10 @@ class EmbeddingFactor:
 @final
 @dataclass(frozen=True)
 class FullGradients:
-    """Per-example gradients of a small tensor, written out; the first dimension is the example."""
+    """Per-example gradients of a small tensor, written out, with the methods of every Factor.
+
+    gradients: [examples, *shape of the tensor].
+    """
 
     gradients: Tensor
 
@@ -154,7 +157,7 @@ class FullGradients:
         return self.squared_norms().sqrt()
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """Add the sum of the gradients, each times its example's weight, to a float64 total."""
+        """Add each example's gradient times the example's weight to a float64 total, in place."""
         total.add_((weights @ self.gradients.flatten(1).double()).view(total.shape))
 
 
@@ -163,7 +166,11 @@ Factor = DenseFactor | EmbeddingFactor | FullGradients
 
 
 def merge_factors(factors: Sequence[Factor]) -> tuple[Factor, ...]:
-    """Merge the factors of one tensor's uses in the model to at most one of each type."""
+    """Merge the factors of one tensor's uses in the model; returns at most one of each type.
+
+    Dense and embedding factors are concatenated along the tokens, full gradients are summed. A
+    single factor is returned as is.
+    """
     if len(factors) == 1:
         return tuple(factors)
     dense = [f for f in factors if isinstance(f, DenseFactor)]
@@ -183,40 +190,32 @@ def merge_factors(factors: Sequence[Factor]) -> tuple[Factor, ...]:
 
 
 def squared_norm_bounds(factors: tuple[Factor, ...]) -> Tensor:
-    """Upper bound of the squared norm of each example's gradient of one tensor, on the CPU.
+    """Upper bound of the squared norm of each example's gradient of one tensor.
 
-    The gradient is the sum of the factors, as `add_weighted_sum` adds it, rounding included. Raises
-    a GhostClippingError for a combination of factors whose norm is not known.
+    The gradient is the sum of the factors, as `add_weighted_sum` computes it with its rounding.
+    Returns [examples], float64, on the CPU. Raises a GhostClippingError for several factors, unless
+    they are a dense weight (all outputs trained, output_dim 0) and an embedding table, in this
+    order, that share the tensor.
     """
     norm_sums = torch.stack([factor.term_norm_sums().cpu() for factor in factors]).sum(0)
-    return _squared_norms(factors) + ROUNDING_SHARE * norm_sums.square()
-
-
-def _squared_norms(factors: tuple[Factor, ...]) -> Tensor:
-    """Computed squared norm of each example's sum of factors, without a margin for rounding."""
     squares = torch.stack([factor.squared_norms().cpu() for factor in factors]).sum(0)
     match factors:
         case (_,):
-            return squares
+            pass
         case (DenseFactor(output_dim=0, trained_outputs=None) as dense, EmbeddingFactor() as table):
-            return squares + 2 * _cross_products(dense, table).cpu()
+            # Inner products of the two gradients, at the rows of the table's ids.
+            ids = table.ids[:, None, :].expand(*dense.backprops.shape[:2], -1)
+            gathered = dense.backprops.gather(2, ids).double()
+            triples = zip(
+                dense.activations.double(), table.backprops.double(), gathered, strict=True
+            )
+            products = [_sum_by_rows((a @ b.T) * at_ids) for a, b, at_ids in triples]
+            squares = squares + 2 * torch.stack(products).cpu()
         case _:
             raise GhostClippingError(
                 "a tensor is used in several ways, whose gradients have no common factors"
             )
-
-
-def _cross_products(dense: DenseFactor, table: EmbeddingFactor) -> Tensor:
-    """Inner product, per example, of the two gradients of an embedding tied to a dense weight."""
-    examples, tokens = dense.backprops.shape[:2]
-    ids = table.ids[:, None, :].expand(examples, tokens, -1)
-    gathered = dense.backprops.gather(2, ids).double()
-    triples = zip(dense.activations.double(), table.backprops.double(), gathered, strict=True)
-    return torch.stack([_sum_by_rows((a @ b.T) * at_ids) for a, b, at_ids in triples])
-
-
-def _token_chunks(tokens: Tensor) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", tokens.split(_CHUNK))
+    return squares + ROUNDING_SHARE * norm_sums.square()
 
 
 def _norms(vectors: Tensor) -> Tensor:

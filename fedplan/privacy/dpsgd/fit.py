@@ -9,8 +9,7 @@ be a release of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import cast
@@ -70,12 +69,8 @@ class DPSGDConfig:
     microbatch_size: int = 64
 
     def __post_init__(self) -> None:
-        wholes = {
-            "expected_batch_size": self.expected_batch_size,
-            "steps": self.steps,
-            "microbatch_size": self.microbatch_size,
-        }
-        for name, value in wholes.items():
+        for name in ("expected_batch_size", "steps", "microbatch_size"):
+            value: object = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise PrivacyError(f"{name} is {value!r}: give a whole number, 1 or more")
         if not 0 < self.sampling_rate <= 1:
@@ -99,9 +94,9 @@ class DPSGDConfig:
 class DPSGDStats:
     """Counts of one fit. Only `steps` is public; the rest must not leave the client.
 
-    examples: examples sampled over all steps; clipped: those whose gradient was clipped;
-    non_finite: those whose gradient was not finite and was left out.
-    slow_reason: why examples ran one by one instead of by ghost clipping; "" if they did not.
+    examples: examples sampled, over all steps; clipped: clipped gradients among them; non_finite:
+    gradients left out because they were not finite.
+    slow_reason: why examples ran one by one; "" if ghost clipping worked throughout.
     """
 
     steps: int = 0
@@ -112,9 +107,11 @@ class DPSGDStats:
 
 
 def dp_sgd(config: DPSGDConfig, *, normal: Normal, uniform: Uniform) -> Fit:
-    """A fit that trains the SHARE and KEEP params of a job by DP-SGD. See `train_dp_sgd`.
+    """Make a fit function that trains the SHARE and KEEP params of a job by DP-SGD.
 
-    normal and uniform: sources of noise and of sampling.
+    config: clipping, noise and sampling; normal: secure random source of the noise; uniform: secure
+    random source of the samples of examples and of the seed. Charge `config.event` to a privacy
+    budget before each fit: the fit does not. The fit is `train_dp_sgd`, without its counts.
     """
 
     def fit(job: Job) -> FitResult:
@@ -124,34 +121,27 @@ def dp_sgd(config: DPSGDConfig, *, normal: Normal, uniform: Uniform) -> Fit:
 
 
 def require_train_config(train_config: TrainConfig) -> None:
-    """Raise a PrivacyError for a training setting that DP-SGD does not support."""
+    """Raise a PrivacyError if a train config has a setting that DP-SGD does not support.
+
+    These are gradient accumulation, fp16, torch_compile, group_by_length, cache_activations and
+    num_workers above 0.
+    """
+    config = train_config
     refusals = {
-        "gradient_accumulation_steps": (
-            train_config.gradient_accumulation_steps > 1,
-            "a step samples its examples, and splits them into microbatches by itself: raise the "
-            "batch size instead",
-        ),
-        "precision": (
-            train_config.dtype is torch.float16,
-            "the gradient scaler of fp16 skips steps depending on the gradients, which is a "
-            "release that is not charged: use bf16",
-        ),
-        "torch_compile": (
-            bool(train_config.torch_compile),
-            "per-example gradients need hooks on each layer",
-        ),
-        "group_by_length": (train_config.group_by_length, "a step samples its examples at random"),
-        "cache_activations": (
-            train_config.cache_activations,
-            "each example's gradient goes through the whole model",
-        ),
-        "num_workers": (
-            train_config.num_workers > 0,
-            "the examples of a step are not known in advance",
-        ),
+        "gradient_accumulation_steps": config.gradient_accumulation_steps > 1
+        and "a step samples its examples, and splits them into microbatches by itself: raise the "
+        "batch size instead",
+        "precision": config.dtype is torch.float16
+        and "the gradient scaler of fp16 skips steps depending on the gradients, which is a "
+        "release that is not charged: use bf16",
+        "torch_compile": config.torch_compile and "per-example gradients need hooks on each layer",
+        "group_by_length": config.group_by_length and "a step samples its examples at random",
+        "cache_activations": config.cache_activations
+        and "each example's gradient goes through the whole model",
+        "num_workers": config.num_workers > 0 and "the examples of a step are not known in advance",
     }
-    for option, (is_set, reason) in refusals.items():
-        if is_set:
+    for option, reason in refusals.items():
+        if reason:
             raise PrivacyError(
                 f"train.{option} cannot be used with example-level privacy: {reason}"
             )
@@ -160,26 +150,41 @@ def require_train_config(train_config: TrainConfig) -> None:
 def train_dp_sgd(
     job: Job, config: DPSGDConfig, *, normal: Normal, uniform: Uniform
 ) -> tuple[FitResult, DPSGDStats]:
-    """Train a job's model in place by DP-SGD; return the result (its loss is nan) and the counts.
+    """Train a job's SHARE and KEEP params in place by DP-SGD; return (result, counts).
 
-    Of the job's train config it uses the optimizer, lr, schedule, weight decay, max_grad_norm (of
-    the noisy gradient), bf16 and gradient checkpointing; steps and batch size are those of
-    `config`. Gradient changes of the job, as of FedProx, apply to noisy gradients. Raises a
-    PrivacyError for unsupported settings, devices without float64, and models or losses that mix
-    examples.
+    Steps and batch size are of `config`; optimizer, lr, schedule, weight decay, max_grad_norm (of
+    the noisy gradient), bf16 and gradient checkpointing are of the job. normal, uniform: as in
+    `dp_sgd`. Gradient changes of the job, as of FedProx, apply to noisy gradients. The result's
+    loss is nan. Leaves the model in eval mode, and the global random state unchanged. Without
+    trained params the result has 0 steps, and the model is unchanged. Charges no privacy budget.
+    Raises a PrivacyError for unsupported settings, devices without float64, models or losses that
+    mix examples, and random sources of a wrong shape or dtype.
     """
     require_train_config(job.train_config)
-    _require_float64(job.model)
+    device, examples = model_device(job.model), job.examples
+    if sum_dtype(device) is not torch.float64:
+        raise PrivacyError(
+            f"the model is on {device}, which has no float64, the dtype in which clipped gradients "
+            'are summed: use device = "cpu"'
+        )
     # The seed is secret: with known dropout masks, an example would show in those after it.
     seed = int(float(_require_shape(uniform(1), (1,))) * 2**53)
-    with fork_rng_state(model_device(job.model), seed), _trainable(job) as params:
+    with (
+        fork_rng_state(device, seed),
+        trainable(job.model, job.roles) as params,
+        use_gradient_checkpointing(job.model, job.train_config.gradient_checkpointing),
+    ):
         if not list(params.parameters()):
             return FitResult(loss=nan, steps=0), DPSGDStats()
         job.model.train()
-        noisy = NoisyGradients(_make_objective(job, seed), config, params, normal)
+        seeded = examples.with_seed(seed) if isinstance(examples, SeededExamples) else examples
+        tensors = trained_tensors(job.model, job.roles)
+        objective = Objective(job.model, tensors, seeded, job.loss, job.train_config.dtype)
+        require_independent_examples(objective)
+        noisy = NoisyGradients(objective, config, params, normal)
         stepper = job.stepper(params, config.steps)
         for _ in range(config.steps):
-            draws = _require_shape(uniform(len(job.examples)), (len(job.examples),))
+            draws = _require_shape(uniform(len(examples)), (len(examples),))
             noisy.write_gradients((draws < config.sampling_rate).nonzero().flatten())
             stepper.step(lambda: adjust_gradients(params, job))
         job.model.eval()
@@ -187,33 +192,14 @@ def train_dp_sgd(
     return result, noisy.stats()
 
 
-@contextmanager
-def _trainable(job: Job) -> Generator[TrainableParams]:
-    """The trainable params of a job, with gradient checkpointing as its config says."""
-    with (
-        trainable(job.model, job.roles) as params,
-        use_gradient_checkpointing(job.model, job.train_config.gradient_checkpointing),
-    ):
-        yield params
-
-
-def _make_objective(job: Job, seed: int) -> Objective:
-    """Objective of a job. Raises a PrivacyError if its model or loss mixes examples."""
-    examples = (
-        job.examples.with_seed(seed) if isinstance(job.examples, SeededExamples) else job.examples
-    )
-    objective = Objective(
-        job.model, trained_tensors(job.model, job.roles), examples, job.loss, job.train_config.dtype
-    )
-    require_independent_examples(objective)
-    return objective
-
-
 class NoisyGradients:
-    """Writes the noisy gradient of each step of one fit into `.grad` of its params, and counts.
+    """Gradients of DP-SGD for one fit: call `write_gradients` once per step, `stats` at the end.
 
-    slow_reason: why examples run one by one instead of by ghost clipping; "" if they do not.
-    steps: gradients written so far.
+    objective: model, examples and loss; config: clipping, noise and divisor; params: the trained
+    params, which get `.grad`; normal: source of N(0, 1) noise.
+    slow_reason: why examples run one by one; "" while ghost clipping, tested by the constructor,
+    works.
+    steps: number of gradients written so far.
     """
 
     def __init__(
@@ -225,14 +211,21 @@ class NoisyGradients:
         self.steps = self._examples = self._clipped = self._non_finite = 0
 
     def write_gradients(self, indices: Tensor) -> None:
-        """Set `.grad` of each param to the noisy mean of the clipped gradients of some examples.
+        """Set `.grad` of each param to the noisy mean of clipped gradients, and update the counts.
 
-        Without examples it is noise alone.
+        indices: the examples of the step; if empty, the gradient is noise alone. If ghost clipping
+        fails, this and all later microbatches run one example at a time.
         """
         clipped = ClippedSum(self._objective.tensors, self._config.max_grad_norm)
         size = self._config.microbatch_size
         for microbatch in _microbatches(self._objective.examples, indices, size):
-            self._add(microbatch, clipped)
+            if not self.slow_reason:
+                try:
+                    add_ghost_clipped(self._objective, microbatch, clipped)
+                    continue
+                except GhostClippingError as error:
+                    self.slow_reason = str(error)
+            add_clipped_one_by_one(self._objective, microbatch, clipped)
         for trained in self._objective.tensors:
             for key, total in trained.views(clipped.totals[trained.name]).items():
                 self._params[key].grad = self._noisy(total, self._params[key])
@@ -242,19 +235,10 @@ class NoisyGradients:
         self._clipped += int(too_long.sum())
         self._non_finite += clipped.non_finite
 
-    def _add(self, indices: Tensor, into: ClippedSum) -> None:
-        """Add clipped gradients by ghost clipping; one by one, from now on, if that fails."""
-        if not self.slow_reason:
-            try:
-                return add_ghost_clipped(self._objective, indices, into)
-            except GhostClippingError as error:
-                self.slow_reason = str(error)
-        add_clipped_one_by_one(self._objective, indices, into)
-
     def _noisy(self, total: Tensor, param: nn.Parameter) -> Tensor:
-        """A sum of clipped gradients plus noise, divided by the expected batch size.
+        """Add noise to a sum of clipped gradients and divide by the expected batch size.
 
-        In the dtype and on the device of `param`.
+        Returns a new tensor of the dtype and device of `param`; `total` is unchanged.
         """
         config, shape = self._config, tuple(total.shape)
         samples = _require_shape(self._normal(shape), shape).to(total.device)
@@ -262,7 +246,9 @@ class NoisyGradients:
         stddev = config.noise_multiplier * config.max_grad_norm
         # So fine that rounding, over all coordinates, stays within the margin left by clipping.
         step = finest_grid_step(stddev) * 2.0**12 if stddev else 0.0
-        for target, exact, noise in zip(*map(_chunks, (gradient, total, samples)), strict=True):
+        flat = (tensor.reshape(-1) for tensor in (gradient, total, samples))
+        chunks = (cast("tuple[Tensor, ...]", tensor.split(_CHUNK)) for tensor in flat)
+        for target, exact, noise in zip(*chunks, strict=True):
             noisy = exact.to(torch.float64, copy=True)
             if step:
                 noisy = round_to_grid(noisy, step).add_(round_to_grid(noise.mul_(stddev), step))
@@ -276,46 +262,30 @@ class NoisyGradients:
         )
 
 
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", tensor.reshape(-1).split(_CHUNK))
-
-
 def _microbatches(examples: Examples, indices: Tensor, most: int) -> Iterator[Tensor]:
-    """Split indices into microbatches of at most `most` examples, of texts of equal length each."""
+    """Split indices into microbatches of at most `most` examples and _MAX_TOKENS tokens.
+
+    Texts of a microbatch have equal length; microbatches are yielded from short to long texts. A
+    text of more than _MAX_TOKENS tokens is alone. An example without an attention mask counts as
+    _DEFAULT_LENGTH tokens.
+    """
     # No padding: the server's values could make a gradient depend on it, so that one example would
     # change what the others add.
     if not len(indices):
         return
-    if "attention_mask" not in examples.batch(indices[:1]):
-        size = _microbatch_size(_DEFAULT_LENGTH, most)
-        yield from cast("tuple[Tensor, ...]", indices.split(size))
-        return
-    lengths = examples.batch(indices)["attention_mask"].flatten(1).sum(1)
-    for length in cast("list[int]", lengths.unique().tolist()):
-        same_length = indices[lengths == length]
-        yield from cast("tuple[Tensor, ...]", same_length.split(_microbatch_size(length, most)))
-
-
-def _microbatch_size(length: int, most: int) -> int:
-    """Number of examples of a length that run at a time, at most `most`."""
-    return max(1, min(most, _MAX_TOKENS // max(1, length)))
-
-
-def _require_float64(model: nn.Module) -> None:
-    """Raise a PrivacyError for a model on a device without float64."""
-    device = model_device(model)
-    if sum_dtype(device) is not torch.float64:
-        raise PrivacyError(
-            f"the model is on {device}, which has no float64, the dtype in which clipped gradients "
-            'are summed: use device = "cpu"'
-        )
+    groups = {_DEFAULT_LENGTH: indices}
+    if "attention_mask" in examples.batch(indices[:1]):
+        lengths = examples.batch(indices)["attention_mask"].flatten(1).sum(1)
+        unique = cast("list[int]", lengths.unique().tolist())
+        groups = {length: indices[lengths == length] for length in unique}
+    for length, same_length in groups.items():
+        size = max(1, min(most, _MAX_TOKENS // max(1, length)))
+        yield from cast("tuple[Tensor, ...]", same_length.split(size))
 
 
 def _require_shape(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return random numbers, or raise a PrivacyError if they are not float64 of this shape.
-
-    Fewer numbers would be broadcast: the same noise on many coordinates hides none.
-    """
+    """Return random numbers, or raise a PrivacyError if they are not float64 of exactly `shape`."""
+    # Fewer numbers would be broadcast: the same noise on many coordinates hides none.
     if numbers.shape != shape or numbers.dtype != torch.float64:
         actual = f"{tuple(numbers.shape)} of {numbers.dtype}"
         raise PrivacyError(f"a random source returned {actual}, not {shape} of torch.float64")

@@ -41,11 +41,12 @@ _TOLERANCE = 1e-4
 
 
 def add_ghost_clipped(objective: Objective, indices: Tensor, into: ClippedSum) -> None:
-    """Add the clipped gradients of some examples to a sum, all of them at once.
+    """Add the clipped gradients of the examples at `indices` to a sum, by one backward pass.
 
-    Each has a norm of at most `into.max_grad_norm` in exact arithmetic, for any model, dtype and
-    autocast: norm and sum are of the same factors (see `factors`). Raises a GhostClippingError if
-    the model or loss does not support it; the sum is then unchanged.
+    into: the sum, changed in place. Each added gradient has a norm of at most `into.max_grad_norm`
+    in exact arithmetic, for any model, dtype and autocast; a gradient that is not finite adds
+    nothing. Raises a GhostClippingError, with the sum unchanged, if the objective's model or loss
+    does not support ghost clipping.
     """
     factors = gradient_factors(objective, indices)
     squares = torch.zeros(len(indices), dtype=torch.float64)
@@ -62,10 +63,10 @@ def add_ghost_clipped(objective: Objective, indices: Tensor, into: ClippedSum) -
 
 
 def gradient_factors(objective: Objective, indices: Tensor) -> dict[str, tuple[Factor, ...]]:
-    """Factors of the per-example gradients of some examples, by tensor name.
+    """Factors of the per-example gradients of the examples at `indices`, by tensor name.
 
-    A tensor without a gradient is left out. Raises a GhostClippingError if the model or loss does
-    not support it.
+    Runs one forward and backward pass of the objective's model. Tensors without a gradient are left
+    out. Raises a GhostClippingError if the model or loss does not support ghost clipping.
     """
     count = len(indices)
     with record_layer_calls(objective, count) as calls:
@@ -85,10 +86,12 @@ def gradient_factors(objective: Objective, indices: Tensor) -> dict[str, tuple[F
 
 
 def why_not_ghost_clipping(objective: Objective) -> str:
-    """Reason why ghost clipping cannot be used for an objective; "" if it can.
+    """Reason why an objective must not use ghost clipping; "" if ghost clipping works.
 
-    Compares ghost clipping with one-by-one gradients on two and three examples. The model is
-    unchanged afterwards. Any exception in ghost clipping becomes the reason.
+    Refuses an objective without examples, gradient checkpointing and layer drop. Then compares
+    ghost clipping with one-by-one gradients on two and on three examples, without autocast and
+    dropout, and one example's loss in two batches. The model is unchanged afterwards. An exception
+    of ghost clipping becomes the reason.
     """
     # Tensors of zeros, such as new adapters, would hide the gradients of others from the
     # comparison, and are filled meanwhile.
@@ -102,7 +105,7 @@ def why_not_ghost_clipping(objective: Objective) -> str:
         return "whole layers are dropped at random, for all examples of a batch at once"
     indices, objective = probe_examples(objective.examples), replace(objective, dtype=None)
     three = indices[torch.arange(3) % len(indices)]
-    with eval_mode(objective.model), _no_attention_fastpath(), _zeros_filled(objective.tensors):
+    with eval_mode(objective.model), _gradients_visible(objective.tensors):
         expected = ClippedSum(objective.tensors, _TRIAL_NORM)
         add_clipped_one_by_one(objective, three[:1], expected)
         for count in (2, 3):
@@ -122,7 +125,11 @@ def why_not_ghost_clipping(objective: Objective) -> str:
 
 
 def _is_loss_independent(objective: Objective, indices: Tensor) -> bool:
-    """Whether the first example's loss in training mode is the same in two different batches."""
+    """Whether an example's loss is the same in two batches that differ in another example.
+
+    indices: of three examples; the first one's loss is compared. Runs in the model's current mode,
+    with equal dropout masks.
+    """
     losses = list[Tensor]()
     for order in ([0, 1, 2, 2], [0, 1, 2, 1]):
         with fork_rng_state(model_device(objective.model), seed=0), torch.no_grad():
@@ -134,7 +141,11 @@ def _is_loss_independent(objective: Objective, indices: Tensor) -> bool:
 def _first_difference(
     tensors: tuple[TrainedTensor, ...], one: ClippedSum, other: ClippedSum
 ) -> str:
-    """Name of the first tensor in which two sums differ, "an example" if norms do; else ""."""
+    """Compare two sums of clipped gradients up to _TOLERANCE.
+
+    Returns "an example" if the norms before clipping differ, else the name of the first tensor
+    whose sums differ, else "".
+    """
     if not torch.allclose(one.norms, other.norms, rtol=_TOLERANCE, atol=0, equal_nan=True):
         return "an example"
     for trained in tensors:
@@ -148,27 +159,23 @@ def _first_difference(
 
 
 @contextmanager
-def _no_attention_fastpath() -> Generator[None]:
-    """Disable the fast path of torch's attention: in eval mode it has no gradients."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
+def _gradients_visible(tensors: tuple[TrainedTensor, ...]) -> Generator[None]:
+    """Let every tensor have a gradient while the context is open.
+
+    Fills tensors that are all zeros with small numbers, and makes them zeros again at the end.
+    Disables the fast path of torch's attention, which has no gradients in eval mode.
+    """
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    zeros = [trained.tensor for trained in tensors if not trained.tensor.any()]
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def _zeros_filled(tensors: tuple[TrainedTensor, ...]) -> Generator[None]:
-    """Fill tensors that are all zeros with small numbers; make them zeros again at the end."""
-    empty = [trained.tensor for trained in tensors if not trained.tensor.any()]
-    try:
         with torch.no_grad():
-            for tensor in empty:
+            for tensor in zeros:
                 places = torch.arange(1, tensor.numel() + 1, device=tensor.device)
                 tensor.copy_((places.sin() * 0.01).view(tensor.shape))
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
         with torch.no_grad():
-            for tensor in empty:
+            for tensor in zeros:
                 tensor.zero_()

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,12 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer on a batch of `count` examples.
+    """One recorded call of a layer on a batch of `count` examples.
 
+    module: the layer; args, kwargs, output: of the call, the output with a row, or rows, per
+    example.
     tensors: the layer's trained tensors, by attribute name ("weight", "bias").
+    Once the loss's gradient in the output is known, `factors` gives the per-example gradients.
     """
 
     module: nn.Module
@@ -45,22 +48,24 @@ class LayerCall:
     count: int
 
     def factors(self, backprop: Tensor, objective: Objective) -> Iterator[tuple[str, Factor]]:
-        """Name and gradient factor of each trained tensor.
+        """Yield (name in the model, per-example gradients) of each trained tensor of the layer.
 
-        backprop: gradient of the loss in the output. Raises a GhostClippingError if a layer is not
-        supported.
+        backprop: gradient of the loss in the output; objective: sets autocast if the layer must run
+        again. Raises a GhostClippingError for a layer that is not supported.
         """
-        factors = _factor_rule(self.module)(self, backprop, objective)
+        factors = _layer_factors(self, backprop, objective)
         for attribute, trained in self.tensors.items():
             yield trained.name, _drop_frozen_rows(trained, factors[attribute])
 
 
 @contextmanager
 def record_layer_calls(objective: Objective, count: int) -> Generator[list[LayerCall]]:
-    """Record the calls of all layers with trained tensors, in order, while the context is open.
+    """Record all calls of the objective's layers with trained tensors while the context is open.
 
-    The batch must have `count` examples. Raises a GhostClippingError for a layer without an output
-    for each example.
+    Yields a list that is filled in the order of calls. Batches must have `count` examples; an
+    output of one row is expanded to a row per example. Raises a GhostClippingError on entering if a
+    module with an nn.ModuleList inside holds a trained tensor of its own, and in the model's
+    forward if a layer's output has no row per example.
     """
     calls = list[LayerCall]()
 
@@ -71,7 +76,12 @@ def record_layer_calls(objective: Objective, count: int) -> Generator[list[Layer
         kwargs: dict[str, Any],
         output: Any,
     ) -> Tensor:
-        output = _expand_output(module, output, count)
+        if not (isinstance(output, Tensor) and output.dim()) or (
+            len(output) != 1 and len(output) % count
+        ):
+            raise GhostClippingError(f"{type(module).__name__} returns no row for each example")
+        if len(output) in (1, count):
+            output = output.expand(count, *output.shape[1:])
         calls.append(LayerCall(module, tensors, args, kwargs, output, count))
         return output
 
@@ -89,10 +99,10 @@ def record_layer_calls(objective: Objective, count: int) -> Generator[list[Layer
 def _layers_with_trained_tensors(
     objective: Objective,
 ) -> Iterator[tuple[nn.Module, dict[str, TrainedTensor]]]:
-    """Layers that hold trained tensors directly, with these by attribute name.
+    """Yield each layer that directly holds trained tensors of the objective, with these tensors.
 
-    A tensor that a child holds too is the child's. Raises a GhostClippingError for a trained tensor
-    of a module that contains a list of blocks.
+    The tensors are keyed by attribute name. A tensor that a child module holds too is the child's.
+    Raises a GhostClippingError for a trained tensor of a module with an nn.ModuleList inside.
     """
     trained = {tensor.tensor: tensor for tensor in objective.tensors}
     for module in objective.model.modules():
@@ -109,22 +119,11 @@ def _layers_with_trained_tensors(
             yield module, tensors
 
 
-def _expand_output(module: nn.Module, output: Any, count: int) -> Tensor:
-    """An output with a multiple of `count` rows; a single row is expanded to all examples.
-
-    Raises a GhostClippingError for any other output.
-    """
-    if isinstance(output, Tensor) and output.dim() and len(output) in (1, count):
-        return output.expand(count, *output.shape[1:])
-    if isinstance(output, Tensor) and output.dim() and len(output) % count == 0:
-        return output
-    raise GhostClippingError(f"{type(module).__name__} returns no row for each example")
-
-
 def _drop_frozen_rows(trained: TrainedTensor, factor: Factor) -> Factor:
-    """Restrict a factor to the trained rows of its tensor.
+    """Restrict the per-example gradients of a tensor to the tensor's trained rows.
 
-    Raises a GhostClippingError if these are not whole outputs of the layer.
+    Returns `factor` itself if the whole tensor is trained. Raises a GhostClippingError for an
+    embedding, and for a dense layer if trained rows are not whole outputs.
     """
     if not trained.row_params:
         return factor
@@ -143,54 +142,38 @@ def _drop_frozen_rows(trained: TrainedTensor, factor: Factor) -> Factor:
     raise GhostClippingError(f"{trained.name} is trained in rows that are not outputs of its layer")
 
 
-FactorRule = Callable[[LayerCall, Tensor, Objective], Mapping[str, Factor]]
-"""Computes the gradient factors of a call by attribute name, from the gradient in its output."""
+def _layer_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> Mapping[str, Factor]:
+    """Per-example gradients of a layer call, by attribute name ("weight", "bias").
 
-
-def _factor_rule(module: nn.Module) -> FactorRule:
-    """The rule for a type of layer; the general one runs the layer again for each example."""
+    backprop: gradient of the loss in the call's output. Dense layers, embeddings and layer norms
+    have rules of their own; other layers run again on each example, under the objective's autocast.
+    """
+    module, count = call.module, call.count
     if type(module) is nn.Linear or type(module).__name__ in _DENSE:
-        return partial(_dense_factors, _DENSE.get(type(module).__name__, 0))
+        output_dim = _DENSE.get(type(module).__name__, 0)
+        inputs, outputs = _tokens(call.args[0], count), _tokens(backprop, count)
+        weight = DenseFactor(inputs, outputs, output_dim)
+        return {"weight": weight, "bias": FullGradients(outputs.sum(1))}
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq):
-        return _embedding_factors
-    if type(module) is nn.LayerNorm:
-        return _layer_norm_factors
-    return _rerun_factors
-
-
-def _dense_factors(dim: int, call: LayerCall, backprop: Tensor, _: Objective) -> dict[str, Factor]:
-    """Factors of weight and bias of a dense layer; `dim` counts its outputs."""
-    inputs, outputs = _tokens(call.args[0], call.count), _tokens(backprop, call.count)
-    return {"weight": DenseFactor(inputs, outputs, dim), "bias": FullGradients(outputs.sum(1))}
-
-
-def _embedding_factors(call: LayerCall, backprop: Tensor, _: Objective) -> dict[str, Factor]:
-    """Factor of an embedding table; padding tokens have no gradient."""
-    ids = _tokens(call.args[0][..., None], call.count)[..., 0]
-    outputs = _tokens(backprop, call.count)
-    padding = cast("nn.Embedding", call.module).padding_idx
-    if padding is not None:
-        outputs = outputs.masked_fill((ids == padding)[..., None], 0.0)
-    return {"weight": EmbeddingFactor(ids, outputs)}
-
-
-def _layer_norm_factors(call: LayerCall, backprop: Tensor, _: Objective) -> dict[str, Factor]:
-    """Gradients of weight and bias of a layer norm over the last dimension."""
-    module = cast("nn.LayerNorm", call.module)
-    if len(module.normalized_shape) != 1:
-        return _rerun_factors(call, backprop, _)
-    inputs, outputs = _tokens(call.args[0], call.count), _tokens(backprop, call.count)
-    normed = layer_norm(inputs, module.normalized_shape, eps=module.eps)
-    return {
-        "weight": FullGradients((outputs * normed).sum(1)),
-        "bias": FullGradients(outputs.sum(1)),
-    }
+        ids = _tokens(call.args[0][..., None], count)[..., 0]
+        outputs = _tokens(backprop, count)
+        if module.padding_idx is not None:  # padding tokens have no gradient
+            outputs = outputs.masked_fill((ids == module.padding_idx)[..., None], 0.0)
+        return {"weight": EmbeddingFactor(ids, outputs)}
+    if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
+        inputs, outputs = _tokens(call.args[0], count), _tokens(backprop, count)
+        normed = layer_norm(inputs, module.normalized_shape, eps=module.eps)
+        weight = FullGradients((outputs * normed).sum(1))
+        return {"weight": weight, "bias": FullGradients(outputs.sum(1))}
+    return _rerun_factors(call, backprop, objective)
 
 
 def _rerun_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> dict[str, Factor]:
-    """Gradients of any small layer, by running it again on each example.
+    """Per-example gradients of any small layer, by running the layer again on each example.
 
-    Raises a GhostClippingError if the layer is large, or if its output is not the same again.
+    backprop: gradient of the loss in the call's output; runs under the objective's autocast.
+    Returns full gradients by attribute name. Raises a GhostClippingError if the layer has more than
+    _MAX_RERUN_SIZE trained numbers, or gives another output than in the recorded call.
     """
     leaves = [trained.tensor for trained in call.tensors.values()]
     if sum(leaf.numel() for leaf in leaves) > _MAX_RERUN_SIZE:
@@ -219,9 +202,10 @@ def _rerun_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> d
 
 
 def _tokens(tensor: Tensor, count: int) -> Tensor:
-    """A tensor as [examples, tokens, width]; a single row is expanded to all examples.
+    """Detach a tensor and reshape it to [examples, tokens, width].
 
-    Raises a GhostClippingError if its rows are no multiple of `count`.
+    Floats become float32 or wider. A single row is expanded to all `count` examples. Raises a
+    GhostClippingError if the number of rows is no multiple of `count`.
     """
     tensor = _at_least_float32(tensor) if tensor.is_floating_point() else tensor
     if len(tensor) == 1:
@@ -236,16 +220,17 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _argument_of(value: Any, i: int, count: int) -> Any:
-    """An argument for example `i`: its row of a tensor of `count` rows; other values as is."""
+    """An argument for example `i`: of a tensor of `count` rows, row i; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     return (value[i : i + 1] if value.dim() and len(value) == count else value).detach()
 
 
 def example_row(value: Any, i: int, count: int) -> Any:
-    """Row `i` of a tensor of `count` rows; a tensor of one row, or no tensor, as it is.
+    """Row `i` of a tensor of `count` rows, as a tensor of one row.
 
-    Raises a GhostClippingError for a tensor with another number of rows.
+    A tensor of one row, or a value that is no tensor, is returned unchanged. Raises a
+    GhostClippingError for a tensor with another number of rows.
     """
     if not isinstance(value, Tensor) or (value.dim() and len(value) == 1):
         return value

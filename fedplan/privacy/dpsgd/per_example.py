@@ -34,9 +34,10 @@ _SMALLEST = 1e-300
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """A trained tensor of a model.
+    """A parameter tensor of a model that is trained, wholly or in some rows.
 
-    row_params: the params of its trained rows; () if the whole tensor is trained.
+    name: the tensor's name in the model; row_params: the params of the trained rows, () if the
+    whole tensor is trained. `views` selects the trained parts of a tensor of the same shape.
     """
 
     name: str
@@ -44,16 +45,15 @@ class TrainedTensor:
     row_params: Params = ()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The trained parts of a tensor of this shape, as views, keyed as `trainable` keys them."""
-        return (
-            {p.key: p.view(whole) for p in self.row_params}
-            if self.row_params
-            else {self.name: whole}
-        )
+        """Views of the trained parts of a tensor of this shape, by the keys of `trainable`."""
+        return {p.key: p.view(whole) for p in self.row_params} or {self.name: whole}
 
 
 def trained_tensors(model: nn.Module, roles: Roles) -> tuple[TrainedTensor, ...]:
-    """The tensors of a model that have a trained param, by the roles of a turn."""
+    """Tensors of a model with at least one trained param, in the order of `named_parameters`.
+
+    roles: the role of each param in a turn (a client's work in a round).
+    """
     params: dict[str, list[Param]] = {}
     for param in roles:
         params.setdefault(param.name, []).append(param)
@@ -68,7 +68,11 @@ def trained_tensors(model: nn.Module, roles: Roles) -> tuple[TrainedTensor, ...]
 
 @dataclass(frozen=True)
 class Objective:
-    """A model with its trained tensors, its examples and its loss. `dtype` is that of autocast."""
+    """A model with the trained tensors, examples and loss of one fit.
+
+    loss: maps model and batch to a scalar; dtype: of autocast, None for no autocast. `batch` and
+    `batch_loss` take indices of examples and run on the model's device.
+    """
 
     model: nn.Module
     tensors: tuple[TrainedTensor, ...]
@@ -96,11 +100,13 @@ class Objective:
 
 
 class ClippedSum:
-    """Sum of clipped per-example gradients, in float64.
+    """A running sum of clipped per-example gradients, in float64.
 
-    totals: the sum for each tensor, by name. Frozen rows of a tensor may hold anything: read the
-        sum by `TrainedTensor.views`.
-    norms: the norm of each gradient before clipping; one that is not finite adds nothing.
+    tensors: the tensors to sum gradients of; max_grad_norm: the norm that `clip_factors` clips to.
+    totals: the sum for each tensor, by name, zero at first; callers add clipped gradients in place.
+    Frozen rows may hold anything: read a total by `TrainedTensor.views`.
+    norms: norms before clipping, appended by `clip_factors`; a non-finite gradient must add
+    nothing.
     """
 
     def __init__(self, tensors: Iterable[TrainedTensor], max_grad_norm: float) -> None:
@@ -117,9 +123,9 @@ class ClippedSum:
         return int((~self.norms.isfinite()).sum())
 
     def clip_factors(self, squared_norms: Tensor) -> Tensor:
-        """Factors that clip gradients of these squared norms; 0 for one that is not finite.
+        """Factors that clip gradients of these squared norms: at most 1; 0 for a non-finite norm.
 
-        Appends the norms to `norms`.
+        Appends the norms to `norms`. Returns float64 on the CPU; does not change `totals`.
         """
         norms = squared_norms.double().cpu().sqrt()
         self.norms = torch.cat([self.norms, norms])
@@ -129,7 +135,11 @@ class ClippedSum:
 
 
 def add_clipped_one_by_one(objective: Objective, indices: Tensor, into: ClippedSum) -> None:
-    """Add the clipped gradient of each of some examples to a sum, one backward pass each."""
+    """Add the clipped gradient of each example at `indices` to a sum, by one backward pass each.
+
+    into: the sum, changed in place; an example with a gradient that is not finite adds nothing.
+    `.grad` of the objective's model is not touched.
+    """
     leaves = [trained.tensor for trained in objective.tensors]
     for index in cast("tuple[Tensor, ...]", indices.split(1)):
         loss = objective.batch_loss(index)
@@ -145,9 +155,9 @@ def add_clipped_one_by_one(objective: Objective, indices: Tensor, into: ClippedS
 def gradients_or_none(
     output: Tensor, inputs: Sequence[Tensor], output_grad: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Gradient of an output in each input; None for an input that it does not depend on.
+    """Gradients of an output in `inputs`, one each; None for an input that the output ignores.
 
-    output_grad: gradient of the loss in the output; None for a scalar loss.
+    output_grad: gradient of the loss in the output; None if the output is a scalar loss.
     """
     if not output.requires_grad:
         return (None,) * len(inputs)
@@ -162,14 +172,15 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
 
 def require_independent_examples(objective: Objective) -> None:
-    """Raise a PrivacyError if the model or loss mixes the examples of a batch.
+    """Raise a PrivacyError if the objective's model or loss mixes the examples of a batch.
 
-    Then no example has a gradient of its own to clip. Checks for batch norm, for buffers that
-    change in training, and, on up to three examples, that the loss of a batch is the mean (weighted
-    or not) or the sum of the losses of its examples.
+    Raised for batch norm in training mode, for int8 layers, for a buffer that a forward pass
+    changes, and if the loss of up to three examples of one length is neither in the range of their
+    single losses (a mean) nor about their sum. Losses that are not finite pass; without examples
+    only the layers are checked. Restores the model's mode and the random state.
     """
-    # Examples of one length: otherwise the server's values could decide, by their effect on
-    # padding, whether there is an answer.
+    # A mixed example would have no gradient of its own to clip. Examples of one length: otherwise
+    # the server's values could decide, by their effect on padding, whether there is an answer.
     _require_no_batch_statistics(objective)
     indices = same_length_examples(objective.examples)
     if not len(indices):
@@ -192,7 +203,7 @@ def require_independent_examples(objective: Objective) -> None:
 
 
 def _require_no_batch_statistics(objective: Objective) -> None:
-    """Raise a PrivacyError for batch norm in training mode, and for int8 layers."""
+    """Raise a PrivacyError if the model has int8 layers, or batch norm in training mode."""
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     modules: dict[str, nn.Module] = dict(objective.model.named_modules())
     for name, module in modules.items():
@@ -229,7 +240,11 @@ def probe_examples(examples: Examples) -> Tensor:
 
 
 def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
-    """Raise a PrivacyError for a model that changes a buffer in a forward pass in training."""
+    """Raise a PrivacyError if a forward pass changes a buffer of the objective's model.
+
+    Runs the loss on the examples at `indices` in the model's current mode, without gradients; the
+    random state is kept.
+    """
     before = {name: buffer.clone() for name, buffer in objective.model.named_buffers()}
     with fork_rng_state(model_device(objective.model)), torch.no_grad():
         objective.batch_loss(indices)

@@ -20,8 +20,9 @@ _HAIR = 1 - 2.0**-40
 
 
 class ClippedChange(NamedTuple):
-    """A clipped change in float64, the factor it was multiplied by, and whether it needed none.
+    """Result of `clip_change`.
 
+    values: the clipped change, float64; factor: the number that the change was multiplied by;
     within: whether the original norm was within the clipping norm.
     """
 
@@ -35,9 +36,9 @@ def clip_change(
 ) -> ClippedChange:
     """Scale a change, as one vector over all tensors, to a norm of at most `clipping_norm`.
 
-    A weight of 0 to 1 scales it further: a weighted change keeps the sensitivity. The change itself
-    is not modified. Raises a PrivacyError for a norm or weight out of range, for tensors that are
-    not floating-point and for numbers that are not finite.
+    weight: from 0 to 1, a further factor. Returns new tensors; `change` is unchanged. Raises a
+    PrivacyError for a norm or weight out of range, for tensors that are not floating-point and for
+    numbers that are not finite.
     """
     require_clipping_norm(clipping_norm)
     if not 0 <= weight <= 1:
@@ -60,12 +61,18 @@ def capped_weight(examples: int, cap: int) -> float:
 
 
 def global_norm(change: Mapping[str, Tensor]) -> float:
-    """L2 norm over all tensors, in float64; 0.0 without any.
+    """L2 norm of a change over all its tensors, in float64; 0.0 without any.
 
-    Raises a PrivacyError for numbers that are not finite or not floating-point.
+    Does not overflow. Raises a PrivacyError for numbers that are not finite or not floating-point.
     """
-    peaks = [_peak(name, tensor) for name, tensor in change.items()]
-    peak = max(peaks, default=0.0)
+    peak = 0.0
+    for name, tensor in change.items():
+        if not tensor.is_floating_point():
+            raise PrivacyError(f"{name} is {tensor.dtype}: a change holds floating-point numbers")
+        largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+        if not isfinite(largest):
+            raise PrivacyError(f"{name} holds a number that is not finite")
+        peak = max(peak, largest)
     if peak == 0:
         return 0.0
     parts = [float((t.detach().double() / peak).norm()) for t in change.values()]
@@ -81,24 +88,16 @@ def require_clipping_norm(clipping_norm: float) -> None:
         )
 
 
-def _peak(name: str, tensor: Tensor) -> float:
-    """Largest absolute value of a tensor. Raises a PrivacyError as `global_norm` says."""
-    if not tensor.is_floating_point():
-        raise PrivacyError(f"{name} is {tensor.dtype}: a change holds floating-point numbers")
-    peak = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-    if not isfinite(peak):
-        raise PrivacyError(f"{name} holds a number that is not finite")
-    return peak
-
-
 @dataclass(frozen=True)
 class AdaptiveClipping:
-    """Clipping norm C that adapts to a quantile of norms (Andrew et al., arXiv 1905.03871, alg. 1).
+    """Clipping norm C that follows a quantile of client norms (Andrew et al., 2021, algorithm 1).
 
-    After each round C becomes C exp(-step_size (b - quantile)), where b is the noisy fraction of
-    changes within C. b is a release: each client adds 1/2 if its change was within C, else -1/2,
-    and `noise_multiplier` is the stddev of the noise on that sum divided by its sensitivity, 1/2.
-    It is over the cohort of the sum of changes, so both are one charge: see `combined_noise`.
+    After each round, `next_round` makes a copy with C exp(-step_size (b - quantile)), where b is
+    the noisy fraction of changes within C. b is a release: each client adds 1/2 if its change was
+    within C, else -1/2, and `noise_multiplier` is the stddev of the noise on this sum divided by
+    its sensitivity, 1/2. Pay for b and the sum of changes by one charge, with `combined_noise`.
+    b is clamped to [0, 1], and the new norm to CLIPPING_NORMS. Raises a PrivacyError for fields out
+    of range.
     """
 
     clipping_norm: float
@@ -117,20 +116,16 @@ class AdaptiveClipping:
     def next_round(
         self, within: int, cohort: int, divisor: float, *, secret: bytes, name: str
     ) -> AdaptiveClipping:
-        """A copy with the clipping norm of the next round.
+        """Make a copy with the clipping norm of the next round. Charges nothing.
 
-        within: number of the `cohort` clients whose change was within this norm.
+        within: number of the `cohort` clients with a change within the current norm.
         divisor: the public (expected) size of a cohort, by which the noisy sum is divided.
-        name: name of the round, which decides the noise together with the secret and the counts.
+        name: name of the round; the noise follows from name, `secret` and counts.
         """
         content = (within, cohort, self.noise_multiplier.hex())
         source = NoiseStream.for_release(secret, f"{name}: within the bound", *content)
-        noise = float(
-            round_to_grid(source.gaussian((1,), self.noise_multiplier / 2), COUNT_GRID_STEP)
-        )
-        noisy = within - cohort / 2 + noise
+        samples = source.gaussian((1,), self.noise_multiplier / 2)
+        noisy = within - cohort / 2 + float(round_to_grid(samples, COUNT_GRID_STEP))
         fraction = min(max(noisy / divisor + 0.5, 0.0), 1.0)
-        clipping_norm = self.clipping_norm * exp(self.step_size * (self.quantile - fraction))
-        return replace(
-            self, clipping_norm=min(max(clipping_norm, CLIPPING_NORMS[0]), CLIPPING_NORMS[1])
-        )
+        norm = self.clipping_norm * exp(self.step_size * (self.quantile - fraction))
+        return replace(self, clipping_norm=min(max(norm, CLIPPING_NORMS[0]), CLIPPING_NORMS[1]))

@@ -45,7 +45,8 @@ class GaussianMechanism:
     noise_shares: with distributed DP, the number of clients whose shares add up to the whole noise;
         0: one party adds all of it.
 
-    Raises a PrivacyError for settings whose sums would not be exact.
+    Raises a PrivacyError for a clipping norm or divisor out of range, and for noise that ExactSum
+    cannot sum exactly. Adds no charge by itself:
 
         total = ExactSum()
         for change in changes:
@@ -94,12 +95,18 @@ class GaussianMechanism:
         return Release(self.noise_multiplier, self.sampling_rate)
 
     def add(self, total: ExactSum, change: Change, *, weight: float = 1.0) -> bool:
-        """Clip one client's change and add it to `total`; return whether its norm was within.
+        """Clip one client's change and add it to `total`; return whether clipping was not needed.
 
-        Tensors that the change lacks count as zeros. Raises a PrivacyError, and leaves `total` as
-        it was, for an unknown name, another shape, or numbers that are not finite.
+        weight: from 0 to 1, multiplies the clipped change. Tensors that the change lacks count as
+        zeros. Raises a PrivacyError, with `total` unchanged, for a tensor that is not in the public
+        set or has another shape, for numbers that are not finite and for a weight out of range.
         """
-        self._require_public_shapes(change)
+        for name, tensor in change.items():
+            if name not in self.public_shapes:
+                raise PrivacyError(f"{name!r} is not shared in this round")
+            shape = self.public_shapes[name][0]
+            if tuple(tensor.shape) != shape:
+                raise PrivacyError(f"{name!r} has shape {tuple(tensor.shape)}, not {shape}")
         clipped = clip_change(change, self.clipping_norm, weight=weight)
         # Rounded towards zero: rounding to nearest could increase the norm.
         step = self._grid_step
@@ -113,14 +120,14 @@ class GaussianMechanism:
         return total
 
     def release(self, total: ExactSum, secret: bytes, name: str) -> dict[str, Tensor]:
-        """The sum with noise, divided by `divisor`. Charge `event` first.
+        """Return `total` plus noise, divided by `divisor`, by tensor name. Charge `event` first.
 
-        The same sum, secret and name give the same bits.
+        `total` is unchanged. The same sum, secret and name give the same bits.
         """
         return self.divide(self.add_noise(total, secret, name))
 
     def add_noise(self, total: ExactSum, secret: bytes, name: str, *content: bytes) -> ExactSum:
-        """A new sum: `total` plus noise of `share_stddev` on every coordinate of the public set.
+        """Return a new sum: `total` plus noise of `share_stddev` on every public coordinate.
 
         The noise follows from the secret, the name, `content` and the bits of `total`.
         """
@@ -156,7 +163,7 @@ class GaussianMechanism:
         return max(GRID, finest_grid_step(self.share_stddev))
 
     def _digest(self, total: ExactSum) -> bytes:
-        """SHA-256 of everything that decides a release: sum, public set and stddev."""
+        """SHA-256 of everything that decides a release of `total`: sum, public set and stddev."""
         tensors, facts = total.to_tensors()
         shapes = sorted((name, shape) for name, (shape, _) in self.public_shapes.items())
         digest = hashlib.sha256(json.dumps([facts, shapes, self.share_stddev.hex()]).encode())
@@ -164,20 +171,14 @@ class GaussianMechanism:
             digest.update(tensors[name].numpy().tobytes())
         return digest.digest()
 
-    def _require_public_shapes(self, change: Change) -> None:
-        """Raise a PrivacyError for a tensor that is not in the public set, or of another shape."""
-        for name, tensor in change.items():
-            if name not in self.public_shapes:
-                raise PrivacyError(f"{name!r} is not shared in this round")
-            shape = self.public_shapes[name][0]
-            if tuple(tensor.shape) != shape:
-                raise PrivacyError(f"{name!r} has shape {tuple(tensor.shape)}, not {shape}")
-
 
 def aggregate(
     mechanism: GaussianMechanism, changes: Iterable[Change], secret: bytes, name: str
 ) -> dict[str, Tensor]:
-    """Noisy mean of all changes: the sum of `add`, then `release`. Charges nothing."""
+    """Clip and sum all changes by a mechanism, and return the noisy mean by tensor name.
+
+    Charges nothing. secret, name: decide the noise, as in `GaussianMechanism.release`.
+    """
     total = ExactSum()
     for change in changes:
         mechanism.add(total, change)

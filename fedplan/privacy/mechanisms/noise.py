@@ -21,11 +21,9 @@ COUNT_GRID_STEP = 2.0**-30
 
 
 def round_to_grid(values: Tensor, step: float) -> Tensor:
-    """Round float64 `values` in place to multiples of `step`, a power of two, and return them.
-
-    The low bits of floating-point noise reveal the value it was added to (Mironov 2012; Jin et al.,
-    arXiv 2112.05307). So a sum and its noise are rounded to one grid before they are added.
-    """
+    """Round float64 `values` in place to multiples of `step`, a power of two, and return them."""
+    # The low bits of floating-point noise reveal the value it was added to (Mironov 2012; Jin et
+    # al., arXiv 2112.05307). So a sum and its noise are rounded to one grid before they are added.
     return values.mul_(1 / step).round_().mul_(step)
 
 
@@ -40,8 +38,10 @@ def finest_grid_step(stddev: float) -> float:
 class NoiseStream:
     """A stream of cryptographically secure random numbers: AES-256 in counter mode under a key.
 
-    Independent of the seeds of numpy and torch. Apply `round_to_grid` to the numbers and to the
-    values they are added to. Raises a PrivacyError if `cryptography` is not installed.
+    key: 32 bytes; make a stream with `fresh` or `for_release`. Each call goes on where the last
+    ended. Independent of the seeds of numpy and torch. Before noise is added to a value, apply
+    `round_to_grid` to both: low bits of floating-point noise reveal the value. Raises a
+    PrivacyError if `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -58,8 +58,8 @@ class NoiseStream:
     def for_release(secret: bytes, name: str, *content: str | int | bytes) -> NoiseStream:
         """Stream for one release: the key follows from the secret, the name and the content.
 
-        `content` must determine everything that is released. The same arguments give the same
-        bits on the same machine; another processor may round a logarithm differently.
+        `content` must determine everything that is released. The same arguments give the same bits
+        on the same machine; another processor may round a logarithm differently.
         """
         # After a restart the same sum gets the same noise: two noises on one sum would average out.
         # Another sum under the same name gets other noise: the same noise on both would reveal
@@ -67,7 +67,7 @@ class NoiseStream:
         return NoiseStream(derive_key(secret, "noise", name, *content))
 
     def gaussian(self, shape: tuple[int, ...], stddev: float) -> Tensor:
-        """Float64 tensor of Gaussian numbers with mean 0, the next of the stream."""
+        """The next Gaussian numbers, float64 of a shape, with mean 0 and this stddev."""
         values = torch.empty(shape, dtype=torch.float64)
         flat = values.view(-1)
         for start in range(0, flat.numel(), 2 * _CHUNK):

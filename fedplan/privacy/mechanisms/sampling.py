@@ -12,10 +12,10 @@ from fedplan.privacy.mechanisms.secret import derive_key
 
 
 def sample_cohort(roster: Iterable[str], rate: float, secret: bytes, round: int) -> list[str]:
-    """Clients of a round: each of the roster independently with probability `rate`; may be empty.
+    """Sample the clients of a round: each of the roster with probability `rate`; may be empty.
 
-    The same arguments give the same clients. Raises a PrivacyError for a rate out of range and for
-    a client that is named twice.
+    secret: 32 bytes; the same arguments give the same clients, in the order of the roster. Raises a
+    PrivacyError for a rate out of SAMPLING_RATES and for a client that is named twice.
     """
     # Sampling amplifies privacy only against those who cannot tell who was sampled: so it follows
     # from the server's secret. An empty cohort is released too: sampling again would reveal it.
@@ -25,9 +25,5 @@ def sample_cohort(roster: Iterable[str], rate: float, secret: bytes, round: int)
     if len(set(clients)) < len(clients):
         raise PrivacyError("the roster holds a client twice: name each once")
     threshold = int(Fraction(rate) * 2**64)
-    return [client for client in clients if _random_word(secret, round, client) < threshold]
-
-
-def _random_word(secret: bytes, round: int, client: str) -> int:
-    """A uniform 64-bit number for one client of a round."""
-    return int.from_bytes(derive_key(secret, "cohort", round, client)[:8])
+    keys = {client: derive_key(secret, "cohort", round, client) for client in clients}
+    return [client for client in clients if int.from_bytes(keys[client][:8]) < threshold]

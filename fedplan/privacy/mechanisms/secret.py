@@ -25,13 +25,25 @@ _ABOUT = "secret"
 
 
 def load_or_create_secret(file: Path, encryption: Encryption | None = None) -> bytes:
-    """Secret in a file; a new random one is written there first if there is no file.
+    """Read the secret in a file; if there is no file, write a new random secret first.
 
-    Raises a PrivacyError if the file cannot be used, see `read_secret`.
+    encryption: encrypts the file's content; None: plain bytes. The folder must exist. Creation is
+    atomic: of several processes, all get the same secret. Raises a PrivacyError if the file cannot
+    be written, and as `read_secret` does.
     """
     try:
         if not file.exists():
-            _create(file, encryption)
+            secret = os.urandom(SECRET_SIZE)
+            content = secret if encryption is None else encryption.encrypt(secret, _ABOUT)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+            try:
+                os.write(descriptor, content)
+                os.fsync(descriptor)
+                with suppress(FileExistsError):
+                    os.link(temporary, file)
+            finally:
+                os.close(descriptor)
+                os.unlink(temporary)
         sync_folder(file.parent)
     except OSError as error:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
@@ -39,9 +51,10 @@ def load_or_create_secret(file: Path, encryption: Encryption | None = None) -> b
 
 
 def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
-    """Secret in an existing file. Writes nothing.
+    """Read the secret in an existing file, decrypted if an encryption is given. Writes nothing.
 
-    Raises a PrivacyError if the file is missing, readable by others, or of the wrong size.
+    Raises a PrivacyError if the file is missing, open to other users, or of the wrong size, and
+    StoreError if the content cannot be decrypted.
     """
     try:
         mode = file.stat().st_mode
@@ -59,9 +72,10 @@ def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
 
 
 def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
-    """32-byte key for one purpose: HMAC-SHA256 of the words, each with its type and length.
+    """Derive a 32-byte key for one purpose: HMAC-SHA256 of the words under the secret.
 
-    Raises a PrivacyError if the secret has not 32 bytes.
+    Each word goes in with type and length: different lists give different keys. Raises a
+    PrivacyError if the secret has not 32 bytes.
     """
     if len(secret) != SECRET_SIZE:
         raise PrivacyError(
@@ -72,17 +86,3 @@ def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
         content = word if isinstance(word, bytes) else str(word).encode()
         mac.update(f"{type(word).__name__} {len(content)}:".encode() + content)
     return mac.digest()
-
-
-def _create(file: Path, encryption: Encryption | None) -> None:
-    """Write a new random secret atomically; an existing file is left as it is."""
-    secret = os.urandom(SECRET_SIZE)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        os.write(descriptor, secret if encryption is None else encryption.encrypt(secret, _ABOUT))
-        os.fsync(descriptor)
-        with suppress(FileExistsError):
-            os.link(temporary, file)
-    finally:
-        os.close(descriptor)
-        os.unlink(temporary)

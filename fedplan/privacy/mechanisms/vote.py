@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def make_ballot(scores: Mapping[T, float], k: int) -> frozenset[T]:
-    """The `k` keys of the highest scores, of equal ones the first; none if any is not finite."""
+    """The `k` keys of the highest scores, of equal scores the first; empty if any is not finite."""
     if not all(map(isfinite, scores.values())):
         return frozenset()
     return frozenset(sorted(scores, key=lambda each: -scores[each])[:k])
@@ -42,7 +42,7 @@ def count_ballots(ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int)
 
 
 def is_voting_round(round: int, period: int) -> bool:
-    """Whether a vote is held in a round: the first, and every `period` rounds after it.
+    """Whether a vote is held in a round: in round 1, and every `period` rounds after it.
 
     Raises a PrivacyError for a period below 1.
     """
@@ -53,11 +53,12 @@ def is_voting_round(round: int, period: int) -> bool:
 
 @dataclass(frozen=True)
 class NoisyVote:
-    """A vote whose counts get Gaussian noise. Its sensitivity is sqrt(k), the norm of a ballot.
+    """A vote on blocks with Gaussian noise on the counts; its sensitivity is sqrt(k).
 
     k: most blocks in a ballot.
     noise_multiplier: stddev of the noise divided by the sensitivity.
-    sampling_rate: probability that a ballot is cast; None: none is claimed.
+    sampling_rate: probability that a ballot is cast; None: no sampling is claimed.
+    Charge `event` with `digest`, then call `release`.
     """
 
     # Gumbel noise would need no delta, but its epsilons would add up; this composes as a Gaussian.
@@ -79,10 +80,10 @@ class NoisyVote:
     def release(
         self, counts: Mapping[T, int], secret: bytes, name: str, content: str = ""
     ) -> dict[T, float]:
-        """Noisy counts. The same arguments give the same bits. Charge `event` first.
+        """Noisy count of each block. Charge `event` first: this charges nothing.
 
-        `content` is a digest of what the ballots depend on: other content gets other noise, even
-        if the counts are the same.
+        The noise follows from the secret, the vote's name, the counts and `content`, a digest of
+        everything that the ballots depend on. The same arguments give the same bits.
         """
         source = NoiseStream.for_release(secret, name, content, *self._words(counts))
         noise = round_to_grid(source.gaussian((len(counts),), self.stddev), COUNT_GRID_STEP)

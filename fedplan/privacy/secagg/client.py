@@ -42,10 +42,16 @@ KeyDirectory = Mapping[str, bytes]
 
 
 class ProtocolClient:
-    """One client of the protocol. All steps raise a SecAggError for an invalid message or order.
+    """One client of the secure aggregation protocol, over all rounds of a run.
 
-    node: its private node key; directory: the public node keys of all clients.
-    store: where its progress is stored; reveal_log: of all its runs, None in simulations.
+    node: the client's private node key; directory: the public node keys of all clients by name;
+    raises a SecAggError if `name` has another key there, or none, or if two clients have one key.
+    store: stores the progress of the last round; reveal_log: sums unmasked in all runs, None in
+    simulations.
+    Call the five steps of a round in order, each with the server's last message, and send the
+    result. A step that is repeated with the same arguments returns the same message; only ECDSA
+    signatures differ. Every step raises a SecAggError for an invalid message, for a message of
+    another round, and for steps out of order, and the errors of `store` and `reveal_log`.
     """
 
     def __init__(
@@ -68,9 +74,11 @@ class ProtocolClient:
     ) -> KeyAdvert:
         """Step 1: start a round; return the signed public keys and the slots that will be sent.
 
-        terms: computed by the client itself from its request, not taken from the server.
-        slots: names of the slots to send. input_digest: digest of everything that the input depends
-        on, for the reveal log. Raises a SecAggError for a round or attempt that is over.
+        terms: computed by the client itself from the server's request, not taken from the server.
+        slots: names of the slots to send, all in the terms. input_digest: digest of everything that
+        the input depends on, for the reveal log. The terms of the last call may be repeated, with
+        the same slots. Raises a SecAggError for other terms that are not of a later round or
+        attempt, for another run, and for a round that was unmasked.
         """
         declared = tuple(slot.name for slot in terms.slots if slot.name in set(slots))
         if unknown := set(slots) - set(declared):
@@ -86,14 +94,30 @@ class ProtocolClient:
         return replace(advert, signature=sign(self._node, advert.body))
 
     def share_secrets(self, roster: KeyRoster) -> EncryptedShares:
-        """Step 2: check the roster; return the shares of this client's secrets for all others."""
+        """Step 2: check and store the roster; return this client's shares for all other clients.
+
+        Raises a SecAggError if the roster is not sorted, has too few or too many clients for the
+        threshold, a key twice, an invalid advert or not this client's own, or differs from a roster
+        that was accepted before.
+        """
         progress = self._progress(roster.terms_digest)
+        state = ClientRoundState(self.name, progress)
         if progress.adverts:
             # By digest: a client that signs again may produce another signature.
-            accepted = ClientRoundState(self.name, progress).roster_digest
-            _require_same("the roster", roster.digest, accepted, progress)
+            _require_same("the roster", roster.digest, state.roster_digest, progress)
         else:
-            self._require_roster(progress, roster.adverts)
+            names = [advert.client for advert in roster.adverts]
+            if names != sorted(set(names)):
+                raise SecAggError("the roster names a client twice, or is not sorted")
+            progress.terms.require_client_count(len(names))
+            keys = [key for a in roster.adverts for key in (a.encryption_key, a.masking_key)]
+            if len(set(keys)) < len(keys):
+                raise SecAggError("two clients of the roster have one key")
+            own = state.secrets.make_advert(self.name, progress.slots)
+            if not any(advert.body == own.body for advert in roster.adverts):
+                raise SecAggError(f"the roster has other keys of {self.name} than its own, or none")
+            for advert in roster.adverts:
+                require_valid_advert(progress.terms, advert, self._directory)
             progress = replace(progress, adverts=roster.adverts)
             self._store.write(progress)
         ciphertexts = ClientRoundState(self.name, progress).encrypted_shares
@@ -102,10 +126,13 @@ class ProtocolClient:
     def mask_input(
         self, shares: ForwardedShares, numbers: Mapping[str, Words], weight: int
     ) -> MaskedInput:
-        """Step 3: check the shares of the others; return this client's masked input.
+        """Step 3: check the other clients' shares; return this client's masked input.
 
-        numbers: the input by slot name, for all declared slots. Groups that too few clients send
-        are left out. Another input under the same terms is refused: its masks would be the same.
+        numbers: the input by slot name, for exactly the declared slots; weight: 1 to 2**27, adds to
+        the total weight and does not multiply the numbers. Slot groups with fewer than
+        `min_senders` senders are left out. Raises a SecAggError for shares that are too few, of
+        unknown clients or damaged, for numbers of a wrong shape or so large that the sum could
+        overflow, and for another input than was masked before under these terms.
         """
         progress = self._progress(shares.terms_digest)
         _require_step(progress.adverts, "shares arrived before the roster")
@@ -115,8 +142,20 @@ class ProtocolClient:
             _require_same("the set of encrypted shares", ciphertexts, accepted, progress)
         progress = replace(progress, ciphertexts=ciphertexts)
         state = ClientRoundState(self.name, progress)
-        _require_shares(state)
-        _require_numbers(progress, numbers, weight)
+        if unknown := set(ciphertexts) - (state.adverts.keys() - {self.name}):
+            raise SecAggError(
+                f"shares are of {min(unknown)!r}, which is no other client of the roster"
+            )
+        state.terms.require_client_count(len(ciphertexts) + 1)
+        for client in ciphertexts:
+            state.shares_of(client)
+        if set(numbers) != set(progress.slots):
+            raise SecAggError(
+                f"numbers of {len(numbers)} slots were given, and {len(progress.slots)} were "
+                "declared: give those"
+            )
+        if not 0 < weight <= MAX_CLIENT_WEIGHT:
+            raise SecAggError(f"the weight is {weight}: give a whole number from 1 to 2**27")
         vectors = state.masked_vectors(numbers, weight)
         digest = _digest(vectors)
         if progress.masked_digest not in ("", digest):
@@ -129,7 +168,12 @@ class ProtocolClient:
         return MaskedInput(shares.terms_digest, self.name, vectors)
 
     def sign_survivors(self, survivors: SurvivorList) -> SurvivorSignature:
-        """Step 4: check the survivor list; return its signature. One list for each attempt."""
+        """Step 4: check and store the survivor list; return this client's signature of the list.
+
+        One list per attempt: another one raises a SecAggError, as does a list without this client,
+        with fewer clients than the threshold, with clients that did not share secrets, or that the
+        reveal log does not allow.
+        """
         progress = self._progress(survivors.terms_digest)
         _require_step(progress.masked_digest, "survivors were named before the input was masked")
         if progress.survivors:
@@ -146,53 +190,17 @@ class ProtocolClient:
         return SurvivorSignature(survivors.terms_digest, self.name, sign(self._node, body))
 
     def reveal_shares(self, signatures: SignatureList) -> UnmaskShares:
-        """Step 5: check that a threshold signed the survivor list; return the unmask shares.
+        """Step 5: check the signatures; return the shares that unmask the survivors' sum.
 
-        Records the sums in the reveal log first.
+        Writes the sums to the reveal log first. Raises a SecAggError for an invalid signature of
+        the survivor list, a signer that is no survivor, and fewer signers than the threshold.
         """
         progress = self._progress(signatures.terms_digest)
         _require_step(progress.survivors, "signatures arrived before the survivor list")
-        state = ClientRoundState(self.name, progress)
-        self._require_signatures(state, signatures.signatures)
-        if not progress.revealed:
-            if self._reveal_log is not None:
-                senders = state.senders_by_slot(progress.survivors)
-                self._reveal_log.record(progress.terms, progress.input_digest, senders)
-            progress = replace(progress, revealed=True)
-            self._store.write(progress)
-        return ClientRoundState(self.name, progress).unmask_shares()
-
-    def _progress(self, terms_digest: bytes) -> RoundProgress:
-        """Stored progress of the round with these terms; a SecAggError if it is another round."""
-        progress = self._store.read()
-        if progress is None or progress.terms.digest != terms_digest:
-            started = f"it has started round {progress.terms.round}" if progress else "it has none"
-            raise SecAggError(f"{self.name} got a message of a round of other terms: {started}")
-        return progress
-
-    def _require_roster(self, progress: RoundProgress, adverts: Sequence[KeyAdvert]) -> None:
-        """Raise a SecAggError unless all adverts are valid and distinct, with this client's own."""
-        names = [advert.client for advert in adverts]
-        if names != sorted(set(names)):
-            raise SecAggError("the roster names a client twice, or is not sorted")
-        progress.terms.require_client_count(len(names))
-        keys = [key for advert in adverts for key in (advert.encryption_key, advert.masking_key)]
-        if len(set(keys)) < len(keys):
-            raise SecAggError("two clients of the roster have one key")
-        own = ClientRoundState(self.name, progress).secrets.make_advert(self.name, progress.slots)
-        if not any(advert.body == own.body for advert in adverts):
-            raise SecAggError(f"the roster has other keys of {self.name} than its own, or none")
-        for advert in adverts:
-            require_valid_advert(progress.terms, advert, self._directory)
-
-    def _require_signatures(
-        self, state: ClientRoundState, signatures: Sequence[SurvivorSignature]
-    ) -> None:
-        """Raise a SecAggError unless a threshold of survivors signed the same survivor list."""
-        survivors, signers = state.progress.survivors, set[str]()
-        for signature in signatures:
+        state, signers = ClientRoundState(self.name, progress), set[str]()
+        for signature in signatures.signatures:
             client = signature.client
-            if client not in survivors:
+            if client not in progress.survivors:
                 raise SecAggError(f"{client!r} signed, and is not among the survivors")
             public_key = self._directory[client]
             if not verify_signature(public_key, state.survivors_digest, signature.signature):
@@ -203,10 +211,29 @@ class ProtocolClient:
                 f"{len(signers)} clients have signed the survivors, and the threshold is "
                 f"{state.terms.threshold}: nothing is unmasked"
             )
+        if not progress.revealed:
+            if self._reveal_log is not None:
+                senders = state.senders_by_slot(progress.survivors)
+                self._reveal_log.record(progress.terms, progress.input_digest, senders)
+            progress = replace(progress, revealed=True)
+            self._store.write(progress)
+        return ClientRoundState(self.name, progress).unmask_shares()
+
+    def _progress(self, terms_digest: bytes) -> RoundProgress:
+        """Read the last round's progress; raise a SecAggError if its terms have another digest."""
+        progress = self._store.read()
+        if progress is None or progress.terms.digest != terms_digest:
+            started = f"it has started round {progress.terms.round}" if progress else "it has none"
+            raise SecAggError(f"{self.name} got a message of a round of other terms: {started}")
+        return progress
 
 
 def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirectory) -> None:
-    """Raise a SecAggError unless an advert has these terms and is signed by a known client."""
+    """Raise a SecAggError if a key advert is not of these terms, or not signed by its client.
+
+    directory: public node keys by client; a client that is not there raises too, and so does an
+    advert with slots that the terms do not have.
+    """
     client = advert.client
     if client not in directory:
         raise SecAggError(f"{client!r} is not in the directory")
@@ -221,29 +248,12 @@ def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirector
         raise SecAggError(f"{client} declares slots that this round does not have")
 
 
-def _require_shares(state: ClientRoundState) -> None:
-    """Raise a SecAggError for forwarded shares of too few or unknown clients, or damaged ones."""
-    senders = state.progress.ciphertexts
-    if unknown := set(senders) - (state.adverts.keys() - {state.name}):
-        raise SecAggError(f"shares are of {min(unknown)!r}, which is no other client of the roster")
-    state.terms.require_client_count(len(senders) + 1)
-    for client in senders:
-        state.shares_of(client)
-
-
-def _require_numbers(progress: RoundProgress, numbers: Mapping[str, Words], weight: int) -> None:
-    """Raise a SecAggError unless the input has the declared slots and its weight is in range."""
-    if set(numbers) != set(progress.slots):
-        raise SecAggError(
-            f"numbers of {len(numbers)} slots were given, and {len(progress.slots)} were declared: "
-            "give those"
-        )
-    if not 0 < weight <= MAX_CLIENT_WEIGHT:
-        raise SecAggError(f"the weight is {weight}: give a whole number from 1 to 2**27")
-
-
 def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> None:
-    """Raise a SecAggError for a wrong survivor list, or one of which nothing could be unmasked."""
+    """Raise a SecAggError if a client in this state must not sign a survivor list.
+
+    The list must be sorted, name this client, name only clients that shared their secrets, have at
+    least `threshold` clients, and leave at least one slot with `min_senders` senders.
+    """
     if list(survivors) != sorted(set(survivors)):
         raise SecAggError("the survivor list names a client twice, or is not sorted")
     if unknown := set(survivors) - set(state.sharing):
@@ -265,9 +275,10 @@ def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> Non
 
 
 def _require_new(terms: Terms, last: RoundProgress | None) -> None:
-    """Raise a SecAggError unless terms are of a later round, or a later attempt, than the last.
+    """Raise a SecAggError unless `terms` are of a later round, or of a later attempt at the last.
 
-    A round whose unmask shares were sent cannot be attempted again.
+    last: the stored progress of the client's last round; None passes. Also raised for another run,
+    and for a new attempt at a round whose unmask shares were sent.
     """
     if last is None:
         return

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from fedplan.privacy.secagg.masks import (
     GroupVector,
-    apply_pairwise_mask,
     mask_context,
     pairwise_mask_keys,
     self_mask_key,
@@ -23,7 +22,12 @@ from fedplan.tensors.ring import Words
 
 @dataclass(frozen=True)
 class ClientRoundState:
-    """Client `name` in a round; each property needs the progress up to its step."""
+    """Values of client `name` in a round, derived from the client's stored progress.
+
+    Changes nothing and stores nothing. The progress must have reached the step that a property
+    needs: `groups` and `encrypted_shares` need the roster, `sharing`, `context`, `shares_of` and
+    `masked_vectors` the forwarded shares, `survivors_digest` and `unmask_shares` the survivor list.
+    """
 
     name: str
     progress: RoundProgress
@@ -74,18 +78,18 @@ class ClientRoundState:
         return [group for group in self.groups if client in group.clients]
 
     def revealable_groups(self, clients: Sequence[str]) -> list[SlotGroup]:
-        """Slot groups of which at least `min_senders` senders are among some clients."""
+        """Slot groups that have at least `min_senders` senders among `clients`."""
         least = self.terms.min_senders
         return [group for group in self.groups if len(group.senders_among(clients)) >= least]
 
     def senders_by_slot(self, clients: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Senders among some clients of each slot that these could unmask."""
+        """For each slot that `clients` could unmask, by name: the senders among `clients`."""
         groups = self.revealable_groups(clients)
         return {slot.name: group.senders_among(clients) for group in groups for slot in group.slots}
 
     @cached_property
     def encrypted_shares(self) -> dict[str, bytes]:
-        """This client's shares for each other client, encrypted to it."""
+        """Shares of this client's secrets, by receiving client, encrypted to the receiver."""
         return {
             client: self.secrets.encrypt_shares(
                 self.name, advert, self.roster_digest, self._own_shares[client]
@@ -100,9 +104,10 @@ class ClientRoundState:
         return self.secrets.split(groups, clients, self.roster_digest, self.terms.threshold)
 
     def shares_of(self, client: str) -> list[bytes]:
-        """This client's shares of a client's secrets: of its masking secret, then of each seed.
+        """Shares that this client has of the secrets of `client`: masking secret, then each seed.
 
-        Raises a SecAggError if they do not decrypt.
+        Decrypts the forwarded shares; raises a SecAggError if decryption fails. For this client's
+        own name, returns the shares it keeps.
         """
         if client == self.name:
             return self._own_shares[client]
@@ -115,36 +120,33 @@ class ClientRoundState:
         )
 
     def masked_vectors(self, numbers: Mapping[str, Words], weight: int) -> dict[str, bytes]:
-        """This client's masked input for each of its groups that could be unmasked, by group name.
+        """This client's masked input, by name of slot group.
 
-        numbers: the input by slot name.
+        Has the groups that this client declared and that have at least `min_senders` senders among
+        the sharing clients. numbers: the input by slot name; weight: for the header of each vector,
+        multiplies nothing. Raises a
+        SecAggError for numbers of a wrong shape or so large that a sum could overflow.
         """
         groups = [g for g in self.revealable_groups(self.sharing) if self.name in g.clients]
-        count = len(self.sharing)
+        count, secret = len(self.sharing), self.secrets.masking_secret
         vectors = {group.name: GroupVector.of(group, numbers, weight, count) for group in groups}
         for group in groups:
             seed = self.secrets.self_mask_seed(group.name, self.roster_digest)
-            vectors[group.name].add_mask(self_mask_key(seed, self.context, group.name, self.name))
+            vectors[group.name].apply_mask(self_mask_key(seed, self.context, group.name, self.name))
         for client in self.sharing:
             common = [g.name for g in groups if client in g.clients and client != self.name]
-            for name, key in self._pairwise_keys(client, common).items():
-                apply_pairwise_mask(vectors[name], key, first=self.name < client)
+            if common:
+                other = (client, self.adverts[client].masking_key)
+                keys = pairwise_mask_keys(secret, self.context, self.name, other, common)
+                for name, key in keys.items():
+                    vectors[name].apply_mask(key, subtract=self.name > client)
         return {name: vectors.pop(name).to_bytes() for name in list(vectors)}  # frees each at once
 
-    def _pairwise_keys(self, client: str, groups: Sequence[str]) -> dict[str, bytes]:
-        """Keys of the pairwise masks with another client, by group name."""
-        if not groups:
-            return {}
-        other = (client, self.adverts[client].masking_key)
-        return pairwise_mask_keys(
-            self.secrets.masking_secret, self.context, self.name, other, groups
-        )
-
     def unmask_shares(self) -> UnmaskShares:
-        """Shares that unmask the sum of the survivors: the message to the server.
+        """Make the message to the server that unmasks the sum of the survivors.
 
-        Shares of self mask seeds of survivors, and of masking secrets of clients that dropped out,
-        both only for groups that are unmasked.
+        The message has shares of the self mask seeds of survivors, and of the masking secrets of
+        clients that dropped out, both only for slot groups with enough surviving senders.
         """
         survivors, seeds = self.progress.survivors, dict[str, dict[str, bytes]]()
         shares = {client: self.shares_of(client) for client in self.sharing}

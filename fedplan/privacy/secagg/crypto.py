@@ -19,9 +19,7 @@ from fedplan.tensors.ring import Words
 try:
     from cryptography.exceptions import InvalidSignature, InvalidTag
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
-    from cryptography.hazmat.primitives.asymmetric.ec import (
-        EllipticCurvePrivateKey as CurvePrivate,
-    )
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey as CurvePrivate
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey as CurvePublic
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
         Ed25519PrivateKey,
@@ -59,11 +57,11 @@ _NONCE = bytes(12)
 class SecAggError(FedplanError):
     """A client or the server refuses a step of secure aggregation."""
 
-    code = "masked"
+    code = "secagg"
 
 
 def length_prefixed(*words: str | int | bytes) -> bytes:
-    """Concatenate words, each with its type and length: different lists give different bytes."""
+    """Concatenate words, each behind its type and length: different lists give different bytes."""
     frames = list[bytes]()
     for word in words:
         content = word if isinstance(word, bytes) else str(word).encode()
@@ -77,7 +75,7 @@ def sha256_of(*words: str | int | bytes) -> bytes:
 
 
 def hkdf(secret: bytes, context: bytes, *words: str | int | bytes) -> bytes:
-    """Key derived by HKDF-SHA256 with the context as salt and the words as info."""
+    """Derive a key of KEY_SIZE bytes by HKDF-SHA256: context is the salt, words are the info."""
     return HKDF(SHA256(), KEY_SIZE, context, length_prefixed(*words)).derive(secret)
 
 
@@ -87,7 +85,7 @@ def x25519_public_key(secret: bytes) -> bytes:
 
 
 def x25519_shared_secret(secret: bytes, public: bytes) -> bytes:
-    """Secret that two clients share by X25519, from one's private key and the other's public key.
+    """Secret that two clients share by X25519: one client's private, the other's public key.
 
     Raises a SecAggError for an invalid public key.
     """
@@ -99,12 +97,12 @@ def x25519_shared_secret(secret: bytes, public: bytes) -> bytes:
 
 
 def aes_gcm_encrypt(key: bytes, plaintext: bytes, associated_data: bytes) -> bytes:
-    """Encrypt and authenticate a message. Use a key for one message only: the nonce is constant."""
+    """Encrypt and authenticate a message. One message per key only: the nonce is constant."""
     return AESGCM(key).encrypt(_NONCE, plaintext, associated_data)
 
 
 def aes_gcm_decrypt(key: bytes, ciphertext: bytes, associated_data: bytes) -> bytes | None:
-    """The message of `aes_gcm_encrypt`; None if key, ciphertext or associated data do not match."""
+    """Decrypt a message; None if key, ciphertext or associated data do not match."""
     try:
         return AESGCM(key).decrypt(_NONCE, ciphertext, associated_data)
     except InvalidTag:
@@ -112,14 +110,17 @@ def aes_gcm_decrypt(key: bytes, ciphertext: bytes, associated_data: bytes) -> by
 
 
 def sign(key: NodeKey, content: bytes) -> bytes:
-    """Signature of a content by a node key."""
+    """Sign a content by a node key: ECDSA with SHA-384, or Ed25519."""
     if isinstance(key, CurvePrivate):
         return key.sign(content, ECDSA(SHA384()))
     return key.sign(content)
 
 
 def verify_signature(public: bytes, content: bytes, signature: bytes) -> bool:
-    """Whether a signature of a content is valid under a public node key in DER form."""
+    """Whether a signature of a content is valid under a public node key in DER form.
+
+    False also for a key of another type. Raises ValueError for bytes that are no public key.
+    """
     key = load_der_public_key(public)
     try:
         if isinstance(key, CurvePublic):
@@ -139,16 +140,19 @@ def node_public_key(key: NodeKey) -> bytes:
 
 
 class KeyStream:
-    """Pseudorandom stream of a key: AES-256 in counter mode. Use a key for one stream only."""
+    """Pseudorandom stream of a 32-byte key: AES-256 in counter mode. One stream per key only.
+
+    `words` and `bytes` go on where the last call ended.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._cipher = Cipher(AES(key), CTR(bytes(16))).encryptor()
         self._buffer = bytearray(8 * CHUNK)
 
     def words(self, count: int) -> Iterator[tuple[slice, Words]]:
-        """The next `count` words in chunks, each with its slice of the whole.
+        """Yield the next `count` 64-bit words in chunks, as (slice of the whole, words).
 
-        A chunk is overwritten by the next one.
+        The next chunk overwrites the memory of the last: use or copy each at once.
         """
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
@@ -156,5 +160,5 @@ class KeyStream:
             yield slice(start, start + size), np.frombuffer(self._buffer, dtype="<u8", count=size)
 
     def bytes(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """The next `count` bytes; at most 8 * CHUNK in one call."""
         return self._cipher.update(_ZEROS[:count])

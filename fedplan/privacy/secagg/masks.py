@@ -25,9 +25,12 @@ from fedplan.tensors.ring import WORD, Words, add_words, subtract_words
 
 @dataclass(frozen=True)
 class GroupVector:
-    """The numbers of a slot group as 64-bit words: header and one-word numbers, then two-word ones.
+    """The numbers of a slot group (slots of the same senders) as one vector of 64-bit words.
 
+    words: header (count of clients, sum of weights), one-word numbers, then two-word numbers.
     split: number of words before the two-word numbers.
+    Made by `empty`, `of` or `from_bytes`; `add` and `apply_mask` change the words in place, modulo
+    2**64 or 2**128.
     """
 
     words: Words
@@ -42,30 +45,39 @@ class GroupVector:
     def of(
         group: SlotGroup, numbers: Mapping[str, Words], weight: int, clients: int
     ) -> GroupVector:
-        """One client's input: a header of 1 and its weight, and its numbers by slot name.
+        """One client's input: a header of 1 and `weight`, and a copy of the numbers by slot name.
 
-        Raises a SecAggError for a wrong shape, and for a number so large that the sum of `clients`
-        such numbers could overflow.
+        Raises a SecAggError if a slot of the group has numbers of a wrong shape, or a number so
+        large that a sum over `clients` clients could overflow.
         """
-        vector = GroupVector.empty(group)
+        vector, limit = GroupVector.empty(group), 2 ** (WORD - 1) // clients
         vector.narrow[:HEADER] = (1, weight)
-        for name, view in vector._slot_views(group):
-            if view.shape != numbers[name].shape:
+        for name, view in vector.numbers(group).items():
+            values = numbers[name]
+            if view.shape != values.shape:
                 raise SecAggError(
-                    f"{name} has numbers of shape {numbers[name].shape}, and {view.shape} was "
-                    "agreed: give each slot the shape in its terms"
+                    f"{name} has numbers of shape {values.shape}, and {view.shape} was agreed: "
+                    "give each slot the shape in its terms"
                 )
-            _require_small_numbers(name, numbers[name], clients)
-            view[...] = numbers[name]
+            top = (values[:, 1] if values.ndim == 2 else values).view(np.int64)
+            if top.size and not -limit < int(top.min()) <= int(top.max()) < limit:
+                raise SecAggError(
+                    f"{name} holds a number that is too large for a sum of {clients} clients: make "
+                    "its slot wide, or give smaller weights"
+                )
+            view[...] = values
         return vector
 
     @staticmethod
     def from_bytes(group: SlotGroup, content: bytes) -> GroupVector:
-        """Read-only vector from `to_bytes`. Raises a SecAggError for a wrong number of bytes."""
+        """Read-only vector of a group from `content`, the bytes of `to_bytes`, without a copy.
+
+        Raises a SecAggError for a wrong number of bytes.
+        """
         if len(content) != 8 * group.word_count:
             raise SecAggError(
-                f"part {group.name} has {len(content)} bytes and not {8 * group.word_count}: both "
-                "ends must sum the same slots"
+                f"slot group {group.name} has {len(content)} bytes and not {8 * group.word_count}: "
+                "both ends must sum the same slots"
             )
         return GroupVector(np.frombuffer(content, dtype="<u8"), group.narrow_count)
 
@@ -84,41 +96,29 @@ class GroupVector:
         return self.words[self.split :].reshape(-1, 2)
 
     def numbers(self, group: SlotGroup) -> dict[str, Words]:
-        """Views of the numbers, by slot name."""
-        return dict(self._slot_views(group))
+        """Views of the numbers by slot name: [count], or [count, 2] for a wide slot."""
+        views, narrow_start, wide_start = dict[str, Words](), HEADER, 0
+        for slot in group.slots:
+            if slot.wide:
+                views[slot.name] = self.wide[wide_start : wide_start + slot.count]
+                wide_start += slot.count
+            else:
+                views[slot.name] = self.narrow[narrow_start : narrow_start + slot.count]
+                narrow_start += slot.count
+        return views
 
     def add(self, other: GroupVector) -> None:
         """Add another vector of the same group in place, modulo the ring."""
         add_words(self.narrow, other.narrow)
         add_words(self.wide, other.wide)
 
-    def add_mask(self, key: bytes) -> None:
-        """Add the mask generated from a key, in place."""
-        stream = KeyStream(key)
+    def apply_mask(self, key: bytes, *, subtract: bool = False) -> None:
+        """Add or subtract the mask generated from a key, in place."""
+        combine, stream = subtract_words if subtract else add_words, KeyStream(key)
         for chunk, words in stream.words(self.narrow.size):
-            add_words(self.narrow[chunk], words)
+            combine(self.narrow[chunk], words)
         for chunk, words in stream.words(self.wide.size):
-            add_words(self.wide[chunk.start // 2 : chunk.stop // 2], words.reshape(-1, 2))
-
-    def subtract_mask(self, key: bytes) -> None:
-        """Subtract the mask generated from a key, in place."""
-        stream = KeyStream(key)
-        for chunk, words in stream.words(self.narrow.size):
-            subtract_words(self.narrow[chunk], words)
-        for chunk, words in stream.words(self.wide.size):
-            subtract_words(self.wide[chunk.start // 2 : chunk.stop // 2], words.reshape(-1, 2))
-
-    def _slot_views(self, group: SlotGroup) -> list[tuple[str, Words]]:
-        """Name and view of each slot, in order."""
-        views, narrow_start, wide_start = list[tuple[str, Words]](), HEADER, 0
-        for slot in group.slots:
-            if slot.wide:
-                views.append((slot.name, self.wide[wide_start : wide_start + slot.count]))
-                wide_start += slot.count
-            else:
-                views.append((slot.name, self.narrow[narrow_start : narrow_start + slot.count]))
-                narrow_start += slot.count
-        return views
+            combine(self.wide[chunk.start // 2 : chunk.stop // 2], words.reshape(-1, 2))
 
 
 def mask_context(terms_digest: bytes, roster_digest: bytes, sharing: Sequence[str]) -> bytes:
@@ -139,28 +139,10 @@ def pairwise_mask_keys(
 ) -> dict[str, bytes]:
     """Keys of the pairwise masks of two clients, by slot group; the same on both sides.
 
-    secret: masking secret of the client `own`; other: name and public masking key of the other.
-    Raises a SecAggError for an invalid public key.
+    secret: private masking key of the client `own`; other: name and public masking key of the other
+    client; context: see `mask_context`. Of the two, the client with the smaller name adds the mask,
+    the other one subtracts it. Raises a SecAggError for an invalid public key.
     """
     name, public_key = other
     shared, pair = x25519_shared_secret(secret, public_key), sorted((own, name))
     return {group: hkdf(shared, context, "pair", group, *pair) for group in groups}
-
-
-def apply_pairwise_mask(vector: GroupVector, key: bytes, *, first: bool) -> None:
-    """Add a pairwise mask in place for the client that is `first` by name, else subtract it."""
-    if first:
-        vector.add_mask(key)
-    else:
-        vector.subtract_mask(key)
-
-
-def _require_small_numbers(name: str, numbers: Words, clients: int) -> None:
-    """Raise a SecAggError if the sum of `clients` such numbers could overflow."""
-    top = (numbers[:, 1] if numbers.ndim == 2 else numbers).view(np.int64)
-    most = 2 ** (WORD - 1) // clients
-    if top.size and not -most < int(top.min()) <= int(top.max()) < most:
-        raise SecAggError(
-            f"{name} holds a number that is too large for a sum of {clients} clients: make its "
-            "slot wide, or give smaller weights"
-        )

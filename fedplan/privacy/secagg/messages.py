@@ -15,8 +15,9 @@ from fedplan.privacy.secagg.crypto import sha256_of
 
 @dataclass(frozen=True)
 class KeyAdvert:
-    """Client to server: its public keys of the round, and the names of the slots that it will send.
+    """Client to server: the client's public keys of a round, and the names of the slots to be sent.
 
+    terms_digest: digest of the round's terms, as in all messages.
     encryption_key: public X25519 key for encrypting shares to this client.
     masking_key: public X25519 key for pairwise masks.
     signature: of `body`, by the client's node key, so that the server cannot replace the keys.
@@ -38,7 +39,7 @@ class KeyAdvert:
 
 @dataclass(frozen=True)
 class KeyRoster:
-    """Server to all clients: the key adverts of the round, sorted by client."""
+    """Server to all clients: the key adverts of the round with these terms, sorted by client."""
 
     terms_digest: bytes
     adverts: tuple[KeyAdvert, ...]
@@ -51,7 +52,7 @@ class KeyRoster:
 
 @dataclass(frozen=True)
 class EncryptedShares:
-    """Client to server: the shares of its secrets, encrypted to each other client, by name."""
+    """Client to server: shares of the client's secrets, encrypted, by receiving client."""
 
     terms_digest: bytes
     client: str
@@ -60,7 +61,7 @@ class EncryptedShares:
 
 @dataclass(frozen=True)
 class ForwardedShares:
-    """Server to one client: the shares encrypted to it, by sender.
+    """Server to one client: the ciphertexts of shares encrypted to this client, by sender.
 
     The senders and the receiver are the clients that mask their input for each other.
     """
@@ -71,7 +72,7 @@ class ForwardedShares:
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """Client to server: its masked vector for each slot group, by group name."""
+    """Client to server: the client's masked vector for each slot group, by group name."""
 
     terms_digest: bytes
     client: str
@@ -80,7 +81,7 @@ class MaskedInput:
 
 @dataclass(frozen=True)
 class SurvivorList:
-    """Server to all clients: those whose masked input has arrived, sorted."""
+    """Server to all clients: the clients whose masked input has arrived, sorted."""
 
     terms_digest: bytes
     clients: tuple[str, ...]
@@ -88,7 +89,7 @@ class SurvivorList:
 
 @dataclass(frozen=True)
 class SurvivorSignature:
-    """Client to server: its signature of the survivor list that it received."""
+    """Client to server: the client's signature of the survivor list, by its node key."""
 
     terms_digest: bytes
     client: str
@@ -97,7 +98,7 @@ class SurvivorSignature:
 
 @dataclass(frozen=True)
 class SignatureList:
-    """Server to all survivors: the signatures, a proof that all received the same list."""
+    """Server to all survivors: the signatures, which prove that all received the same list."""
 
     terms_digest: bytes
     signatures: tuple[SurvivorSignature, ...]
@@ -105,7 +106,7 @@ class SignatureList:
 
 @dataclass(frozen=True)
 class UnmaskShares:
-    """Client to server: its shares of the secrets that unmask the sum.
+    """Client to server: the shares that the client has of all clients' secrets, to unmask the sum.
 
     self_mask_shares: of the self mask seeds of survivors, by group name and client.
     masking_key_shares: of the masking secrets of clients that dropped out, by client.

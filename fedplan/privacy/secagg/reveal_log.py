@@ -26,27 +26,32 @@ SlotSenders = Mapping[str, tuple[str, ...]]
 
 
 class RevealLog:
-    """A file with a JSON line for each round unmasked: its input digest, and senders by slot."""
+    """A client's log of unmasked sums: `file` has a JSON line per round, with senders by slot.
+
+    Call `require_consistent` before agreeing to unmask, and `record` before unmasking; the first
+    `record` creates the file and folder.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def require_consistent(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
-        """Raise a SecAggError if unmasking these sums would reveal a difference of two sums.
+        """Raise a SecAggError if unmasking these sums could reveal a difference of two sums.
 
         That is, if the round was unmasked under other terms, or if one of the slots was unmasked
-        with the same input digest for other senders. Also raised if the file cannot be read.
+        with the same input digest for other senders. Also raised if the file cannot be read. Writes
+        nothing.
         """
         reveal_id, terms_digest = terms.reveal_id, terms.digest.hex()
         lines = self._lines()
         for line in lines:
-            if line.get("occasion") == reveal_id and line["terms"] != terms_digest:
+            if line.get("reveal_id") == reveal_id and line["terms"] != terms_digest:
                 raise SecAggError(
                     f"round {terms.round} was unmasked in another attempt: a client reveals a "
                     "round once"
                 )
         by_slot = {_short(slot): clients for slot, clients in senders.items()}
-        for line in (line for line in lines if line["ground"] == input_digest):
+        for line in (line for line in lines if line["input_digest"] == input_digest):
             for earlier, slots in line["sums"]:
                 for slot in by_slot.keys() & set(slots):
                     if difference := set(earlier) ^ set(by_slot[slot]):
@@ -58,39 +63,38 @@ class RevealLog:
                         )
 
     def record(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
-        """Append sums to the file and sync it, before they are unmasked.
+        """Append a round's sums to the file and sync; call before the sums are unmasked.
 
-        Nothing is written twice. Raises a SecAggError as `require_consistent` does, and a storage
-        error if the file cannot be written.
+        terms: of the round; input_digest: of everything that this client's input depends on;
+        senders: of each slot. A round that is in the file is not written again; a torn last line is
+        cut off. Waits up to 60 s for the folder's lock. Raises a SecAggError as
+        `require_consistent` does, and a storage error if the file cannot be written.
         """
         by_senders = dict[tuple[str, ...], list[str]]()
         for slot, clients in senders.items():
             by_senders.setdefault(clients, []).append(_short(slot))
         sums = [[list(clients), sorted(slots)] for clients, slots in sorted(by_senders.items())]
-        line = {"ground": input_digest, "sums": sums}
-        line |= {"occasion": terms.reveal_id, "terms": terms.digest.hex()}
+        line = {"input_digest": input_digest, "sums": sums}
+        line |= {"reveal_id": terms.reveal_id, "terms": terms.digest.hex()}
         with wrap_disk_errors(
             f"{self._file} cannot be written", "nothing is unmasked; repair the disk"
         ):
             make_folder(self._file.parent)
             with locked_folder(self._file.parent, require_locks=True, timeout=60.0):
                 self.require_consistent(terms, input_digest, senders)
-                if line not in self._lines():
-                    self._append(json.dumps(line).encode() + b"\n")
-
-    def _append(self, line: bytes) -> None:
-        """Write and sync a line after the last whole one; a torn line is cut off."""
-        content = self._file.read_bytes() if self._file.exists() else b""
-        self._file.touch(mode=0o600)
-        with self._file.open("r+b") as out:
-            out.truncate(content.rfind(b"\n") + 1)
-            out.seek(0, os.SEEK_END)
-            out.write(line)
-            out.flush()
-            os.fsync(out.fileno())
+                if line in self._lines():
+                    return
+                content = self._file.read_bytes() if self._file.exists() else b""
+                self._file.touch(mode=0o600)
+                with self._file.open("r+b") as out:
+                    out.truncate(content.rfind(b"\n") + 1)
+                    out.seek(0, os.SEEK_END)
+                    out.write(json.dumps(line).encode() + b"\n")
+                    out.flush()
+                    os.fsync(out.fileno())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """All whole lines; none without a file. Raises a SecAggError if one cannot be read."""
+        """Parse all whole lines; [] without a file. Raises a SecAggError if one is unreadable."""
         # A torn line belongs to sums that were never unmasked.
         try:
             content = self._file.read_bytes() if self._file.exists() else b""

@@ -21,17 +21,17 @@ from fedplan.storage.store import Store
 
 @dataclass(frozen=True)
 class RoundProgress:
-    """A client's last round: its secret, and the messages that it has accepted and sent.
+    """A client's last round: terms, secret, and the messages that the client accepted and sent.
 
     secret: random bytes that all of the client's keys and seeds of the round derive from. Kept
-        until the next round, since a restarted server may ask for the same messages again.
+    until the next round, since a restarted server may request the same messages again.
     slots: names of the slots that the client declared.
-    input_digest: digest of everything that its input depends on.
-    adverts: the roster that it accepted.
-    ciphertexts: the shares forwarded to it, by sender.
-    masked_digest: digest of the masked input that it sent.
-    survivors: the survivor list that it signed.
-    revealed: whether it has sent its unmask shares.
+    input_digest: digest of everything that the client's input depends on.
+    adverts: the accepted roster; () before, as all fields below are empty before their step.
+    ciphertexts: the shares forwarded to the client, by sender.
+    masked_digest: digest of the masked input that was sent.
+    survivors: the survivor list that was signed.
+    revealed: whether the unmask shares were sent.
     """
 
     terms: Terms
@@ -46,7 +46,7 @@ class RoundProgress:
 
 
 class ProgressStore(Protocol):
-    """Storage of a client's last round."""
+    """Storage of a client's progress in its last round only."""
 
     def read(self) -> RoundProgress | None:
         """The last round written, None before the first."""
@@ -72,10 +72,11 @@ class MemoryProgressStore:
 
 
 class DiskProgressStore:
-    """A store in a folder, encrypted if an `encryption` is given. It survives a crash.
+    """A store in a folder, created if missing, that survives a crash.
 
-    Locks the folder: two processes could sign different survivor lists. A damaged store is an
-    error; an older version of it would let the client contradict itself.
+    encryption: encrypts the files; None: plain. The constructor locks the folder as long as the
+    object exists, since two processes could sign different survivor lists, and raises a StoreError
+    if another process has locked it. `read` never falls back to an older version of damaged data.
     """
 
     def __init__(self, folder: Path, *, encryption: Encryption | None = None) -> None:
@@ -83,7 +84,7 @@ class DiskProgressStore:
         self._store.lock()
 
     def read(self) -> RoundProgress | None:
-        """The last round written, None before the first. Raises a SecAggError if it is damaged."""
+        """The last round written, None before the first; a SecAggError if the store is damaged."""
         newest = self._store.read_newest()
         if self._store.skipped:
             raise SecAggError(
@@ -113,60 +114,52 @@ def _to_json(progress: RoundProgress) -> dict[str, Any]:
         "terms": {
             "experiment": terms.experiment,
             "run": terms.run,
-            "agreed": terms.agreement_digest,
+            "agreement_digest": terms.agreement_digest,
             "round": terms.round,
-            "base": terms.base_digest,
+            "base_digest": terms.base_digest,
             "threshold": terms.threshold,
-            "floor": terms.min_senders,
+            "min_senders": terms.min_senders,
             "slots": [[*asdict(slot).values()] for slot in terms.slots],
             "attempt": terms.attempt,
         },
         "secret": progress.secret.hex(),
         "slots": list(progress.slots),
-        "ground": progress.input_digest,
+        "input_digest": progress.input_digest,
         "adverts": adverts,
-        "boxes": {client: box.hex() for client, box in progress.ciphertexts.items()},
-        "masked": progress.masked_digest,
+        "ciphertexts": {name: shares.hex() for name, shares in progress.ciphertexts.items()},
+        "masked_digest": progress.masked_digest,
         "survivors": list(progress.survivors),
-        "answered": progress.revealed,
+        "revealed": progress.revealed,
     }
 
 
 def _from_json(data: Mapping[str, Any]) -> RoundProgress:
-    """The progress that `_to_json` wrote."""
+    """Inverse of `_to_json`."""
     fields = data["terms"]
     terms = Terms(
         experiment=fields["experiment"],
         run=fields["run"],
-        agreement_digest=fields["agreed"],
+        agreement_digest=fields["agreement_digest"],
         round=fields["round"],
-        base_digest=fields["base"],
+        base_digest=fields["base_digest"],
         threshold=fields["threshold"],
-        min_senders=fields["floor"],
+        min_senders=fields["min_senders"],
         slots=tuple(Slot(*slot) for slot in fields["slots"]),
         attempt=fields["attempt"],
     )
+    adverts = list[KeyAdvert]()
+    for client, *keys_and_signature, slots in data["adverts"]:
+        encryption_key, masking_key, signature = map(bytes.fromhex, keys_and_signature)
+        keys = (encryption_key, masking_key)
+        adverts.append(KeyAdvert(terms.digest, client, *keys, tuple(slots), signature))
     return RoundProgress(
         terms=terms,
         secret=bytes.fromhex(data["secret"]),
         slots=tuple(data["slots"]),
-        input_digest=data["ground"],
-        adverts=tuple(_advert(terms.digest, *advert) for advert in data["adverts"]),
-        ciphertexts={client: bytes.fromhex(box) for client, box in data["boxes"].items()},
-        masked_digest=data["masked"],
+        input_digest=data["input_digest"],
+        adverts=tuple(adverts),
+        ciphertexts={name: bytes.fromhex(shares) for name, shares in data["ciphertexts"].items()},
+        masked_digest=data["masked_digest"],
         survivors=tuple(data["survivors"]),
-        revealed=data["answered"],
+        revealed=data["revealed"],
     )
-
-
-def _advert(
-    terms_digest: bytes,
-    client: str,
-    encryption_key: str,
-    masking_key: str,
-    signature: str,
-    slots: list[str],
-) -> KeyAdvert:
-    """A key advert from its stored fields, in hex."""
-    keys = bytes.fromhex(encryption_key), bytes.fromhex(masking_key)
-    return KeyAdvert(terms_digest, client, *keys, tuple(slots), bytes.fromhex(signature))

@@ -25,7 +25,10 @@ from fedplan.privacy.secagg.terms import SlotGroup
 
 @dataclass(frozen=True)
 class RoundSecrets:
-    """All keys and seeds of a client in a round, derived from one random secret."""
+    """All keys and seeds of a client in a round, derived from one random 32-byte secret.
+
+    terms_digest: digest of the round's terms. Equal fields give equal keys, seeds and shares.
+    """
 
     secret: bytes
     terms_digest: bytes
@@ -36,7 +39,7 @@ class RoundSecrets:
     @cached_property
     def encryption_secret(self) -> bytes:
         """Private X25519 key for encrypting and decrypting shares."""
-        return self._derive("boxing")
+        return self._derive("encryption")
 
     @cached_property
     def masking_secret(self) -> bytes:
@@ -60,10 +63,11 @@ class RoundSecrets:
         roster_digest: bytes,
         threshold: int,
     ) -> dict[str, list[bytes]]:
-        """Shares for each client of the roster: of the masking secret, then of each group's seed.
+        """Split the masking secret and each group's self mask seed into Shamir shares.
 
-        A client's point is its position in the roster, from 1. The same arguments give the same
-        shares.
+        clients: the roster; a client's point is its position, from 1. roster_digest: part of each
+        seed. threshold: number of shares that reconstruct a secret. Returns, by client, the shares
+        for this client: of the masking secret, then of each group's seed.
         """
         shares = {client: list[bytes]() for client in clients}
         seeds = (self.self_mask_seed(group.name, roster_digest) for group in groups)
@@ -82,7 +86,7 @@ class RoundSecrets:
     def encrypt_shares(
         self, own: str, receiver: KeyAdvert, roster_digest: bytes, shares: Sequence[bytes]
     ) -> bytes:
-        """Encrypt shares of the client `own` to another client."""
+        """Encrypt shares of the client `own` to the client of the advert `receiver`."""
         key = self._encryption_key(receiver, roster_digest, own, receiver.client)
         return aes_gcm_encrypt(key, b"".join(shares), length_prefixed(own, receiver.client))
 
@@ -91,7 +95,8 @@ class RoundSecrets:
     ) -> list[bytes]:
         """Decrypt `count` shares that a sender encrypted to the client `own`.
 
-        Raises a SecAggError for a ciphertext of another round or roster, or of another count.
+        Raises a SecAggError for a ciphertext of another round or roster, or with another number of
+        shares.
         """
         key = self._encryption_key(sender, roster_digest, sender.client, own)
         content = aes_gcm_decrypt(key, ciphertext, length_prefixed(sender.client, own))
@@ -110,4 +115,4 @@ class RoundSecrets:
         self, other: KeyAdvert, roster_digest: bytes, sender: str, receiver: str
     ) -> bytes:
         shared = x25519_shared_secret(self.encryption_secret, other.encryption_key)
-        return hkdf(shared, roster_digest, "box", sender, receiver)
+        return hkdf(shared, roster_digest, "shares", sender, receiver)

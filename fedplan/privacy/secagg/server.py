@@ -12,15 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedplan.privacy.secagg.client import KeyDirectory, require_valid_advert
-from fedplan.privacy.secagg.crypto import (
-    KEY_SIZE,
-    SecAggError,
-    verify_signature,
-    x25519_public_key,
-)
+from fedplan.privacy.secagg.crypto import KEY_SIZE, SecAggError, verify_signature, x25519_public_key
 from fedplan.privacy.secagg.masks import (
     GroupVector,
-    apply_pairwise_mask,
     mask_context,
     pairwise_mask_keys,
     self_mask_key,
@@ -47,10 +41,11 @@ ADVERTS, SHARES, INPUTS = "adverts", "shares", "inputs"
 
 @dataclass(frozen=True)
 class UnmaskedSums:
-    """Result of a round, by slot name.
+    """Result of a round; all fields are by slot name.
 
-    numbers: the sums; senders: the clients that each is the sum of; weights: their total weight.
-    withheld: slots that are not unmasked, with the reason.
+    numbers: the sums; senders: the clients that a sum is of; weights: total weight of the senders.
+    withheld: the reason for each slot that is not unmasked; these slots are in no other field.
+    Slots that no client declared are in no field.
     """
 
     numbers: dict[str, Words]
@@ -60,9 +55,14 @@ class UnmaskedSums:
 
 
 class ProtocolServer:
-    """The server in one round. Methods raise a SecAggError for invalid, late or too few messages.
+    """The server's side of one secure aggregation round, in memory.
 
-    directory: the public node keys of all clients.
+    terms: of the round; directory: the public node keys of all clients, by name.
+    Call in turn: accept_advert for each client, roster; accept_shares, shares_for;
+    add_masked_input, survivor_list; accept_signature, signature_list; accept_unmask_shares, unmask.
+    Reading the roster, the forwarded shares or the survivor list closes the step before: a client
+    that has not sent its message by then has dropped out. Methods raise a SecAggError for invalid
+    or late messages, and for fewer clients than the threshold.
     """
 
     def __init__(self, terms: Terms, directory: KeyDirectory) -> None:
@@ -105,7 +105,12 @@ class ProtocolServer:
         return ForwardedShares(self.terms.digest, ciphertexts)
 
     def add_masked_input(self, masked: MaskedInput) -> None:
-        """Step 3: add the masked input of a client to the sums. Invalid input changes nothing."""
+        """Step 3: add the masked input of a client to the sums.
+
+        Raises a SecAggError, with the sums unchanged, for a second input of the client, for a
+        vector of a wrong size, and for other slot groups than those that the client declared and
+        that have at least `min_senders` senders.
+        """
         client = masked.client
         self._require_member(client, self._sharing, masked.terms_digest)
         self._require_open(INPUTS, client)
@@ -127,7 +132,10 @@ class ProtocolServer:
         return SurvivorList(self.terms.digest, self._survivors)
 
     def accept_signature(self, signature: SurvivorSignature) -> None:
-        """Step 4: accept a survivor's signature of the survivor list."""
+        """Step 4: accept a survivor's signature of the survivor list; replaces an earlier one.
+
+        Raises a SecAggError for an invalid signature, and for a client that is no survivor.
+        """
         client = signature.client
         self._require_member(client, self._survivors, signature.terms_digest)
         body = survivors_digest(self._context, self._survivors)
@@ -136,23 +144,24 @@ class ProtocolServer:
         self._signatures[client] = signature
 
     def signature_list(self) -> SignatureList:
-        """All signatures so far, if a threshold of survivors has signed."""
+        """All signatures so far; raises a SecAggError for fewer than the threshold."""
         self._require_enough(len(self._signatures), "have signed the survivors")
         signatures = tuple(signature for _, signature in sorted(self._signatures.items()))
         return SignatureList(self.terms.digest, signatures)
 
     def accept_unmask_shares(self, shares: UnmaskShares) -> None:
-        """Step 5: accept a survivor's unmask shares."""
+        """Step 5: accept a survivor's unmask shares; they are checked by `unmask`."""
         self._require_member(shares.client, self._survivors, shares.terms_digest)
         self._unmask_shares[shares.client] = shares
 
     def unmask(self) -> UnmaskedSums:
-        """Unmask the sums of all slots with enough surviving senders. Call once.
+        """Unmask the sums of all slots with at least `min_senders` surviving senders.
 
-        Raises a SecAggError with fewer unmask shares than the threshold, or with wrong ones.
+        Call once: changes the sums. Raises a SecAggError if fewer clients than the threshold have
+        sent unmask shares, if shares are missing or wrong, and if a group's header (count of
+        clients, sum of weights) is impossible, so that an input or a share was wrong.
         """
-        self._require_enough(len(self._unmask_shares), "have given what opens the sum")
-        used = dict(sorted(self._unmask_shares.items())[: self.terms.threshold])
+        self._require_enough(len(self._unmask_shares), "have revealed unmask shares")
         groups, withheld = self._revealable_groups(self._survivors), dict[str, str]()
         for group in self._groups:
             if group not in groups:
@@ -160,77 +169,55 @@ class ProtocolServer:
                 # This text is written into the ledger.
                 reason = f"{left} of {self.terms.min_senders} senders are left"
                 withheld |= {slot.name: reason for slot in group.slots}
-        self._remove_self_masks(groups, used)
-        self._remove_pairwise_masks(groups, used)
+        self._remove_masks(groups)
         sums = UnmaskedSums({}, {}, {}, withheld)
         for group in groups:
-            self._read_sums(sums, group)
+            vector, senders = self._sums[group.name], group.senders_among(self._survivors)
+            count, weight = (int(number) for number in vector.narrow[:HEADER])
+            if count != len(senders) or not count <= weight <= count * MAX_CLIENT_WEIGHT:
+                raise SecAggError(
+                    f"slot group {group.name} cannot be unmasked: one of "
+                    f"{', '.join(group.clients)} has sent wrong masked input or wrong shares; the "
+                    "round fails"
+                )
+            for name, numbers in vector.numbers(group).items():
+                sums.numbers[name], sums.senders[name] = numbers, senders
+                sums.weights[name] = weight
         return sums
 
-    def _read_sums(self, sums: UnmaskedSums, group: SlotGroup) -> None:
-        """Enter a group's sums into the result.
+    def _remove_masks(self, groups: Sequence[SlotGroup]) -> None:
+        """Subtract all masks from the sums of some slot groups, by reconstructed secrets.
 
-        Raises a SecAggError if its header shows that a mask is left.
+        Subtracts the self masks of survivors, and cancels the pairwise masks between survivors and
+        clients that dropped out. Raises a SecAggError for missing shares, and for wrong shares of a
+        masking secret. Wrong shares of a seed leave a mask, which `unmask` finds in the header.
         """
-        vector, senders = self._sums[group.name], group.senders_among(self._survivors)
-        count, weight = (int(number) for number in vector.narrow[:HEADER])
-        if count != len(senders) or not count <= weight <= count * MAX_CLIENT_WEIGHT:
-            raise SecAggError(
-                f"part {group.name} does not open: one of {', '.join(group.clients)} has masked "
-                "otherwise, or has given wrong shares; the round is given up"
-            )
-        for name, numbers in vector.numbers(group).items():
-            sums.numbers[name], sums.senders[name] = numbers, senders
-            sums.weights[name] = weight
-
-    def _remove_self_masks(
-        self, groups: Sequence[SlotGroup], used: Mapping[str, UnmaskShares]
-    ) -> None:
-        """Subtract the self masks of survivors, by their reconstructed seeds."""
-        weights = self._lagrange_weights(used)
+        used = dict(sorted(self._unmask_shares.items())[: self.terms.threshold])
+        weights = lagrange_weights([self._roster_names.index(client) + 1 for client in used])
         for group in groups:
+            shares = {
+                sender: each.self_mask_shares.get(group.name, {}) for sender, each in used.items()
+            }
             for client in group.senders_among(self._survivors):
-                shares = [
-                    _share_of(each.self_mask_shares.get(group.name, {}), client, sender)
-                    for sender, each in used.items()
-                ]
                 seed = _reconstruct(weights, shares, client)
                 key = self_mask_key(seed, self._context, group.name, client)
-                self._sums[group.name].subtract_mask(key)
-
-    def _remove_pairwise_masks(
-        self, groups: Sequence[SlotGroup], used: Mapping[str, UnmaskShares]
-    ) -> None:
-        """Cancel the pairwise masks of survivors with each client that dropped out."""
-        weights = self._lagrange_weights(used)
+                self._sums[group.name].apply_mask(key, subtract=True)
+        key_shares = {sender: u.masking_key_shares for sender, u in used.items()}
         for dropped in (client for client in self._sharing if client not in self._survivors):
             affected = [group for group in groups if dropped in group.clients]
             if not affected:
                 continue
-            shares = [
-                _share_of(each.masking_key_shares, dropped, sender) for sender, each in used.items()
-            ]
-            secret = _reconstruct(weights, shares, dropped)
+            secret = _reconstruct(weights, key_shares, dropped)
             if x25519_public_key(secret) != self._adverts[dropped].masking_key:
                 raise SecAggError(f"the shares of the key of {dropped} do not match it")
             for other in self._survivors:
                 common = sorted({group.name for group in affected if other in group.clients})
-                self._cancel_pairwise_masks(dropped, secret, other, common)
-
-    def _cancel_pairwise_masks(
-        self, dropped: str, secret: bytes, other: str, groups: Sequence[str]
-    ) -> None:
-        """Apply the dropped client's side of the masks that it shares with another client."""
-        if groups:
-            peer = (other, self._adverts[other].masking_key)
-            for name, key in pairwise_mask_keys(
-                secret, self._context, dropped, peer, groups
-            ).items():
-                apply_pairwise_mask(self._sums[name], key, first=dropped < other)
-
-    def _lagrange_weights(self, used: Mapping[str, UnmaskShares]) -> list[int]:
-        names = self._roster_names
-        return lagrange_weights([names.index(client) + 1 for client in used])
+                if common:
+                    peer = (other, self._adverts[other].masking_key)
+                    keys = pairwise_mask_keys(secret, self._context, dropped, peer, common)
+                    # The dropped client's side of the masks, which its own input would have had.
+                    for name, key in keys.items():
+                        self._sums[name].apply_mask(key, subtract=dropped > other)
 
     @cached_property
     def _roster(self) -> KeyRoster:
@@ -249,7 +236,7 @@ class ProtocolServer:
 
     @cached_property
     def _sharing(self) -> tuple[str, ...]:
-        self._require_enough(len(self._ciphertexts), "have sent boxes")
+        self._require_enough(len(self._ciphertexts), "have sent encrypted shares")
         self._closed_steps.add(SHARES)
         return tuple(sorted(self._ciphertexts))
 
@@ -259,7 +246,7 @@ class ProtocolServer:
 
     @cached_property
     def _survivors(self) -> tuple[str, ...]:
-        self._require_enough(len(self._input_senders), "have sent their words")
+        self._require_enough(len(self._input_senders), "have sent masked input")
         self._closed_steps.add(INPUTS)
         return tuple(sorted(self._input_senders))
 
@@ -268,11 +255,15 @@ class ProtocolServer:
         return [group for group in self._groups if len(group.senders_among(clients)) >= least]
 
     def _require_enough(self, clients: int, did: str) -> None:
-        """Raise a SecAggError for fewer clients than the threshold; its text is in the ledger."""
+        """Raise a SecAggError for fewer clients than the threshold.
+
+        did: what these clients have done, as a part of the error's text ("have sent ...").
+        """
         if clients < self.terms.threshold:
+            # This text is written into the ledger.
             raise SecAggError(
-                f"{clients} sites {did}, and the threshold is {self.terms.threshold}: the attempt "
-                "is given up"
+                f"{clients} clients {did}, and the threshold is {self.terms.threshold}: the "
+                "attempt fails"
             )
 
     def _require_member(self, client: str, members: Sequence[str], terms_digest: bytes) -> None:
@@ -284,16 +275,21 @@ class ProtocolServer:
             raise SecAggError(f"{client!r} comes too late: the others have gone on")
 
 
-def _share_of(shares: Mapping[str, bytes], client: str, sender: str) -> int:
-    """The share of a client's secret that a sender gave; a SecAggError if there is none."""
-    if client not in shares:
-        raise SecAggError(f"{sender} has given no share of {client}")
-    return int.from_bytes(shares[client])
+def _reconstruct(
+    weights: Sequence[int], revealed: Mapping[str, Mapping[str, bytes]], client: str
+) -> bytes:
+    """Reconstruct a secret of a client from the shares that some senders revealed.
 
-
-def _reconstruct(weights: Sequence[int], shares: Sequence[int], client: str) -> bytes:
-    """The secret of some shares; a SecAggError if they do not belong together."""
-    secret = sum(w * share for w, share in zip(weights, shares, strict=True)) % PRIME
+    weights: Lagrange weights of the senders; revealed: by sender, the shares by client. Raises a
+    SecAggError if a sender has no share of the client, or if the result has more than 32 bytes.
+    Wrong shares usually raise nothing, and give a wrong secret.
+    """
+    secret = 0
+    for weight, (sender, shares) in zip(weights, revealed.items(), strict=True):
+        if client not in shares:
+            raise SecAggError(f"{sender} has given no share of {client}")
+        secret += weight * int.from_bytes(shares[client])
+    secret %= PRIME
     if secret >> (8 * KEY_SIZE):
         raise SecAggError(f"the shares of {client} do not match each other")
     return secret.to_bytes(KEY_SIZE)

@@ -18,9 +18,10 @@ SHARE_SIZE = 33
 def split_secret(
     secret: int, coefficients: Sequence[int], points: Iterable[int], *, prime: int = PRIME
 ) -> list[int]:
-    """Shares of a secret at some points: values of the polynomial with these higher coefficients.
+    """Shares of a secret: values of a polynomial at some points, modulo `prime`.
 
-    `len(coefficients) + 1` shares reconstruct the secret.
+    The polynomial is secret + coefficients[0] x + coefficients[1] x**2 + ... Any
+    `len(coefficients) + 1` shares at different points, none of them 0, reconstruct the secret.
 
     >>> split_secret(1234, [166, 94], range(1, 7), prime=1613)
     [1494, 329, 965, 176, 1188, 775]
@@ -35,7 +36,7 @@ def split_secret(
 
 
 def lagrange_weights(points: Sequence[int], *, prime: int = PRIME) -> list[int]:
-    """Weights with which the shares at some points sum up to the value at zero."""
+    """Weights, modulo `prime`, with which shares at these points sum up to the secret."""
     weights = list[int]()
     for point in points:
         numerator, denominator = 1, 1
@@ -48,7 +49,7 @@ def lagrange_weights(points: Sequence[int], *, prime: int = PRIME) -> list[int]:
 
 
 def reconstruct_secret(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
-    """The secret of these shares, by point. With too few or wrong shares it is another number.
+    """Reconstruct a secret from its shares by point; too few or wrong shares give a wrong number.
 
     >>> reconstruct_secret({2: 329, 4: 176, 5: 1188}, prime=1613)
     1234

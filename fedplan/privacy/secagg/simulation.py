@@ -25,9 +25,10 @@ class ClientInput:
 
 
 def simulate_secagg_round(terms: Terms, inputs: Mapping[str, ClientInput]) -> UnmaskedSums:
-    """Run all steps of a round with new keys and without dropouts; return the unmasked sums.
+    """Run all steps of a round in this process, with new keys; return the unmasked sums.
 
-    inputs: by client. Raises a SecAggError if the terms do not allow the round.
+    inputs: numbers and weight of each client, by name; no client drops out. Raises a SecAggError if
+    the number of clients does not suit the threshold, or an input does not suit the slots.
     """
     keys = {name: Ed25519PrivateKey.generate() for name in inputs}
     directory = {name: node_public_key(key) for name, key in keys.items()}

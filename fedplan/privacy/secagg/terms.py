@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fedplan.privacy.secagg.crypto import SecAggError, sha256_of
 
-RULE = "fedplan masked sum 1: opened once a round, for the senders that a threshold of them signed"
+RULE = "fedplan secure aggregation 1: unmasked once a round, for survivors that a threshold signed"
 """Name and version of the protocol, part of every digest of terms."""
 HEADER = 2
 """Numbers at the start of every group's vector: count of clients, and sum of their weights."""
@@ -25,7 +25,7 @@ MAX_CLIENT_WEIGHT = 2**27
 class Slot:
     """A named vector of `count` numbers, which a client sends whole or not at all.
 
-    A number has one 64-bit word, two if `wide`.
+    name: unique in a round; a number has one 64-bit word, two if `wide`.
     """
 
     name: str
@@ -35,14 +35,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all clients of a round agree on.
+    """The settings that all clients of a secure aggregation round must agree on.
 
-    agreement_digest: fingerprint of the agreement of the run.
+    experiment, run: names; agreement_digest: fingerprint of the run's agreement (the settings that
+    server and clients fixed before round 1).
     base_digest: digest of the values that the round starts from.
-    threshold: number of clients needed to unmask a sum, more than half of them.
+    threshold: number of clients needed to unmask a sum; must be more than half of the round's
+    clients, see `require_client_count`.
     min_senders: a slot is unmasked only if at least this many surviving clients sent it.
     slots: everything that may be summed, in order.
-    attempt: number of this attempt at the round, if earlier ones failed.
+    attempt: number of this attempt at the round, from 1; a failed attempt is followed by the next.
 
     Raises a SecAggError if threshold or min_senders is below 2, or if a slot's name repeats.
     """
@@ -60,8 +62,8 @@ class Terms:
     def __post_init__(self) -> None:
         if self.threshold < 2 or self.min_senders < 2:
             raise SecAggError(
-                f"the threshold is {self.threshold} and the floor {self.min_senders}: a sum of one "
-                "client hides nothing; give 2 or more"
+                f"threshold is {self.threshold} and min_senders is {self.min_senders}: a sum of "
+                "one client hides nothing; give 2 or more"
             )
         if len({slot.name for slot in self.slots}) < len(self.slots):
             raise SecAggError("two slots have one name: name each once")
@@ -84,7 +86,7 @@ class Terms:
     def reveal_id(self) -> str:
         """Digest of run, round and slots, the same for all attempts: unmasked at most once."""
         slots = (slot.name for slot in self.slots)
-        return sha256_of("occasion", self.experiment, self.run, self.round, *slots).hex()
+        return sha256_of("reveal", self.experiment, self.run, self.round, *slots).hex()
 
     def require_client_count(self, clients: int) -> None:
         """Raise a SecAggError for fewer clients than the threshold, or for twice as many or more.
@@ -93,18 +95,21 @@ class Terms:
         """
         if clients < self.threshold:
             raise SecAggError(
-                f"{clients} sites are there, and the threshold is {self.threshold}: wait for more"
+                f"{clients} clients take part, and the threshold is {self.threshold}: wait for more"
             )
         if 2 * self.threshold <= clients:
             raise SecAggError(
-                f"a threshold of {self.threshold} of {clients} sites lets two halves open a round "
-                f"each: take {clients // 2 + 1} at least"
+                f"a threshold of {self.threshold} of {clients} clients lets two halves unmask a "
+                f"round each: take {clients // 2 + 1} at least"
             )
 
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Slots that the same clients send. They are masked, and unmasked or withheld, together."""
+    """Slots with the same senders: they are masked, and unmasked or withheld, together.
+
+    clients: the senders, sorted.
+    """
 
     slots: tuple[Slot, ...]
     clients: tuple[str, ...]
@@ -113,7 +118,7 @@ class SlotGroup:
     def name(self) -> str:
         """Digest of slots and clients, in hex: part of the key of each of the group's masks."""
         slots = [slot.name for slot in self.slots]
-        return sha256_of("part", len(slots), *slots, *self.clients).hex()[:32]
+        return sha256_of("group", len(slots), *slots, *self.clients).hex()[:32]
 
     @property
     def narrow_count(self) -> int:
@@ -131,16 +136,17 @@ class SlotGroup:
         return self.narrow_count + 2 * self.wide_count
 
     def senders_among(self, clients: Sequence[str]) -> tuple[str, ...]:
-        """Those of some clients that send this group."""
+        """The clients of this group that are among `clients`, in the group's order."""
         return tuple(client for client in self.clients if client in set(clients))
 
 
 def group_slots(
     terms: Terms, slots_by_client: Mapping[str, Sequence[str]]
 ) -> tuple[SlotGroup, ...]:
-    """Group the slots of a round by their senders.
+    """Group the slots of the terms by their senders; slots that no client sends are left out.
 
-    slots_by_client: names of the slots that each client declared.
+    slots_by_client: names of the slots that each client declared. Returns one group per distinct
+    set of senders, in the order of the terms' slots.
     """
     declared = {client: set(names) for client, names in sorted(slots_by_client.items())}
     groups = dict[tuple[str, ...], list[Slot]]()

@@ -25,7 +25,10 @@ MAX_LABEL_WIDTH, VALUE_WIDTH = 150.0, 76.0
 
 @dataclass(frozen=True)
 class Bar:
-    """A named amount with a paint; `expected` is the forecast range (least, most), if any."""
+    """A bar called `name` of length `amount`; `expected` is a forecast range (least, most).
+
+    `paint` names a colour of the palette.
+    """
 
     name: str
     amount: float
@@ -43,7 +46,8 @@ def bar_chart(
 ) -> Drawing:
     """Return a drawing of horizontal bars with their values, and marks at the expected ranges.
 
-    `unit` labels the axis; `format_value` writes the value at the end of a bar.
+    `unit` labels the axis; `format_value` writes the value at the end of a bar; `width` is in
+    pixels.
     """
     left = min(MAX_LABEL_WIDTH, 18 + max((text_width(bar.name) for bar in bars), default=0.0))
     amounts = [end for bar in bars for end in (bar.amount, *(bar.expected or ()))]
@@ -60,14 +64,17 @@ def bar_chart(
         y = TOP + number * (BAR_HEIGHT + GAP) + GAP / 2
         shapes += _bar(bar, across, y, format_value)
     rows = [(bar.name, bar.amount, *(bar.expected or (None, None))) for bar in bars]
-    columns = ("name", unit or "amount", "expected least", "expected most")
+    columns = ("name", unit or "amount", "expected_min", "expected_max")
     return Drawing(title, width, bottom + 36, tuple(shapes), columns, tuple(rows))
 
 
 def _bar(
     bar: Bar, across: Scale, y: float, format_value: Callable[[float], str]
 ) -> Iterator[Shape]:
-    """Yield the name, bar, expected range and value of a bar whose top is at `y`."""
+    """Yield the shapes of one bar: name, box, expected range and value.
+
+    `across` maps amounts to x; `y` is the top of the bar.
+    """
     zero, end = across(0.0), across(bar.amount)
     tip = f"{bar.name}: {format_value(bar.amount)}"
     yield TextLabel(

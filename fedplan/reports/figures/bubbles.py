@@ -32,10 +32,12 @@ def bubble_chart(
     column: str = "column",
     width: float = 720,
 ) -> Drawing:
-    """Return a drawing with a dot for each amount, given by row and column.
+    """Return a drawing with a dot for each amount above 0; the dot's area shows the amount.
 
-    `sums` are the numbers at the ends of rows; `row` and `column` name the columns of the CSV. If
-    column names are too long, the columns are numbered and listed below.
+    `amounts` are by row name, then by column name. `columns` are all column names in order; `sums`
+    are the numbers written at the ends of rows, by row name. `row` and `column` are headers of the
+    CSV, `width` is in pixels. If column names are too long, the columns are numbered, and the names
+    listed below.
     """
     left = min(MAX_LABEL_WIDTH, 18 + max((text_width(name) for name in amounts), default=0.0))
     step = min(MAX_COLUMN, max(MIN_COLUMN, (width - left - SUM_WIDTH) / max(1, len(columns))))
@@ -73,7 +75,7 @@ def bubble_chart(
 
 
 def _wrap(texts: Sequence[str], width: float) -> Iterator[str]:
-    """Yield texts joined by commas, in lines that fit into a width."""
+    """Yield texts joined by commas, in lines that fit into a width in pixels."""
     line = ""
     for text, following in pairwise([*texts, ""]):
         line += text + (", " if following else "")

@@ -22,7 +22,10 @@ Anchor = Literal["start", "middle", "end"]
 
 @dataclass(frozen=True)
 class Box:
-    """A filled rectangle; `tip` is shown when a pointer is over it."""
+    """A filled rectangle with its top left corner at `x`, `y`, in pixels; a pointer shows `tip`.
+
+    `wide` and `tall` are its size; `paint` names a colour of the palette.
+    """
 
     x: float
     y: float
@@ -34,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line through points; `dash` is an SVG dash pattern, or empty."""
+    """A line through points, `wide` pixels thick; `dash` is an SVG dash pattern, or empty."""
 
     points: tuple[tuple[float, float], ...]
     paint: str
@@ -44,7 +47,7 @@ class Stroke:
 
 @dataclass(frozen=True)
 class Area:
-    """A translucent filled polygon."""
+    """A translucent polygon filled with a paint (a colour of the palette)."""
 
     points: tuple[tuple[float, float], ...]
     paint: str
@@ -52,7 +55,10 @@ class Area:
 
 @dataclass(frozen=True)
 class Dot:
-    """A marker: `form` is disc, ring, square, triangle, diamond or cross; `size` is its radius."""
+    """A marker with its centre at `x`, `y`; `size` is the radius in pixels, a pointer shows `tip`.
+
+    `form` is disc, ring, square, triangle, diamond or cross; `paint` names a colour.
+    """
 
     x: float
     y: float
@@ -64,7 +70,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class TextLabel:
-    """A text at a position; `anchor` is the side of the text at `x`."""
+    """A text with its baseline at `y`, and its start, middle or end (`anchor`) at `x`.
+
+    `paint` names a colour, `size` is the font size in pixels, and `bold` its weight.
+    """
 
     x: float
     y: float
@@ -80,7 +89,11 @@ Shape = Box | Stroke | Area | Dot | TextLabel
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: title, size, shapes, and its numbers as a table of `columns` and `rows`."""
+    """A figure of `width` by `height` pixels: shapes, later ones on top, and the numbers behind.
+
+    `title` is not drawn: pages show it as a heading, and SVG has it as aria-label. The numbers are
+    a table of `columns` and `rows`. Call `svg` or `csv`; `save_png` writes PNG.
+    """
 
     title: str
     width: float
@@ -90,7 +103,7 @@ class Drawing:
     rows: tuple[tuple[object, ...], ...] = ()
 
     def svg(self, *, alone: bool = False) -> str:
-        """Return the drawing as an SVG element; an `alone` one has the style sheet of colours."""
+        """Return the drawing as an SVG element; `alone` adds the style sheet of the colours."""
         box = f"0 0 {_short(self.width)} {_short(self.height)}"
         style = f"<style>{palette_css()}\ntext {{ font-family: {FONTS} }}</style>" if alone else ""
         elements = "".join(map(_svg_element, self.shapes))
@@ -113,13 +126,13 @@ FONTS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-ser
 
 
 def truncate_text(text: str, width: float, size: float = FONT_SIZE) -> str:
-    """Return a text cut to a width, with an ellipsis if it was cut."""
+    """Return a text cut to a width in pixels by its estimated length, with an ellipsis if cut."""
     length = max(1, int(width / (CHAR_WIDTH * size)))
     return text if len(text) <= length else text[: max(1, length - 1)] + "…"
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """Return the estimated width of a text."""
+    """Return the estimated width of a text in pixels."""
     return CHAR_WIDTH * size * len(text)
 
 
@@ -129,9 +142,9 @@ def replace_control_chars(text: str) -> str:
 
 
 def spreadsheet_safe(value: object) -> object:
-    """Return a value for a CSV cell: None is empty, a text like a formula gets a leading quote.
+    """Return a value for a CSV cell: "" for None, a quote before a text that looks like a formula.
 
-    Names of clients are not trusted.
+    Names of clients are not trusted, so that a spreadsheet must not run them.
     """
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return f"'{value}"
@@ -139,7 +152,7 @@ def spreadsheet_safe(value: object) -> object:
 
 
 def _svg_element(shape: Shape) -> str:
-    """Return a shape as an SVG element; colours are CSS classes of its paint."""
+    """Return a shape as an SVG element; its paint becomes a CSS class."""
     match shape:
         case Box():
             position = f'x="{_short(shape.x)}" y="{_short(shape.y)}"'
@@ -166,7 +179,7 @@ def _svg_element(shape: Shape) -> str:
 
 
 def marker_corners(dot: Dot) -> tuple[tuple[float, float], ...]:
-    """Return the corners of a marker, or the ends of a cross's two strokes; none for a circle."""
+    """Return the corners of a polygonal dot, or the four ends of a cross; () for circles."""
     x, y, r = dot.x, dot.y, dot.size
     corners = {
         "square": ((-r, -r), (r, -r), (r, r), (-r, r)),
@@ -178,7 +191,7 @@ def marker_corners(dot: Dot) -> tuple[tuple[float, float], ...]:
 
 
 def _dot(dot: Dot) -> str:
-    """Return a marker as an SVG element."""
+    """Return a dot as an SVG element."""
     if dot.form in ("disc", "ring"):
         paint = f'class="f-{dot.paint}"'
         if dot.form == "ring":

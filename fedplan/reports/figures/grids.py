@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from fedplan.reports.figures.drawing import (
     Box,
@@ -24,9 +25,10 @@ MAX_LABEL_WIDTH = 170.0
 
 @dataclass(frozen=True)
 class GridCell:
-    """A cell from round `first` to `last`: paints with their shares of its height, and its text.
+    """A cell of a row, from round `first` to round `last`.
 
-    The word is shown, or the letter if the word is too wide; `tip` is shown under a pointer.
+    `paints` are (colour, share of the height) of stripes, from the top. `word` is written into the
+    cell, or `letter` if the word is too wide, or nothing; a pointer shows `tip`.
     """
 
     first: int
@@ -39,7 +41,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridRow:
-    """A named row of cells, with a note at its end."""
+    """A row called `name` of cells that do not overlap, with a `note` at its end."""
 
     name: str
     cells: tuple[GridCell, ...]
@@ -56,9 +58,10 @@ def cell_grid(
     x: str = "round",
     width: float = 960,
 ) -> Drawing:
-    """Return a drawing of rows of cells over rounds 1 to `rounds`, with a legend of the paints.
+    """Return a drawing of rows of cells over rounds 1 to `rounds`, with a legend.
 
-    `legend` maps paints to texts; `row` names the first column of the CSV, `x` the axis.
+    `legend` maps paints to texts; `row` names the first column of the CSV, `x` the axis; `width` is
+    in pixels.
     """
     left = min(MAX_LABEL_WIDTH, 18 + max((text_width(line.name) for line in rows), default=0.0))
     notes = max((text_width(line.note, 11) for line in rows), default=0.0)
@@ -77,12 +80,15 @@ def cell_grid(
     height = top + HEADER + len(rows) * (ROW_HEIGHT + GAP)
     table = [(r.name, c.first, c.last, c.word, c.tip) for r in rows for c in r.cells]
     return Drawing(
-        title, width, height, tuple(shapes), (row, "first", "last", "is", "note"), tuple(table)
+        title, width, height, tuple(shapes), (row, "first", "last", "value", "note"), tuple(table)
     )
 
 
 def _cell(cell: GridCell, name: str, left: float, step: float, y: float) -> Iterator[Shape]:
-    """Yield the boxes and text of a cell in the row `name`, whose top is at `y`."""
+    """Yield the boxes and the text of a cell in the row called `name`.
+
+    `left` is the x of round 1, `step` the width of a round, `y` the top of the row.
+    """
     x, width = left + (cell.first - 1) * step, (cell.last - cell.first + 1) * step
     width = max(0.6, width - min(2.0, step / 6))
     when = f"{cell.first}" if cell.first == cell.last else f"{cell.first} to {cell.last}"
@@ -104,7 +110,7 @@ def _cell(cell: GridCell, name: str, left: float, step: float, y: float) -> Iter
 
 
 def _legend(legend: Mapping[str, str], left: float, width: float) -> tuple[list[Shape], float]:
-    """Return the shapes of the legend, wrapped into lines, and the y below them."""
+    """Return the shapes of a legend, wrapped into lines from `left` to `width`, and the y below."""
     shapes, x, y = list[Shape](), left, 0.0
     for paint, text in legend.items():
         width_needed = 18 + text_width(text, 11) + 16
@@ -116,16 +122,12 @@ def _legend(legend: Mapping[str, str], left: float, width: float) -> tuple[list[
 
 
 def _round_numbers(rounds: int, left: float, step: float, top: float, x: str) -> Iterator[Shape]:
-    """Yield the name of the axis and as many round numbers as fit, at `top`."""
+    """Yield the axis name `x` and as many round numbers as fit, at `top`.
+
+    `left` is the x of round 1 and `step` the width of a round.
+    """
     yield TextLabel(left - 8, top + 14, x, "faint", "end", 11)
-    interval = next(n for n in _intervals() if n * step >= 26 or n >= rounds)
+    intervals = (size * 10**power for power in count() for size in (1, 2, 5))
+    interval = next(n for n in intervals if n * step >= 26 or n >= rounds)
     for number in sorted({1, *range(interval, rounds + 1, interval)} - ({interval} & {2})):
         yield TextLabel(left + (number - 0.5) * step, top + 14, str(number), "faint", "middle", 11)
-
-
-def _intervals() -> Iterator[int]:
-    """Yield 1, 2, 5, 10, 20, 50, 100 and so on."""
-    size = 1
-    while True:
-        yield from (size, 2 * size, 5 * size)
-        size *= 10

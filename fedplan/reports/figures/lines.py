@@ -41,27 +41,36 @@ def line_chart(
     named: Sequence[str] = (),
     size: tuple[float, float] = (480, 260),
 ) -> Drawing:
-    """Return a drawing of series as lines, each with a colour and a marker; six have their own.
+    """Return a drawing of series as lines, each with a name, a colour and a marker.
 
-    `x` and `y` label the axes. `limit` is the name and level of a dashed line; `expected` is drawn
-    as a band behind the lines. `whole` allows whole numbers only on the x axis; `named` are texts
-    for its values 0, 1, 2 and so on. Series without finite values are left out.
+    Six series have a colour of their own, further ones are grey. `x` and `y` label the axes;
+    `limit` is (name, level) of a horizontal dashed line; `expected` is a forecast, drawn behind the
+    lines as a dashed line with its band. `whole`: the x axis is linear and has whole numbers only.
+    `named` are texts in place of 0, 1, 2 and so on at the x axis. `size` is (width, height) in
+    pixels. Series without finite values are left out.
     """
     drawn = [each for each in series if any(is_drawable(y) for _, y in each.points)]
     behind = [expected] if expected else []
     names = [each.name for each in (*drawn, *behind)] + ([limit[0]] if limit else [])
     right = min(MAX_RIGHT, 26 + max((text_width(name, 11) for name in names), default=0.0))
     width, height = size
-    across, up = _scales(
-        (*drawn, *behind), limit, (LEFT, width - right), (height - BOTTOM, TOP), whole=whole
-    )
-    shapes = [
-        *axes_shapes(across, up, x=x, y=y, named=named),
-        *(_expected_band(expected, across, up) if expected else ()),
-        *(_limit_line(limit[1], across, up) if limit else ()),
-        *(each for place, one in enumerate(drawn) for each in _line(one, place, across, up)),
-        *_names(drawn, expected, limit, across, up, right),
-    ]
+    points = [point for each in (*drawn, *behind) for point in each.points]
+    levels = [end for each in (*drawn, *behind) for pair in each.band for end in pair]
+    levels += [level for _, level in points] + ([limit[1]] if limit else [])
+    xs = [each for each, level in points if is_drawable(level)]
+    across = make_scale(xs, LEFT, width - right, whole=whole)
+    up = make_scale(levels, height - BOTTOM, TOP)
+    shapes = list(axes_shapes(across, up, x=x, y=y, named=named))
+    if expected and expected.band:
+        shapes.append(Area(_band_outline(expected, across, up), "faint"))
+    for run in split_at_gaps(expected.points if expected else ()):
+        shapes.append(Stroke(tuple((across(x), up(y)) for x, y in run), "faint", 1.2, DASH))
+    if limit:
+        ends = ((across.start, up(limit[1])), (across.end, up(limit[1])))
+        shapes.append(Stroke(ends, "c1", 1.4, DASH))
+    for place, each in enumerate(drawn):
+        shapes += _line(each, place, across, up)
+    shapes += _names(drawn, expected, limit, across, up, right)
     rows = [row for each in (*drawn, *behind) for row in each.rows()]
     return Drawing(
         title,
@@ -76,7 +85,10 @@ def line_chart(
 def axes_shapes(
     across: Scale, up: Scale, *, x: str = "", y: str = "", named: Sequence[str] = ()
 ) -> Iterator[Shape]:
-    """Yield grid lines, tick labels and axis names for two scales; `named` replaces x labels."""
+    """Yield grid lines, tick labels and axis names for the scales of x (`across`) and y (`up`).
+
+    `x` and `y` name the axes; `named` replaces the labels of x at 0, 1, 2 and so on.
+    """
     for tick, label in zip(up.ticks, tick_labels(up), strict=True):
         place = up(tick)
         yield Stroke(((across.start, place), (across.end, place)), "grid")
@@ -91,24 +103,8 @@ def axes_shapes(
     yield TextLabel(4, up.end - 11, f"{y}{log}", "faint", size=11)
 
 
-def _scales(
-    series: Iterable[Series],
-    limit: tuple[str, float] | None,
-    across: Point,
-    up: Point,
-    *,
-    whole: bool,
-) -> tuple[Scale, Scale]:
-    """Return the x and y scales of all series with bands and limit, in these coordinates."""
-    points = [point for each in series for point in each.points]
-    ends = [end for each in series for pair in each.band for end in pair]
-    levels = [limit[1]] if limit else []
-    xs, ys = [x for x, y in points if is_drawable(y)], [y for _, y in points]
-    return make_scale(xs, *across, whole=whole), make_scale((*ys, *ends, *levels), *up)
-
-
 def split_at_gaps(points: Iterable[Point]) -> Iterator[list[Point]]:
-    """Yield runs of consecutive points with finite values; other points break the line."""
+    """Split points where y is not finite or its magnitude exceeds 1e100; yield each part."""
     run = list[Point]()
     for x, y in points:
         if is_drawable(y):
@@ -121,7 +117,7 @@ def split_at_gaps(points: Iterable[Point]) -> Iterator[list[Point]]:
 
 
 def _line(series: Series, place: int, across: Scale, up: Scale) -> Iterator[Shape]:
-    """Yield the band, line and markers of the series with number `place`."""
+    """Yield the band, line and markers of the series with number `place` on two scales."""
     paint, form = _paint_and_marker(place)
     if series.band and all(is_drawable(end) for pair in series.band for end in pair):
         yield Area(_band_outline(series, across, up), paint)
@@ -135,29 +131,16 @@ def _line(series: Series, place: int, across: Scale, up: Scale) -> Iterator[Shap
 
 
 def _paint_and_marker(place: int) -> tuple[str, str]:
-    """Return the paint and marker of a series by its number; all beyond the sixth are grey."""
+    """Return (paint, marker) of the series with number `place`; all beyond the sixth are grey."""
     return HUES[place] if place < len(HUES) else "faint", FORMS[place % len(FORMS)]
 
 
 def _band_outline(series: Series, across: Scale, up: Scale) -> tuple[Point, ...]:
-    """Return the polygon of a series' band."""
+    """Return the polygon of the band of a series on two scales."""
     pairs = [(across(x), pair) for (x, _), pair in zip(series.points, series.band, strict=True)]
     forward = [(x, up(high)) for x, (_, high) in pairs]
     back = [(x, up(low)) for x, (low, _) in reversed(pairs)]
     return (*forward, *back)
-
-
-def _expected_band(series: Series, across: Scale, up: Scale) -> Iterator[Shape]:
-    """Yield the grey band and dashed line of a forecast."""
-    if series.band:
-        yield Area(_band_outline(series, across, up), "faint")
-    for run in split_at_gaps(series.points):
-        yield Stroke(tuple((across(x), up(y)) for x, y in run), "faint", 1.2, DASH)
-
-
-def _limit_line(level: float, across: Scale, up: Scale) -> Iterator[Shape]:
-    """Yield the dashed line of a limit."""
-    yield Stroke(((across.start, up(level)), (across.end, up(level))), "c1", 1.4, DASH)
 
 
 def _names(
@@ -168,7 +151,10 @@ def _names(
     up: Scale,
     right: float,
 ) -> Iterator[Shape]:
-    """Yield the names at the ends of lines, moved apart where they would overlap."""
+    """Yield the names at the ends of all lines, spread where they would overlap.
+
+    `across` and `up` are the scales of x and y, `right` the room in pixels at the right.
+    """
     names = [
         (up(each.last), each.name, _paint_and_marker(place))
         for place, each in enumerate(series)
@@ -190,9 +176,11 @@ def _names(
 def spread_labels(
     targets: Sequence[float], distance: float, low: float, high: float
 ) -> list[float]:
-    """Return positions near the targets, in the same order, at least `distance` apart.
+    """Return a position near each target, with at least `distance` between any two positions.
 
-    They lie between `low` and `high` if there is room; `high` has precedence.
+    `targets` may have any order; position i is that of target i. The positions are between `low`
+    and `high`; if there is too little room, the distances are kept, and some positions are below
+    `low`.
     """
     order = sorted(range(len(targets)), key=lambda i: targets[i])
     places, last = dict[int, float](), low - distance

@@ -26,10 +26,10 @@ def small_multiples(
     y: str = "",
     columns: int = 6,
 ) -> Drawing:
-    """Return a drawing with a panel per series, at most `columns` side by side.
+    """Return a drawing with a panel per series, at most `columns` side by side, on common scales.
 
-    `marked` maps names of series to a word; they get another colour. `behind` is drawn dashed in
-    every panel.
+    `marked` maps names of series to a word for their panel; these series get another colour.
+    `behind` is a series drawn dashed in every panel. `x` and `y` name the columns of the CSV.
     """
     marks, columns = marked or {}, max(1, min(columns, len(series)))
     every = [*series, *([behind] if behind else [])]
@@ -43,9 +43,13 @@ def small_multiples(
         up = make_scale([y for _, y in points], top + PANEL_HEIGHT - 2, top + HEADER, count=3)
         shapes += _panel(each, behind, across, up, marks.get(each.name, ""))
         if number % columns == 0:
-            shapes += _y_labels(up)
+            texts = tick_labels(up)
+            for level, label in ((up.ticks[0], texts[0]), (up.ticks[-1], texts[-1])):
+                shapes.append(TextLabel(LEFT - 5, up(level) + 4, label, "faint", "end", 10))
         if number // columns == rows - 1 or number + columns >= len(series):
-            shapes += _x_labels(across, up)
+            for tick in dict.fromkeys((across.low, across.high)):
+                anchor, text = ("start" if tick == across.low else "end"), format_tick(tick)
+                shapes.append(TextLabel(across(tick), up.start + 13, text, "faint", anchor, 10))
     table = [row[:3] for each in every for row in each.rows()]
     width = LEFT + columns * (PANEL_WIDTH + GAP)
     height = rows * (PANEL_HEIGHT + GAP) + 12
@@ -56,7 +60,10 @@ def small_multiples(
 def _panel(
     series: Series, behind: Series | None, across: Scale, up: Scale, word: str
 ) -> Iterator[Shape]:
-    """Yield the shapes of a panel: name, last value, mark `word`, and lines."""
+    """Yield the shapes of the panel of a series: name, last value, mark `word`, and lines.
+
+    `behind` is a dashed second series; `across` and `up` are the scales of x and y.
+    """
     paint, top = ("c1" if word else "c0"), up.end - HEADER
     last = f"{series.last:.3g}" if series.last is not None else "no value"
     name = truncate_text(series.name, across.end - across.start - 40, 12)
@@ -74,18 +81,3 @@ def _panel(
     for x, y in finite[-1:]:
         form = "square" if word else "disc"
         yield Dot(across(x), up(y), paint, form, 3.0, f"{series.name}, {x:g}: {y:.4g}")
-
-
-def _y_labels(up: Scale) -> Iterator[Shape]:
-    """Yield the labels of the lowest and highest tick."""
-    texts = tick_labels(up)
-    for level, label in ((up.ticks[0], texts[0]), (up.ticks[-1], texts[-1])):
-        yield TextLabel(LEFT - 5, up(level) + 4, label, "faint", "end", 10)
-
-
-def _x_labels(across: Scale, up: Scale) -> Iterator[Shape]:
-    """Yield the labels of the first and last round."""
-    ends = dict.fromkeys((across.low, across.high))
-    for tick in ends:
-        anchor = "start" if tick == across.low else "end"
-        yield TextLabel(across(tick), up.start + 13, format_tick(tick), "faint", anchor, 10)

@@ -31,7 +31,10 @@ ALIGNMENTS: dict[str, Any] = {"start": "left", "middle": "center", "end": "right
 
 
 def save_png(drawing: Drawing, file: Path) -> None:
-    """Write a drawing as PNG on white; raises FedplanError if matplotlib is not installed."""
+    """Write a drawing as a PNG file on white, with 144 dots per inch; an old file is replaced.
+
+    Raises FedplanError if matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -53,7 +56,7 @@ def save_png(drawing: Drawing, file: Path) -> None:
 
 
 def _draw_shape(ax: Axes, shape: Shape, order: int) -> None:
-    """Draw a shape onto axes; `order` is its z-order."""
+    """Draw a shape onto matplotlib axes; later shapes have a higher z-order `order`."""
     from matplotlib.patches import Circle, Polygon, Rectangle
 
     color = light_color(shape.paint)

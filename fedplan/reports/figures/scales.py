@@ -15,13 +15,17 @@ LOG_RATIO = 100.0
 
 
 def is_drawable(number: float) -> bool:
-    """Whether a number can be drawn; the score of a diverged model may be infinite or NaN."""
+    """Return whether a number is finite and of magnitude 1e100 at most, so that it can be drawn."""
     return isfinite(number) and abs(number) <= LARGEST
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear or `log` scale that maps `low`..`high` to coordinates `start`..`end`, with ticks."""
+    """A scale of an axis; call it with a number to get the coordinate.
+
+    Numbers `low`..`high` map to coordinates `start`..`end`, linearly or by the logarithm (`log`);
+    `ticks` are numbers.
+    """
 
     low: float
     high: float
@@ -41,20 +45,27 @@ class Scale:
 def make_scale(
     numbers: Iterable[float], start: float, end: float, *, count: int = 5, whole: bool = False
 ) -> Scale:
-    """Return a scale for all drawable numbers with about `count` round ticks.
+    """Return a scale of numbers over coordinates `start` to `end`, with about `count` ticks.
 
-    It is a log scale if the numbers are positive and spread widely; `whole` keeps it linear with
-    whole numbers as ticks.
+    Numbers that `is_drawable` rejects are ignored; without others, the scale is from 0 to 1. The
+    scale is logarithmic if all numbers are positive and the largest is at least 100 times the
+    smallest; with `whole` the scale is always linear, with whole numbers as ticks.
     """
     finite = [each for each in numbers if is_drawable(each)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if not whole and low > SMALLEST and high / low >= LOG_RATIO:
-        return _log_scale(low, high, start, end)
+        first, last = floor(log10(low)), ceil(log10(high))
+        ticks = tuple(10.0**n for n in range(first, last + 1, max(1, (last - first) // 6)))
+        return Scale(10.0**first, 10.0**last, start, end, ticks, log=True)
     if high - low <= max(SMALLEST, 1e-12 * max(abs(low), abs(high))):
         room = abs(high) * 0.1 if abs(high) > SMALLEST else 1.0
         low, high = (low - room, high + room) if not whole else (low, low + 1)
-    step = _step((high - low) / count, whole=whole)
+    # The step is the next 1, 2 or 5 times a power of ten.
+    rough = (high - low) / count
+    power = 10.0 ** floor(log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
     if whole:
+        step = max(1.0, float(round(step)))
         ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
         # The first round gets a tick too if there is room for it.
         first = [low] if not ticks or ticks[0] - low >= step / 2 else []
@@ -64,23 +75,11 @@ def make_scale(
     return Scale(low, high, start, end, tuple(float(f"{n * step:.12g}") for n in places))
 
 
-def _log_scale(low: float, high: float, start: float, end: float) -> Scale:
-    """Return a log scale with powers of ten as ticks, about six at most."""
-    first, last = floor(log10(low)), ceil(log10(high))
-    interval = max(1, (last - first) // 6)
-    ticks = tuple(10.0**n for n in range(first, last + 1, interval))
-    return Scale(10.0**first, 10.0**last, start, end, ticks, log=True)
-
-
-def _step(rough: float, *, whole: bool) -> float:
-    """Return the next 1, 2 or 5 times a power of ten above a rough step; 1 or more if `whole`."""
-    power = 10.0 ** floor(log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
-    return max(1.0, float(round(step))) if whole else step
-
-
 def format_tick(number: float, largest: float = 0.0) -> str:
-    """Return a number for an axis, in k, M or G as fits the `largest` number of the axis."""
+    """Return a number for an axis: `2 M` from a million, also ` k` from 10 000 and ` G`.
+
+    `largest`: the largest number of the axis, which sets the unit for all numbers of the axis.
+    """
     top = max(abs(number), abs(largest))
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
         if top >= size:
@@ -90,7 +89,10 @@ def format_tick(number: float, largest: float = 0.0) -> str:
 
 
 def tick_labels(scale: Scale) -> list[str]:
-    """Return the labels of a scale's ticks, all with the same number of decimals."""
+    """Return the labels of a scale's ticks.
+
+    All have the same number of decimals, unless the scale is logarithmic or labels have a unit.
+    """
     largest = 0.0 if scale.log else max(map(abs, scale.ticks))
     texts = [format_tick(tick, largest) for tick in scale.ticks]
     if scale.log or not all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", each) for each in texts):

@@ -14,7 +14,10 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """A named series of points (x, y); `band` has the lowest and highest y at each, or is empty."""
+    """A series of points (x, y), for example (round, score); `name` labels its line.
+
+    `band` has the lowest and highest y at each point, or is empty.
+    """
 
     name: str
     points: tuple[Point, ...]
@@ -22,7 +25,7 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The last drawable y, or None."""
+        """The last y that can be drawn (see `is_drawable`), or None."""
         finite = [y for _, y in self.points if is_drawable(y)]
         return finite[-1] if finite else None
 
@@ -34,7 +37,10 @@ class Series:
 
 
 def mean_series(name: str, several: Sequence[Series]) -> Series:
-    """Return the mean of several series where all have a point; its band is lowest to highest."""
+    """Return the mean of several series, called `name`, at each x where all of them have a point.
+
+    Two or more series give a band from the lowest to the highest; none give no points.
+    """
     values = [dict(each.points) for each in several]
     xs = sorted(set(values[0]).intersection(*values[1:])) if values else []
     columns = [(x, [each[x] for each in values]) for x in xs]

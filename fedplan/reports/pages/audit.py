@@ -16,40 +16,37 @@ MAX_FAULTS = 20
 
 
 def audit_section(facts: RunFacts) -> PageSection:
-    """Return the section with the result of verifying the run; it is empty before round 1."""
-    title = "Audit"
+    """Verify a run and return the section with the result; empty if the run ended in round 1.
+
+    For a run in progress, the section only says that the run is verified later. An error of the
+    verification counts as a fault. Under client-level differential privacy no client is named.
+    """
+    title, folder = "Audit", facts.run.folder
     if facts.snapshot.live:
         text = tag("p", "The run is in progress. It is verified when it has ended.")
         return PageSection(title, (text,))
     if not facts.run.round:
         return PageSection(title)
-    return PageSection(title, (audit_badge(*_verify(facts)),))
-
-
-def _verify(facts: RunFacts) -> tuple[list[str], str]:
-    """Return the faults found in the run and a text on the checks; verification errors count.
-
-    Under client-level differential privacy neither of them names a client.
-    """
-    folder = facts.run.folder
     try:
         faults, checked = verify_run(folder)
     except FedplanError as error:
         faults, checked = [str(error)], ""  # a run that cannot be checked is not verified
-    if not facts.client_level_dp:
-        return faults, checked
-    # The clients that were sampled, and their number, are a secret of the server.
-    count = [f"{len(faults)} in all: fedplan verify {folder} lists them"] if faults else []
-    return count, (
-        f"{facts.run.round} rounds: no frozen tensor changed, every byte is explained by the plan "
-        f"{facts.agreement.method.plan.fingerprint}, and no personal param was uploaded."
-    )
+    if facts.client_level_dp:
+        # The clients that were sampled, and their number, are a secret of the server.
+        count = f"{len(faults)} in all: fedplan verify {folder} lists them"
+        faults = [count] if faults else []
+        checked = (
+            f"{facts.run.round} rounds: no frozen tensor changed, every byte is explained by the "
+            f"plan {facts.agreement.method.plan.fingerprint}, and no personal param was uploaded."
+        )
+    return PageSection(title, (audit_badge(faults, checked),))
 
 
 def audit_badge(faults: Sequence[str], checked: str, subject: str = "This run") -> Html:
-    """Return a "verified" badge with the text on the checks, or the list of faults found.
+    """Return a "verified" badge with the text `checked`; if there are faults, their list instead.
 
-    `subject` is the checked thing, for the sentence above the faults.
+    `subject` is the checked thing, for the sentence above the faults; at most MAX_FAULTS are
+    listed.
     """
     if not faults:
         text = tag("p", tag("span", "verified", class_="state good"), " ", checked)

@@ -19,29 +19,33 @@ MAX_CLIENTS = 24
 def clients_section(facts: RunFacts) -> PageSection:
     """Return the section on each client's personal score by round, with the worst client marked.
 
-    Under differential privacy it only says that single clients are not shown.
+    It is empty if no client was measured. Under differential privacy, a sentence says that single
+    clients are not shown.
     """
-    title = "Clients"
-    scores = facts.client_scores
+    title, scores, (score, higher) = "Clients", facts.client_scores, facts.score
     if not scores:
         return PageSection(title)
     if facts.privacy_unit:
         level = f"{facts.privacy_unit}-level differential privacy"
         text = f"Not shown: {level} protects the scores of single clients."
         return PageSection(title, tuple(paragraphs(text)))
-    score, higher = facts.score
-    order = sorted(scores.values(), key=lambda each: _rank(each, higher=higher))
-    worst = order[0]
-    order = order[:MAX_CLIENTS] if len(order) > MAX_CLIENTS else list(scores.values())
+
+    def rank(series: Series) -> tuple[bool, float]:
+        last = series.points[-1][1]
+        return not isnan(last), last if higher else -last  # NaN (diverged) is the worst
+
+    order = sorted(scores.values(), key=rank)
+    worst, mean = order[0], facts.personal_scores("mean of all clients")
+    last, average = ("none" if x is None else f"{x:.3f}" for x in (worst.last, mean.last))
     text = (
-        f"Worst client: {worst.name}, with {score} {_format(worst.last)}; mean of all "
-        f"{len(scores)} clients: {_format(facts.personal_scores('').last)}."
+        f"Worst client: {worst.name}, with {score} {last}; mean of all "
+        f"{len(scores)} clients: {average}."
     )
     drawn = small_multiples(
         f"Personal {score} of each client by round",
-        order,
+        order[:MAX_CLIENTS] if len(order) > MAX_CLIENTS else list(scores.values()),
         marked={worst.name: "worst client"},
-        behind=facts.personal_scores("mean of all clients"),
+        behind=mean,
         y=score,
     )
     some = f"The {MAX_CLIENTS} worst of {len(scores)} clients. "
@@ -53,21 +57,10 @@ def clients_section(facts: RunFacts) -> PageSection:
     return PageSection(title, tuple(paragraphs(text)), (figure,))
 
 
-def _rank(series: Series, *, higher: bool) -> tuple[bool, float]:
-    """Return a sort key of a client's last score, worst first; NaN (diverged) is the worst."""
-    last = series.points[-1][1]
-    return not isnan(last), last if higher else -last
-
-
-def _format(number: float | None) -> str:
-    """Return a score with three decimals, or "none"."""
-    return "none" if number is None else f"{number:.3f}"
-
-
 def drift_section(facts: RunFacts, name: str = "") -> PageSection:
-    """Return the section on client drift by kind of param: the share lost in averaging.
+    """Return the section on client drift in a run: the share of updates lost in averaging, by kind.
 
-    `name` is added to the figure's title.
+    Empty if the ledger has no drift. `name` is added to the figure's title.
     """
     shares = dict[str, list[tuple[float, float]]]()
     for record in facts.rounds:

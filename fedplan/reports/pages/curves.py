@@ -15,18 +15,18 @@ from fedplan.reports.pages.page import PageFigure, PageSection
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """A named group of runs that differ only in their seed."""
+    """Runs that differ only in their seed, under a name that labels their common line in charts."""
 
     name: str
     runs: tuple[RunFacts, ...]
 
     def series(self, of: Callable[[RunFacts], Series]) -> Series:
-        """Return the mean of a series over the runs that have it, with a band."""
+        """Return the mean of `of(run)` over the runs that have points, with a band of its range."""
         return mean_series(self.name, [series for run in self.runs if (series := of(run)).points])
 
 
 def group_runs(runs: Sequence[RunFacts]) -> list[SeedGroup]:
-    """Group runs that differ only in their seed, under distinct names."""
+    """Group runs that differ only in their seed, under distinct names, in order of first runs."""
     groups = group_by_seed(
         runs, lambda facts: (facts.study, facts.agreement.method.plan.text, facts.run.folder)
     )
@@ -34,9 +34,10 @@ def group_runs(runs: Sequence[RunFacts]) -> list[SeedGroup]:
 
 
 def run_names(runs: Sequence[RunFacts]) -> list[str]:
-    """Return distinct names of runs: the name of the group, the seed, and the folder if needed.
+    """Return a distinct name for each run: the name of its group, as "fedavg".
 
-    A single run has an empty name.
+    The seed is added if the group has several runs, the folder if names are still equal. A single
+    run has an empty name.
     """
     if len(runs) == 1:
         return [""]
@@ -54,54 +55,43 @@ def run_names(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def curves_section(runs: Sequence[RunFacts]) -> PageSection:
-    """Return the section with global scores, personal scores and training loss by round."""
+    """Return the section with scores and training loss of runs by round; empty without metrics.
+
+    Runs that differ only in their seed are one line. A single group gets its global, personal and
+    worst-client scores in one figure; several groups get a figure for each score.
+    """
     groups = group_runs(runs)
-    figures = _single_group(groups[0]) if len(groups) == 1 else _several_groups(groups)
-    figures = tuple(figure for figure in figures if figure.drawing.rows)
-    return PageSection("Learning curves", figures=figures)
-
-
-def _single_group(group: SeedGroup) -> list[PageFigure]:
-    """Return a figure of global, personal and worst-client scores, and one of the loss."""
-    score = group.runs[0].score[0]
-    kinds: list[tuple[str, Callable[[RunFacts], Series]]] = [
-        ("global", lambda facts: facts.global_scores("")),
-        ("personal, mean", lambda facts: facts.personal_scores("")),
-    ]
-    if not group.runs[0].privacy_unit:
-        kinds.append(("worst client", lambda facts: facts.personal_scores("", worst=True)))
-    series = [SeedGroup(name, group.runs).series(of) for name, of in kinds]
-    drawing = line_chart(f"{score.capitalize()} by round", series, y=score)
-    return [
-        PageFigure("scores", drawing, _score_caption([group])),
-        _loss([SeedGroup("loss", group.runs)]),
-    ]
-
-
-def _several_groups(groups: Sequence[SeedGroup]) -> list[PageFigure]:
-    """Return figures of global scores, personal scores and loss with a line per group."""
-    score = groups[0].runs[0].score[0]
-    global_ = [group.series(lambda facts: facts.global_scores("")) for group in groups]
-    personal = [group.series(lambda facts: facts.personal_scores("")) for group in groups]
-    caption = _score_caption(groups)
-    return [
-        PageFigure("scores", line_chart(f"Global {score} by round", global_, y=score), caption),
-        PageFigure(
-            "own", line_chart(f"Personal {score} by round, mean", personal, y=score), caption
-        ),
-        _loss(groups),
-    ]
-
-
-def _loss(groups: Sequence[SeedGroup]) -> PageFigure:
-    """Return the figure of the training loss with a line per group."""
-    series = [group.series(lambda facts: facts.column("", "loss")) for group in groups]
+    score, caption = groups[0].runs[0].score[0], _score_caption(groups)
+    kinds: dict[str, Callable[[RunFacts], Series]] = {
+        "global": lambda facts: facts.global_scores(""),
+        "personal, mean": lambda facts: facts.personal_scores(""),
+    }
+    if len(groups) == 1:
+        if not groups[0].runs[0].privacy_unit:
+            kinds["worst client"] = lambda facts: facts.personal_scores("", worst=True)
+        series = [SeedGroup(name, groups[0].runs).series(of) for name, of in kinds.items()]
+        drawing = line_chart(f"{score.capitalize()} by round", series, y=score)
+        figures, groups = (
+            [PageFigure("scores", drawing, caption)],
+            [SeedGroup("loss", groups[0].runs)],
+        )
+    else:
+        lines = [[group.series(of) for group in groups] for of in kinds.values()]
+        drawing = line_chart(f"Global {score} by round", lines[0], y=score)
+        personal = line_chart(f"Personal {score} by round, mean", lines[1], y=score)
+        figures = [
+            PageFigure("scores", drawing, caption),
+            PageFigure("personal", personal, caption),
+        ]
+    losses = [group.series(lambda facts: facts.column("", "loss")) for group in groups]
     caption = "Mean over the training examples of the clients that report their loss."
-    return PageFigure("loss", line_chart("Training loss by round", series, y="loss"), caption)
+    drawing = line_chart("Training loss by round", losses, y="loss")
+    figures.append(PageFigure("loss", drawing, caption))
+    return PageSection("Learning curves", figures=tuple(f for f in figures if f.drawing.rows))
 
 
 def _score_caption(groups: Sequence[SeedGroup]) -> str:
-    """Return the caption of figures of scores."""
+    """Return the caption of the figures of scores of these groups."""
     score, higher = groups[0].runs[0].score
     sentences = [f"{score}: {'higher' if higher else 'lower'} is better."]
     several = [len(group.runs) for group in groups if len(group.runs) > 1]

@@ -13,15 +13,14 @@ from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.history import Metrics
-from fedplan.federation.participation import Participation
 from fedplan.federation.record import RoundRecord, TurnRecord
 from fedplan.language.client_classes import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
+from fedplan.reports.explain_study import full_participation
 from fedplan.reports.figures.series import Series
 from fedplan.reports.forecast_types import Forecast
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.status import RunSnapshot, run_snapshot
-from fedplan.studies.experiment import make_participation
 from fedplan.studies.run import Run
 from fedplan.studies.schema import Study
 
@@ -33,9 +32,11 @@ HIGHER_IS_BETTER = ("accuracy", "f1", "precision", "recall", "auc")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run for a report: its status, its metrics by round, and its ledger records.
+    """A run as reports see it; `read_run_facts` reads one from the folder of a run.
 
-    `rounds` are the records of closed rounds; `turns` are the records of each round's turns.
+    `snapshot` is the status, `metrics` are the metrics by round, `rounds` the ledger records of the
+    closed rounds, and `turns` the records of the turns of each of these rounds. Properties are
+    computed on first use.
     """
 
     run: Run
@@ -61,15 +62,15 @@ class RunFacts:
 
     @property
     def client_level_dp(self) -> bool:
-        """Whether a report must not show who took part, as privacy is on the level of clients."""
+        """Whether differential privacy protects clients, so that their turns must not be shown."""
         return self.privacy_unit == "client"
 
     @cached_property
     def score(self) -> tuple[str, bool]:
         """The name of the task's main metric, and whether higher is better.
 
-        A task from Python does not name one: then it is the first measured one of
-        HIGHER_IS_BETTER, or else the loss.
+        A task from Python does not name its main metric: then the first measured metric of
+        HIGHER_IS_BETTER is taken, or else the loss.
         """
         if self.study.task.kind != CUSTOM_KIND:
             task = task_class(self.study.task.kind)
@@ -79,7 +80,10 @@ class RunFacts:
         return (metrics[0], True) if metrics else ("loss", False)
 
     def column(self, name: str, *columns: str) -> Series:
-        """Return the first of some metrics that has finite values, by round, as a series `name`."""
+        """Return the first of the metrics `columns` that has a finite value, by round, as a series.
+
+        The series is called `name`; it has no points if no metric has a finite value.
+        """
         for column in columns:
             points = [(row["round"], row[column]) for row in self.metrics if column in row]
             if any(isfinite(value) for _, value in points):
@@ -87,14 +91,15 @@ class RunFacts:
         return Series(name, ())
 
     def global_scores(self, name: str) -> Series:
-        """Return the main metric of the global model by round, as a series `name`."""
+        """Return the main metric of the global model by round, as a series called `name`."""
         return self.column(name, *(f"{prefix}{self.score[0]}" for prefix in GLOBAL_PREFIXES))
 
     @cached_property
     def client_scores(self) -> dict[str, Series]:
-        """The main metric of each client's personal model on its own examples, by round.
+        """The main metric of each client's personal model on its own examples, by client name.
 
-        Clients without a measurement are left out.
+        Real sites that measure only the global model count with that. Clients without a measurement
+        are left out.
         """
         score = self.score[0]
         columns = ("clients.{}.{}", "sites.by.{}.personal.{}", "sites.by.{}.global.{}")
@@ -105,21 +110,22 @@ class RunFacts:
         return {name: series for name, series in scores.items() if series.points}
 
     def personal_scores(self, name: str, *, worst: bool = False) -> Series:
-        """Return the mean, or the worst, of the clients' personal scores by round, as a series."""
+        """Return the mean (or the `worst`) of `client_scores` by round, as a series `name`."""
         by_round = dict[float, list[float]]()
-        for series in self.client_scores.values():
-            for x, y in series.points:
-                by_round.setdefault(x, []).append(y)
-        if worst:
-            pick = min if self.score[1] else max
-            return Series(name, tuple((x, pick(ys)) for x, ys in sorted(by_round.items())))
-        return Series(name, tuple((x, fsum(ys) / len(ys)) for x, ys in sorted(by_round.items())))
+        for x, y in (point for series in self.client_scores.values() for point in series.points):
+            by_round.setdefault(x, []).append(y)
+        pick = min if self.score[1] else max
+        rounds = sorted(by_round.items())
+        return Series(
+            name, tuple((x, pick(ys) if worst else fsum(ys) / len(ys)) for x, ys in rounds)
+        )
 
     @cached_property
     def roster(self) -> dict[str, Mapping[str, str]]:
-        """The traits of every client by name.
+        """The traits of every known client by name.
 
-        Without client-level differential privacy it includes all clients that took part.
+        Known are the clients of the study file or the simulated data, and without client-level
+        differential privacy also every client that took part.
         """
         names = self.study.clients.names or (
             self.run.clients if self.study.has_central_data else []
@@ -133,41 +139,32 @@ class RunFacts:
 
     @cached_property
     def forecast(self) -> Forecast:
-        """The forecast of the run's plan, as `explain` shows it before a run."""
-        agreement, guarantee = self.agreement, self.agreement.guarantee
-        sampled = (
-            guarantee is not None
-            and guarantee.unit == "client"
-            and guarantee.sampling_rate is not None
-        )
-        everyone = make_participation(self.study) == Participation() and not sampled
+        """The forecast of the run's plan, as `explain` shows it before a run.
+
+        Phases begin at the planned rounds, or, if the method sets no rounds, where the ledger has
+        the first round of the phase.
+        """
+        agreement, phase_rule = self.agreement, self.agreement.method.phase_rule
+        announced = dict[str, int]()
+        for record in self.rounds:
+            announced.setdefault(record.phase, record.round - 1)
+        names = phase_names(agreement.method.plan)
+        phases = {name: after for name, after in announced.items() if name in names}
+        everyone = full_participation(self.study, agreement.guarantee)
         return forecast(
             agreement.method.plan,
             agreement.params,
             rounds=max(self.study.train.rounds, self.run.round),
-            phases=self._phases(),
-            participants=Participants(self.roster, full_participation=everyone)
-            if self.roster
-            else None,
+            phases=phase_rule.after if isinstance(phase_rule, PlannedPhases) else phases,
+            participants=Participants(self.roster, everyone) if self.roster else None,
             wire_cost=agreement.wire_cost,
         )
 
-    def _phases(self) -> dict[str, int]:
-        """Return the round after which each phase was announced, as planned or else as recorded."""
-        phase_rule = self.agreement.method.phase_rule
-        if isinstance(phase_rule, PlannedPhases):
-            return dict(phase_rule.after)
-        announced = dict[str, int]()
-        for record in self.rounds:
-            announced.setdefault(record.phase, record.round - 1)
-        names = phase_names(self.agreement.method.plan)
-        return {name: after for name, after in announced.items() if name in names}
-
 
 def read_run_facts(run: Run) -> RunFacts:
-    """Read the records, metrics and status of a run for a report.
+    """Read the ledger records, metrics and status of a run; turns of an open round are left out.
 
-    Raises FedplanError if a turn's record does not fit the run's params.
+    Raises FedplanError if the number of roles in the record of a turn is not the number of params.
     """
     rounds, turns = list[RoundRecord](), list[tuple[TurnRecord, ...]]()
     open_turns = list[TurnRecord]()

@@ -11,15 +11,16 @@ VOID = frozenset({"meta", "br"})
 
 
 class Html(str):
-    """A text that is HTML already; any other string is escaped when it is put into an element."""
+    """A string that is HTML already; any other string is escaped when put into an element."""
 
     __slots__ = ()
 
 
 def tag(element: str, /, *children: str, **attributes: str) -> Html:
-    """Return an element with children and attributes; strings that are no Html are escaped.
+    """Return an HTML element with children and attributes; strings that are no Html are escaped.
 
-    A trailing `_` of an attribute is dropped and other `_` become `-`: `class_`, `http_equiv`.
+    In names of attributes a trailing `_` is dropped and other `_` become `-`: `class_`,
+    `http_equiv`. Elements in VOID drop their children.
     """
     pairs = "".join(
         f' {word.rstrip("_").replace("_", "-")}="{escape(_printable(value))}"'
@@ -46,7 +47,7 @@ def html_list(items: Iterable[str]) -> Html:
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> Html:
-    """Return a table with a header; the last `numbers` columns are right-aligned."""
+    """Return a table with a header of `columns`; the last `numbers` columns are right-aligned."""
     first = len(columns) - numbers
 
     def cells(name: str, row: Sequence[str]) -> list[Html]:

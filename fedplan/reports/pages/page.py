@@ -20,7 +20,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A drawing on a page: the name of its exported files, its caption, and whether it is wide."""
+    """A drawing on a page, with a caption below.
+
+    `name` is the stem of its exported CSV and PNG files; `wide` takes the full width of the page.
+    """
 
     name: str
     drawing: Drawing
@@ -37,7 +40,10 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page: title, text, figures, and text after the figures."""
+    """A section of a page: `title`, `intro` above the figures, and text `after` the figures.
+
+    A section without content is false, and omitted from pages.
+    """
 
     title: str
     intro: tuple[Html, ...] = ()
@@ -57,10 +63,10 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: title, lead, sections and footer.
+    """A page of sections; call `html` or `write`.
 
-    `refresh_seconds` is the time after which a browser reloads it, 0 for never. `faults` are the
-    faults found in the reported data, for the caller; they are not written.
+    `lead` stands below the title, `foot` at the end. A browser reloads the page after
+    `refresh_seconds` (0: never). `faults` in the reported data are for the caller, and not written.
     """
 
     title: str
@@ -92,7 +98,7 @@ class Page:
         return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
     def figures(self) -> Iterator[PageFigure]:
-        """Yield the figures of all sections, each with a distinct file name."""
+        """Yield a copy of each figure, with a distinct `name` that is safe as a file name."""
         counts = dict[str, int]()
         for figure in (each for section in self.sections for each in section.figures):
             name = re.sub(r"[^a-z0-9]+", "-", figure.name.lower()).strip("-") or "figure"
@@ -101,7 +107,11 @@ class Page:
             yield PageFigure(name, figure.drawing, figure.caption, figure.wide)
 
     def write(self, file: Path, *, csv: Path | None = None, png: Path | None = None) -> None:
-        """Write the page to a file, and its figures as CSV and PNG files to the folders given."""
+        """Write the page to a file, and its figures to the folders `csv` and `png` if given.
+
+        Folders are created, and files overwritten atomically. Raises FedplanError if `png` is given
+        without matplotlib.
+        """
         write_atomic(file, self.html())
         for folder in (csv, png):
             if folder is not None:

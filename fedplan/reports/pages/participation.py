@@ -34,14 +34,16 @@ LEGEND = {
     "bad": "R refused, F failed, X rejected",
 }
 """The legend of the paints."""
+BLANK = "Blank: the client was not sampled in the round, or the round is not done yet."
 MAX_REASONS = 12
 """The most reasons and the most warnings listed."""
 
 
 def participation_section(facts: RunFacts) -> PageSection:
-    """Return the section on the clients of each round, and the reasons of those missing.
+    """Return the section on the clients of each round of a run; empty before round 1 is closed.
 
-    Under client-level differential privacy it only says that participation is not shown.
+    Reasons of clients that were not aggregated are listed below the figure. Under client-level
+    differential privacy a sentence says that participation is not shown.
     """
     title = "Participation"
     if not facts.rounds:
@@ -51,57 +53,47 @@ def participation_section(facts: RunFacts) -> PageSection:
             "Not shown: client-level differential privacy protects who was sampled and took part."
         )
         return PageSection(title, tuple(paragraphs(text)))
-    outcomes = _outcomes(facts)
-    counts = Counter(outcome for rounds in outcomes.values() for outcome in rounds.values())
-    texts = [f"{count} {outcome}" for outcome in CELLS if (count := counts[outcome])]
-    text = f"Turns over {len(facts.rounds)} rounds: {', '.join(texts)}."
-    order = sorted(outcomes, key=lambda client: -_missing(outcomes[client]))
-    drawn_clients = [client for client in outcomes if client in set(order[:MAX_CLIENTS])]
-    rows = [GridRow(client, tuple(_cells(outcomes[client]))) for client in drawn_clients]
+    outcomes = dict[str, dict[int, str]]({client: {} for client in facts.roster})
+    for record in facts.rounds:
+        for client in record.aggregated:
+            outcomes.setdefault(client, {})[record.round] = AGGREGATED
+        for client, why in record.rejected.items():
+            outcomes.setdefault(client, {})[record.round] = turn_outcome(why)
+    counts = {client: Counter(rounds.values()) for client, rounds in outcomes.items()}
+    total = sum(counts.values(), Counter[str]())
+    texts = ", ".join(f"{total[outcome]} {outcome}" for outcome in CELLS if total[outcome])
+    text = f"Turns over {len(facts.rounds)} rounds: {texts}."
+    missing = {client: each.total() - each[AGGREGATED] for client, each in counts.items()}
+    most_missing = set(sorted(outcomes, key=lambda client: -missing[client])[:MAX_CLIENTS])
+    rows = [
+        GridRow(name, tuple(_cells(outcomes[name]))) for name in outcomes if name in most_missing
+    ]
     used = {paint for row in rows for cell in row.cells for paint, _ in cell.paints}
     legend = {paint: label for paint, label in LEGEND.items() if paint in used}
     rounds = max(facts.study.train.rounds, facts.run.round)
     drawn = cell_grid("Clients by round", rows, rounds=rounds, legend=legend, row="client")
-    figure = PageFigure("attendance", drawn, _caption(len(outcomes)), wide=True)
+    some = f"The {MAX_CLIENTS} of {len(outcomes)} clients that were missing most often. "
+    caption = (some if len(outcomes) > MAX_CLIENTS else "") + BLANK
+    figure = PageFigure("participation", drawn, caption, wide=True)
     return PageSection(title, tuple(paragraphs(text)), (figure,), tuple(_reasons(facts)))
 
 
-def _caption(clients: int) -> str:
-    """Return the caption of the figure for a number of clients."""
-    most_missing = f"The {MAX_CLIENTS} of {clients} clients that were missing most often. "
-    blank = "Blank: the client was not sampled in the round, or the round is not done yet."
-    return (most_missing if clients > MAX_CLIENTS else "") + blank
-
-
 def turn_outcome(why: str) -> str:
-    """Return the outcome of a turn that was not aggregated, from the reason in the ledger."""
+    """Return the outcome of a turn that was not aggregated, from the reason `why` in the ledger."""
     if why == "late" or why.startswith("late, and "):
         return LATE
-    if why == "dropped" or why.startswith(("no answer", "not asked")):
+    if why == "dropped" or why.startswith(("no answer", "not requested")):
         return DROPPED
     if why.startswith("refused"):
         return REFUSED
     return FAILED if why.startswith("failed") else REJECTED
 
 
-def _outcomes(facts: RunFacts) -> dict[str, dict[int, str]]:
-    """Return for each client the outcome of its turn by round; rounds without a turn are absent."""
-    outcomes = dict[str, dict[int, str]]({client: {} for client in facts.roster})
-    for record in facts.rounds:
-        for client in record.counted:
-            outcomes.setdefault(client, {})[record.round] = AGGREGATED
-        for client, why in record.rejected.items():
-            outcomes.setdefault(client, {})[record.round] = turn_outcome(why)
-    return outcomes
-
-
-def _missing(outcomes: Mapping[int, str]) -> int:
-    """Return the number of a client's turns that were not aggregated."""
-    return sum(outcome != AGGREGATED for outcome in outcomes.values())
-
-
 def _cells(outcomes: Mapping[int, str]) -> Iterator[GridCell]:
-    """Yield a cell for each run of consecutive rounds with the same outcome of a client."""
+    """Yield a cell for each run of consecutive rounds with the same outcome of a client.
+
+    `outcomes` are the client's outcomes by round; rounds without a turn are absent.
+    """
     order = enumerate(sorted(outcomes))
     # In consecutive rounds the difference of round and index stays the same.
     for (outcome, _), run in groupby(order, key=lambda p: (outcomes[p[1]], p[1] - p[0])):
@@ -111,7 +103,11 @@ def _cells(outcomes: Mapping[int, str]) -> Iterator[GridCell]:
 
 
 def _reasons(facts: RunFacts) -> Iterator[Html]:
-    """Yield lists of the reasons of rejected turns, and of warnings, with counts."""
+    """Yield lists of the reasons of updates not aggregated in a run, and of warnings.
+
+    At most MAX_REASONS of each are listed, the most frequent reasons first; late and dropped
+    clients are left out.
+    """
     reasons = Counter(
         f"{client}: {reason}"
         for record in facts.rounds

@@ -40,8 +40,9 @@ def report(
 ) -> Path:
     """Write the report of one or several runs to a self-contained HTML file; return its path.
 
-    `csv` and `png` are folders for the numbers and the images of its figures. Raises FedplanError
-    if there is no run, or a folder is not one of a run.
+    Runs may be in progress and are not changed. `csv` and `png` are folders for the numbers and the
+    images of the figures, created if missing; files there are overwritten. Raises FedplanError if
+    `runs` is empty, a folder has no run, or matplotlib is missing for `png`.
     """
     page, file = report_page([runs] if isinstance(runs, AnyRun) else runs), Path(file)
     page.write(file, csv=Path(csv) if csv else None, png=Path(png) if png else None)
@@ -49,33 +50,27 @@ def report(
 
 
 def report_page(runs: Sequence[AnyRun], *, refresh: int = REFRESH_SECONDS) -> Page:
-    """Build the report of runs without changing them; they may be in progress.
+    """Build the report of one or several runs, which may be in progress and are not changed.
 
-    The page of a run in progress reloads every `refresh` seconds. Raises FedplanError if `runs` is
-    empty.
+    The page of a run in progress reloads in a browser every `refresh` seconds. Raises FedplanError
+    if `runs` is empty or a folder has no run.
     """
     if not runs:
         raise FedplanError("a report needs at least one run: give the folder of a run")
     folders = [run if isinstance(run, str | Path) else run.folder for run in runs]
     facts = [read_consistently(Path(folder), read_run_facts) for folder in folders]
     live = any(each.snapshot.live for each in facts)
+    title = ", ".join(dict.fromkeys(each.study.name for each in facts))
+    method, rounds = facts[0].study.method.name, facts[0].study.train.rounds
+    about = f"{method}, {rounds} rounds" if method else f"{rounds} rounds"
     return Page(
-        _title(facts),
+        f"{title}: {about if len(facts) == 1 else f'{len(facts)} runs'}",
         tuple(_lead(facts)),
         tuple(_sections(facts)),
         f"Written by fedplan {utc_now()[:16].replace('T', ' ')} UTC from the folders of the runs."
         + (" A run is in progress: this page reloads by itself." if live else ""),
         refresh if live else 0,
     )
-
-
-def _title(facts: Sequence[RunFacts]) -> str:
-    """Return the page's title: studies and number of runs, or study, method and rounds."""
-    names = ", ".join(dict.fromkeys(each.study.name for each in facts))
-    if len(facts) > 1:
-        return f"{names}: {len(facts)} runs"
-    method, rounds = facts[0].study.method.name, facts[0].study.train.rounds
-    return f"{names}: {f'{method}, ' if method else ''}{rounds} rounds"
 
 
 def watch_report(
@@ -86,7 +81,11 @@ def watch_report(
     csv: Path | None = None,
     png: Path | None = None,
 ) -> Iterator[Page]:
-    """Write the report every `seconds` until no run is in progress; yield each page written."""
+    """Write the report of runs to a file every `seconds`; yield each page after it is written.
+
+    Ends when no run is in progress. `csv` and `png` are folders for the numbers and images of the
+    figures.
+    """
     while True:
         page = report_page(runs, refresh=max(1, round(seconds)))
         page.write(file, csv=csv, png=png)
@@ -97,70 +96,53 @@ def watch_report(
 
 
 def _lead(facts: Sequence[RunFacts]) -> Iterator[Html]:
-    """Yield a table of several runs, and a summary of the first run of each group."""
-    groups = group_runs(facts)
-    if len(facts) > 1:
-        yield _table(facts)
+    """Yield a table of the runs, if there are several, and a summary of each group's first run.
+
+    A group is the runs that differ only in their seed. Under client-level differential privacy the
+    table leaves out traffic, which would reveal how many clients were sampled.
+    """
+    groups, rows, score = group_runs(facts), list[tuple[str, ...]](), facts[0].score[0]
+    for name, each in zip(run_names(facts), facts, strict=True) if len(facts) > 1 else ():
+        rounds = f"{each.run.round} of {each.study.train.rounds}"
+        scores = (each.global_scores("").last, each.personal_scores("").last)
+        texts = ("" if number is None else f"{number:.4g}" for number in scores)
+        traffic = (
+            sum(r.upload_bytes for r in each.rounds),
+            sum(r.download_bytes for r in each.rounds),
+        )
+        sizes = ("" if each.client_level_dp else megabytes(count) for count in traffic)
+        rows.append((name, each.snapshot.state, rounds, *texts, *sizes))
+    if rows:
+        columns = ("run", "state", "rounds", f"global {score}", f"personal {score}")
+        yield html_table((*columns, "upload MB", "download MB"), rows, numbers=5)
     for group in groups:
         if len(groups) > 1:
             yield tag("h3", group.name)
         yield from run_summary(group.runs[0])
 
 
-def _table(facts: Sequence[RunFacts]) -> Html:
-    """Return a table with a row per run: state, rounds, scores and traffic."""
-    rows = [
-        (
-            name,
-            each.snapshot.state,
-            f"{each.run.round} of {each.study.train.rounds}",
-            _format_score(each.global_scores("").last),
-            _format_score(each.personal_scores("").last),
-            *_traffic(each),
-        )
-        for name, each in zip(run_names(facts), facts, strict=True)
-    ]
-    score = facts[0].score[0]
-    scores = (f"global {score}", f"personal {score}")
-    columns = ("run", "state", "rounds", *scores, "upload MB", "download MB")
-    return html_table(columns, rows, numbers=5)
-
-
-def _traffic(facts: RunFacts) -> tuple[str, str]:
-    """Return the upload and download in MB; empty under client-level differential privacy.
-
-    There they would reveal how many clients were sampled.
-    """
-    if facts.client_level_dp:
-        return "", ""
-    up, down = (sum(r.up for r in facts.rounds), sum(r.down for r in facts.rounds))
-    return megabytes(up), megabytes(down)
-
-
-def _format_score(number: float | None) -> str:
-    """Return a score with four digits; empty for None."""
-    return "" if number is None else f"{number:.4g}"
-
-
 def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
-    """Yield the sections of roles and learning curves over all runs, then those of each run."""
+    """Yield the sections on roles and learning curves over all runs, then the sections per run.
+
+    Titles end in the name of the run or group if there are several.
+    """
     groups = group_runs(facts)
     for group in groups:
         name = group.name if len(groups) > 1 else ""
         yield _add_name(roles_section(group.runs[0], name), name)
     yield curves_section(facts)
     for name, each in zip(run_names(facts), facts, strict=True):
-        for section in (
-            clients_section(each),
-            drift_section(each, name),
-            traffic_section(each),
-            privacy_section(each),
-            participation_section(each),
-            audit_section(each),
+        yield _add_name(clients_section(each), name)
+        yield _add_name(drift_section(each, name), name)
+        for make_section in (
+            traffic_section,
+            privacy_section,
+            participation_section,
+            audit_section,
         ):
-            yield _add_name(section, name)
+            yield _add_name(make_section(each), name)
 
 
 def _add_name(section: PageSection, name: str) -> PageSection:
-    """Return a section with the name of its run in the title; unchanged for an empty name."""
+    """Return a section with `name` added to its title; unchanged for an empty name."""
     return replace(section, title=f"{section.title}, {name}") if name else section

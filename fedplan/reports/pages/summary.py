@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from inspect import getdoc
 
@@ -15,9 +16,8 @@ from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.forecast_types import StageForecast
 from fedplan.reports.pages.facts import RunFacts
-from fedplan.reports.pages.markup import Html, join_html, tag
+from fedplan.reports.pages.markup import Html, tag
 from fedplan.reports.units import duration, megabytes, millions
-from fedplan.studies.sections import MethodSection
 from fedplan.tensors.devices import AUTO
 
 ROLE_PHRASES = {
@@ -32,28 +32,33 @@ MAX_STAGES = 4
 
 
 def run_summary(facts: RunFacts) -> list[Html]:
-    """Return the paragraphs and number tiles that summarize a run."""
+    """Return paragraphs on state, study, plan, privacy and folder of a run, then main numbers."""
+    device, guarantee = facts.study.device, facts.agreement.guarantee
+    device = "the best available device" if device == AUTO else f"the device {device}"
+    run = f", run {facts.run.identity.id}" if facts.run.round else ""
+    privacy = "Differential privacy: off."
+    if guarantee is not None:
+        privacy = (
+            f"Differential privacy: {guarantee.unit}-level, epsilon {guarantee.epsilon:g} at delta "
+            f"{guarantee.delta:g}, noise multiplier {guarantee.noise_multiplier:.3g}."
+        )
+    folder = tag("code", str(facts.run.folder))
+    tiles = (tag("div", tag("dt", name), tag("dd", value)) for name, value in _numbers(facts))
     return [
         tag("p", state_badge(facts), " ", _progress(facts)),
         tag("p", *_study(facts)),
         tag("p", *_plan(facts)),
-        tag("p", _privacy(facts), " ", _location(facts)),
-        tag("dl", *_tiles(facts), class_="tiles"),
+        tag("p", f"{privacy} It trains on {device}. Folder: ", folder, f"{run}."),
+        tag("dl", *tiles, class_="tiles"),
     ]
 
 
-def _tiles(facts: RunFacts) -> Iterator[Html]:
-    """Yield the main numbers of a run as definition list entries."""
-    for name, value in _numbers(facts):
-        yield tag("div", tag("dt", name), tag("dd", value))
-
-
 def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the main numbers: scores, traffic, epsilon and time per round.
+    """Yield (name, value) of a run's main numbers: scores, traffic, epsilon and time per round.
 
-    Numbers that differential privacy protects are left out.
+    Numbers that are unknown, or that differential privacy protects, are left out.
     """
-    score, seconds = facts.score[0], facts.snapshot.status.seconds
+    score, seconds = facts.score[0], facts.snapshot.status.round_seconds
     scores = {
         f"global {score}": facts.global_scores(""),
         f"personal {score}, mean": facts.personal_scores(""),
@@ -64,20 +69,17 @@ def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
         if series.last is not None:
             yield name, f"{series.last:.3g}"
     if not facts.client_level_dp and facts.rounds:
-        yield "upload MB", megabytes(sum(record.up for record in facts.rounds))
-        yield "download MB", megabytes(sum(record.down for record in facts.rounds))
+        yield "upload MB", megabytes(sum(record.upload_bytes for record in facts.rounds))
+        yield "download MB", megabytes(sum(record.download_bytes for record in facts.rounds))
     if facts.agreement.guarantee is not None and facts.run.round:
-        guaranteed = facts.agreement.guarantee.epsilon
-        yield (
-            f"epsilon spent of {guaranteed:g}",
-            f"{facts.agreement.guarantee.forecast_epsilon(facts.run.round):.3g}",
-        )
+        spent = facts.agreement.guarantee.forecast_epsilon(facts.run.round)
+        yield f"epsilon spent of {facts.agreement.guarantee.epsilon:g}", f"{spent:.3g}"
     if seconds is not None:
         yield "time per round", duration(seconds)
 
 
 def state_badge(facts: RunFacts) -> Html:
-    """Return the state of a run as a coloured badge."""
+    """Return the state of a run as a badge: live, good or bad by its CSS class."""
     snapshot = facts.snapshot
     kind = "live" if snapshot.live else "good" if snapshot.state == RunState.DONE else "bad"
     return tag("span", snapshot.state, class_=f"state {kind}")
@@ -87,20 +89,16 @@ def _progress(facts: RunFacts) -> str:
     """Return the closed rounds, the reason of a stop, and when the run began and was updated."""
     snapshot, status = facts.snapshot, facts.snapshot.status
     closed = f"{facts.run.round} of {facts.study.train.rounds} rounds are done."
-    why = f" {status.why}." if status.why and not facts.client_level_dp else ""
-    began = _format_time(status.began) or _file_time(facts)
-    updated = _format_time(status.changed) if status.changed and not snapshot.live else ""
-    times = f" Started {began}" + (f", last updated {updated}." if updated else ".")
-    return f"{closed}{why}{times}"
-
-
-def _file_time(facts: RunFacts) -> str:
-    """Return when the run's id was written; a run from Python has no status with a start time."""
-    try:
-        when = (facts.run.folder / RUN_FILE).stat().st_mtime
-    except OSError:
-        return "at an unknown time"
-    return _format_time(datetime.fromtimestamp(when, UTC).isoformat())
+    why = f" {status.reason}." if status.reason and not facts.client_level_dp else ""
+    began = _format_time(status.started_at)
+    if not began:  # a run from Python has no status: its id was written at the start
+        try:
+            when = (facts.run.folder / RUN_FILE).stat().st_mtime
+            began = _format_time(datetime.fromtimestamp(when, UTC).isoformat())
+        except OSError:
+            began = "at an unknown time"
+    updated = _format_time(status.updated_at) if status.updated_at and not snapshot.live else ""
+    return f"{closed}{why} Started {began}" + (f", last updated {updated}." if updated else ".")
 
 
 def _format_time(iso: str) -> str:
@@ -109,14 +107,18 @@ def _format_time(iso: str) -> str:
 
 
 def _study(facts: RunFacts) -> Iterator[str]:
-    """Yield the pieces of a paragraph on the study: clients, model, rounds, task and metric."""
-    study, params = facts.study, facts.agreement.params
-    clients = len(facts.roster)
+    """Yield the pieces of a paragraph on a run's study: clients, model, rounds, task and metric.
+
+    Pieces are plain text, to be escaped, or Html.
+    """
+    study, params, model = facts.study, facts.agreement.params, facts.study.model
+    clients, fraction = len(facts.roster), study.clients.fraction
     count = f"{clients} {'client' if clients == 1 else 'clients'}" if clients else "clients"
-    fraction = study.clients.fraction
     sampling = f", with {fraction:.0%} of the clients in each round," if fraction < 1 else ""
+    name = model.type or model.path or "a model from Python"
+    name = f"{model.vision} with {model.text}" if model.vision or model.text else name
     yield from ("The study ", tag("b", study.name), f": {count} train ")
-    yield from (tag("b", _model(facts)), f" for {study.train.rounds} rounds{sampling} ")
+    yield from (tag("b", name), f" for {study.train.rounds} rounds{sampling} ")
     numel, size = sum(p.numel for p in params), sum(p.nbytes for p in params)
     yield f"with seed {study.seed}. The model has {millions(numel)} params, {megabytes(size)} MB; "
     score, higher = facts.score
@@ -124,20 +126,19 @@ def _study(facts: RunFacts) -> Iterator[str]:
     yield f"the task is {study.task.kind}, measured by {score} ({better} is better)."
 
 
-def _model(facts: RunFacts) -> str:
-    """Return the name of the study's model."""
-    model = facts.study.model
-    if model.vision or model.text:
-        return f"{model.vision} with {model.text}"
-    return model.type or model.path or "a model from Python"
-
-
 def _plan(facts: RunFacts) -> Iterator[str]:
-    """Yield the pieces of a paragraph on the method, the plan and its stages."""
-    section = facts.study.method
-    if section.name:
-        yield from ("The method is ", tag("b", section.name), ". ", _about(section), " ")
-    plan = facts.agreement.method.plan
+    """Yield the pieces of a paragraph on a run's method, plan and stages.
+
+    Pieces are plain text, to be escaped, or Html. A method is described by the first line of its
+    docstring, unless it is unknown here.
+    """
+    method, plan = facts.study.method.name, facts.agreement.method.plan
+    if method:
+        doc = ""
+        with suppress(FedplanError):
+            doc = getdoc(METHOD_REGISTRY.find(method).value) or ""
+        about = doc.partition("\n")[0].replace("`", "")
+        yield from ("The method is ", tag("b", method), ". ", about, " ")
     yield from ("The plan is ", tag("code", plan.text), f" ({plan.fingerprint}). ")
     clients = facts.forecast.clients
     for client in clients[:MAX_STAGES]:
@@ -149,17 +150,8 @@ def _plan(facts: RunFacts) -> Iterator[str]:
         yield f"Compression: {facts.forecast.wire_cost.text}."
 
 
-def _about(section: MethodSection) -> str:
-    """Return the first line of a method's docstring; empty if the method is unknown here."""
-    try:
-        doc = getdoc(METHOD_REGISTRY.find(section.name).value) or ""
-    except FedplanError:
-        return ""
-    return doc.partition("\n")[0].replace("`", "")
-
-
 def _stage(stage: StageForecast) -> str:
-    """Return a sentence on the kinds of params of each role in a stage."""
+    """Return a sentence on the kinds of params that have each role in a stage of the plan."""
     kinds = dict[Role, dict[str, None]]()
     for param in sort_params(tuple(stage.permitted)):
         kinds.setdefault(stage.permitted[param], {})[str(param.kind)] = None
@@ -171,23 +163,3 @@ def _stage(stage: StageForecast) -> str:
     chosen = any(stage.certain[p] is not stage.permitted[p] for p in stage.permitted)
     choice = "; of these, layer scores choose some blocks" if chosen else ""
     return f"In {stage.name}, {'; '.join(phrases)}{choice}."
-
-
-def _privacy(facts: RunFacts) -> str:
-    """Return a sentence on the guarantee of differential privacy."""
-    guarantee = facts.agreement.guarantee
-    if guarantee is None:
-        return "Differential privacy: off."
-    return (
-        f"Differential privacy: {guarantee.unit}-level, epsilon {guarantee.epsilon:g} at delta "
-        f"{guarantee.delta:g}, noise multiplier {guarantee.noise_multiplier:.3g}."
-    )
-
-
-def _location(facts: RunFacts) -> Html:
-    """Return a sentence on the device, the folder and the id of the run."""
-    device = facts.study.device
-    name = "the best available device" if device == AUTO else f"the device {device}"
-    run = f", run {facts.run.identity.id}" if facts.run.round else ""
-    folder = tag("code", str(facts.run.folder))
-    return join_html(f"It trains on {name}. Folder: ", folder, f"{run}.")

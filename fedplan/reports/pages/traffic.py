@@ -25,12 +25,13 @@ from fedplan.tensors.aux_tensors import param_key
 
 @dataclass
 class Traffic:
-    """Counts the bytes uploaded and downloaded by kind of param, from the lines of a ledger.
+    """Counts the bytes uploaded and downloaded in a run by kind of param, from ledger records.
 
-    A ledger has only the total bytes of a turn; the params follow from the plan and from the
-    versions that each client had. `versions` are the rounds of the params' last updates,
-    `client_versions` the same as each client has them, and `personal_bits` the personal params of
-    each client as a bit mask.
+    For each round call `add_turn` with each turn, then `add_round`; `up` and `down` have the sums.
+    A ledger has only the total bytes of a turn; the params follow from the `agreement` (plan,
+    params and compression), from `versions` (the round of each param's last update), from
+    `client_versions` (by client, the round of the value of each param that the client has) and from
+    `personal_bits` (by client, a bit mask of the personal params).
     """
 
     agreement: Agreement
@@ -43,36 +44,32 @@ class Traffic:
     def __post_init__(self) -> None:
         self._kinds = {p.key: str(p.kind) for p in self.agreement.params}
 
-    def add_turn(self, line: TurnRecord) -> None:
-        """Add the bytes of a turn, and record the versions that the client has after it."""
-        for param, letter in zip(self.agreement.params, line.roles, strict=True):
+    def add_turn(self, record: TurnRecord) -> None:
+        """Add the bytes of a turn, and record the versions that the client has after the turn."""
+        agreement, client = self.agreement, record.client
+        for param, letter in zip(agreement.params, record.roles, strict=True):
             if ROLE_BY_LETTER[letter] is Role.SHARE:
-                self.up[str(param.kind)] += self.agreement.upload_bytes(param)
-        if line.full:
-            self.client_versions.pop(line.client, None)
-            self.personal_bits.pop(line.client, None)
-        scores = {Block(stack, number): score for stack, number, score in line.scores or ()}
-        turn = Turn(line.round, line.client, line.phase, line.traits, scores or None)
-        versions = self.client_versions.setdefault(line.client, {})
-        personal = self.personal_bits.get(line.client, 0)
-        required = self.agreement.required(turn, personal)
-        outdated = {k for k, v in required.items() if versions.get(k, v) < self._version(k)}
-        versions |= {key: self._version(key) for key in outdated}
-        self.personal_bits[line.client] = personal | self.agreement.personal_bits(turn)
-        for key in outdated:
-            self.down[self._kinds[param_key(key)]] += self.agreement.download_bytes[key]
+                self.up[str(param.kind)] += agreement.upload_bytes(param)
+        if record.full:
+            self.client_versions.pop(client, None)
+            self.personal_bits.pop(client, None)
+        scores = {Block(stack, number): score for stack, number, score in record.scores or ()}
+        turn = Turn(record.round, client, record.phase, record.traits, scores or None)
+        versions = self.client_versions.setdefault(client, {})
+        personal = self.personal_bits.get(client, 0)
+        for key, version in agreement.required(turn, personal).items():
+            if versions.get(key, version) < (updated := self.versions.get(key, 0)):
+                versions[key] = updated
+                self.down[self._kinds[param_key(key)]] += agreement.download_bytes[key]
+        self.personal_bits[client] = personal | agreement.personal_bits(turn)
 
-    def add_round(self, line: RoundRecord) -> None:
+    def add_round(self, record: RoundRecord) -> None:
         """Record the params that a round updated."""
-        self.versions |= dict.fromkeys(line.moved, line.round)
-
-    def _version(self, key: str) -> int:
-        """Return the round of a param's last update, 0 for none."""
-        return self.versions.get(key, 0)
+        self.versions |= dict.fromkeys(record.changed, record.round)
 
 
 def count_traffic(facts: RunFacts) -> Traffic:
-    """Count the bytes uploaded and downloaded in a run by kind of param."""
+    """Count the bytes uploaded and downloaded in a run by kind of param, from its ledger."""
     traffic = Traffic(facts.agreement)
     for record, turns in zip(facts.rounds, facts.turns, strict=True):
         for turn in turns:
@@ -82,29 +79,40 @@ def count_traffic(facts: RunFacts) -> Traffic:
 
 
 def traffic_section(facts: RunFacts) -> PageSection:
-    """Return the section on bytes by part and by round, beside the forecast.
+    """Return the section on a run's bytes by part and by round, beside the forecast.
 
-    Under client-level differential privacy it has only the forecast.
+    It is empty before the first turn; under client-level differential privacy it has only the
+    forecast, as the bytes of turns would reveal the sampled clients.
     """
-    title = "Upload and download"
-    turns = sum(map(len, facts.turns))
+    title, turns = "Upload and download", sum(map(len, facts.turns))
     if not turns:
         return PageSection(title)
     if facts.client_level_dp:
-        return PageSection(title, tuple(paragraphs(_forecast_text(facts))))
-    traffic, count = count_traffic(facts), len(facts.rounds)
-    up, down = traffic.up.total(), traffic.down.total()
+        clients = facts.forecast.clients
+        up, down = max(c.max_upload for c in clients), max(c.max_download for c in clients)
+        text = (
+            "Not shown: client-level differential privacy protects the number and size of turns. "
+            f"Forecast for a client that is sampled in all {facts.forecast.rounds} rounds: upload "
+            f"at most {megabytes(up)} MB, download at most {megabytes(down)} MB."
+        )
+        return PageSection(title, tuple(paragraphs(text)))
+    traffic, band = count_traffic(facts), _forecast_band(facts, "up").band
+    limits = (band[record.round - 1] for record in facts.rounds)
+    pairs = zip(limits, facts.turns, strict=True)
+    outside = sum(not low <= t.upload_bytes <= high for (low, high), ts in pairs for t in ts)
+    compared = f"The upload of {outside} turns is outside of the forecast."
+    if not outside:
+        compared = "The upload of every turn is within the forecast."
     text = (
-        f"Upload {megabytes(up)} MB, download {megabytes(down)} MB, in {turns} turns over "
-        f"{count} rounds. {_compare_with_forecast(facts)}"
+        f"Upload {megabytes(traffic.up.total())} MB, download {megabytes(traffic.down.total())} MB,"
+        f" in {turns} turns over {len(facts.rounds)} rounds. {compared}"
     )
+    up_bars = _bars("Upload by part", traffic.up, turns, _forecast_uploads(facts))
     figures = (
-        PageFigure(
-            "bytes-up", _bars("Upload by part", traffic.up, turns, _forecast_uploads(facts)), UP
-        ),
-        PageFigure("bytes-down", _bars("Download by part", traffic.down, turns, {}), DOWN),
-        PageFigure("bytes-up-rounds", _rounds(facts, "up"), ROUNDS),
-        PageFigure("bytes-down-rounds", _rounds(facts, "down"), ROUNDS),
+        PageFigure("upload-by-part", up_bars, UP),
+        PageFigure("download-by-part", _bars("Download by part", traffic.down, turns, {}), DOWN),
+        PageFigure("upload-by-round", _rounds(facts, "up"), ROUNDS),
+        PageFigure("download-by-round", _rounds(facts, "down"), ROUNDS),
     )
     notes = [f"On the forecast: {note}." for note in facts.forecast.notes]
     return PageSection(title, tuple(paragraphs(text)), figures, tuple(paragraphs(*notes)))
@@ -122,40 +130,38 @@ ROUNDS = (
 def _bars(
     title: str, counts: Counter[str], turns: int, expected: dict[str, tuple[float, float]]
 ) -> Drawing:
-    """Return a bar chart of the mean bytes per turn by kind, with the expected ranges."""
+    """Return a bar chart of the mean bytes per turn by kind of param.
+
+    `counts` are the bytes of all `turns` together; `expected` has (least, most) bytes of one turn.
+    """
     size, unit = byte_unit(max(counts.values(), default=0) / turns)
-    kinds = sorted(counts.keys() | expected.keys(), key=lambda kind: (-counts[kind], kind))
-    bars = [
-        Bar(kind, counts[kind] / turns / size, _divide_range(expected.get(kind), size))
-        for kind in kinds
-        if counts[kind] or any(expected.get(kind, ()))
-    ]
-    return bar_chart(
-        title, bars, unit=f"{unit} per turn", format_value=lambda value: f"{value:.3g}"
-    )
-
-
-def _divide_range(span: tuple[float, float] | None, size: float) -> tuple[float, float] | None:
-    """Return a range divided by a size; None stays None."""
-    return None if span is None else (span[0] / size, span[1] / size)
+    bars = list[Bar]()
+    for kind in sorted(counts.keys() | expected.keys(), key=lambda kind: (-counts[kind], kind)):
+        span = expected.get(kind)
+        if counts[kind] or any(span or ()):
+            scaled = None if span is None else (span[0] / size, span[1] / size)
+            bars.append(Bar(kind, counts[kind] / turns / size, scaled))
+    return bar_chart(title, bars, unit=f"{unit} per turn", format_value="{:.3g}".format)
 
 
 def _forecast_uploads(facts: RunFacts) -> dict[str, tuple[float, float]]:
-    """Return the forecast mean upload per turn by kind over the closed rounds, as (least, most)."""
+    """Return the forecast (least, most) upload bytes per turn, by kind of param.
+
+    These are means over the closed rounds of a run; the range is over all classes of clients and
+    all choices of layer scores.
+    """
     wire_cost, closed = facts.forecast.wire_cost, range(1, facts.run.round + 1)
     ranges = dict[str, list[ByteRange]]()
     for client in facts.forecast.clients:
-        sums = dict[str, list[int]]()
+        least, most = Counter[str](), Counter[str]()
         for stage in client.stages:
             times = sum(number in closed for number in stage.rounds)
             for param, role in stage.permitted.items():
-                both = sums.setdefault(str(param.kind), [0, 0])
-                both[0] += (
-                    times * wire_cost.upload_bytes(param) * (stage.certain[param] is Role.SHARE)
-                )
-                both[1] += times * wire_cost.upload_bytes(param) * (role is Role.SHARE)
-        for kind, (least, most) in sums.items():
-            ranges.setdefault(kind, []).append((least, most))
+                nbytes = times * wire_cost.upload_bytes(param)
+                least[str(param.kind)] += nbytes * (stage.certain[param] is Role.SHARE)
+                most[str(param.kind)] += nbytes * (role is Role.SHARE)
+        for kind in most:
+            ranges.setdefault(kind, []).append((least[kind], most[kind]))
     rounds = max(1, len(closed))
     return {
         kind: (min(low for low, _ in pairs) / rounds, max(high for _, high in pairs) / rounds)
@@ -164,9 +170,16 @@ def _forecast_uploads(facts: RunFacts) -> dict[str, tuple[float, float]]:
 
 
 def _rounds(facts: RunFacts, direction: str) -> Drawing:
-    """Return a line chart of the mean bytes per turn by round; `direction` is "up" or "down"."""
+    """Return a line chart of the mean bytes per turn by round; `direction` is "up" or "down".
+
+    Needs at least one turn in the run.
+    """
     means = [
-        (record.round, sum(t.up if direction == "up" else t.down for t in turns) / len(turns))
+        (
+            record.round,
+            sum(t.upload_bytes if direction == "up" else t.download_bytes for t in turns)
+            / len(turns),
+        )
         for record, turns in zip(facts.rounds, facts.turns, strict=True)
         if turns
     ]
@@ -180,7 +193,11 @@ def _rounds(facts: RunFacts, direction: str) -> Drawing:
 
 
 def _forecast_band(facts: RunFacts, direction: str, size: float = 1.0) -> Series:
-    """Return the forecast of each closed round over all classes of clients, in units of `size`."""
+    """Return the forecast bytes of a turn in each closed round, as a series with a band.
+
+    The band is over all classes of clients, in units of `size` bytes; `direction` is "up" or
+    "down".
+    """
     ranges = [c.uploads if direction == "up" else c.downloads for c in facts.forecast.clients]
     columns = list(zip(*ranges, strict=True))[: facts.run.round]
     lows = [min(low for low, _ in column) / size for column in columns]
@@ -190,28 +207,3 @@ def _forecast_band(facts: RunFacts, direction: str, size: float = 1.0) -> Series
         tuple((n, high) for n, high in enumerate(highs, 1)),
         tuple(zip(lows, highs, strict=True)),
     )
-
-
-def _forecast_text(facts: RunFacts) -> str:
-    """Return the forecast for a client, as the bytes of turns would reveal who was sampled."""
-    clients, rounds = facts.forecast.clients, facts.forecast.rounds
-    up, down = max(c.max_upload for c in clients), max(c.max_download for c in clients)
-    return (
-        "Not shown: client-level differential privacy protects the number and size of turns. "
-        f"Forecast for a client that is sampled in all {rounds} rounds: upload at most "
-        f"{megabytes(up)} MB, download at most {megabytes(down)} MB."
-    )
-
-
-def _compare_with_forecast(facts: RunFacts) -> str:
-    """Return a sentence on the number of turns whose upload is outside of the forecast."""
-    band = _forecast_band(facts, "up").band
-    outside = [
-        turn
-        for record, turns in zip(facts.rounds, facts.turns, strict=True)
-        for turn in turns
-        if not band[record.round - 1][0] <= turn.up <= band[record.round - 1][1]
-    ]
-    if not outside:
-        return "The upload of every turn is within the forecast."
-    return f"The upload of {len(outside)} turns is outside of the forecast."

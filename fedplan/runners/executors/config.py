@@ -15,11 +15,12 @@ LOCAL, POOL, RAY = "local", "pool", "ray"
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Settings of a worker pool; they do not change the result of a run.
+    """Settings of a worker pool; the result of a run does not depend on the settings.
 
-    `runner` is "pool" or "ray". `count` is the number of workers, 0 for one per available core
-    group. `gpus` is the number (or fraction) of GPUs per Ray worker, `address` that of a Ray
-    cluster; empty starts Ray on this machine. Raises ConfigError for invalid values.
+    `runner` is "pool" (processes) or "ray". `count` is the number of workers; 0 means the available
+    cores divided by the threads per worker. `gpus` is the number (or fraction) of GPUs per Ray
+    worker, `address` the address of a Ray cluster; an empty address starts Ray on this machine.
+    Raises ConfigError for an unknown runner, a negative number, or `gpus` or `address` for "pool".
     """
 
     runner: str = POOL
@@ -39,13 +40,8 @@ class PoolConfig:
 
     def worker_count(self, threads: int) -> int:
         """Return `count`, or if it is 0 the available cores divided by threads per worker."""
-        return self.count or max(1, _available_cores() // threads)
-
-
-def _available_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return self.count or max(1, cores // threads)
 
 
 def make_pool_config(
@@ -53,8 +49,8 @@ def make_pool_config(
 ) -> PoolConfig | None:
     """Return the pool settings of a command or call; None for the runner "local".
 
-    The arguments are the fields of PoolConfig. Raises ConfigError if they are invalid, or given
-    for "local".
+    `count` (None: by the number of cores), `gpus` and `address` are as in PoolConfig. Raises
+    ConfigError if an argument is invalid, or is given for the runner "local".
     """
     if runner != LOCAL:
         if count is not None and count < 1:

@@ -26,26 +26,33 @@ Result = TypeVar("Result")
 
 
 class Executor(Protocol):
-    """Runs the clients' work of a round. Every executor gives the same bits."""
+    """Interface to run the clients of a round; every implementation gives the same bits.
+
+    Methods block until all named clients are done, and raise FedplanError if a client fails.
+    """
 
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return the layer scores that each of these clients computes on its examples."""
+        """Return the layer scores that each client of `names` computes on the client's examples.
+
+        `round_state.cohort` has the clients' requests.
+        """
         ...
 
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train these clients; add their updates, or why they are rejected, to `round_state`.
+        """Train the clients `names` by their requests in `round_state.cohort`.
 
-        Updates of clients in `late` are recorded, but not aggregated.
+        Adds each update, or the reason of a rejection, to `round_state`. Updates of clients in
+        `late` are recorded, but not aggregated.
         """
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Evaluate the models of the last round at these clients.
+        """Evaluate the models of the last round at the clients `names`.
 
-        Returns the scores by client, and the reason by client that refused.
+        Returns the scores by client, and the reason of each client that refused.
         """
         ...
 
@@ -54,7 +61,11 @@ class Executor(Protocol):
 
 
 class SerialExecutor:
-    """Executor that runs one client after the other, in this process."""
+    """Executor that runs one client after the other in this process.
+
+    `server` makes the requests and takes the updates, `clients` makes the Client of a name, and
+    `status` receives progress. There is nothing to start or close.
+    """
 
     def __init__(self, server: Server, clients: Clients, status: StatusReporter) -> None:
         self.server, self.clients, self.status = server, clients, status
@@ -62,28 +73,42 @@ class SerialExecutor:
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return each client's layer scores; see Executor."""
+        """Return the layer scores of the clients `names`; see Executor."""
         return {name: self._call(score_layers, round_state, name) for name in names}
 
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train the clients in the order of `names`; see Executor."""
+        """Train the clients in the order of `names`; add each update to `round_state` at once.
+
+        Updates of clients in `late` are recorded, but not aggregated.
+        """
         for name in names:
             self.status.heartbeat()
-            self.status.set_site_state(name, SiteState.ASKED)
+            self.status.set_site_state(name, SiteState.REQUESTED)
             update = self._call(partial(train_round, copy=False), round_state, name)
             failpoint("round.answered")
             self.server.take(round_state, update, late=name in late)
             del update  # it aliases the model, which the next turn overwrites
-            self.status.set_site_state(name, SiteState.ANSWERED)
+            self.status.set_site_state(name, SiteState.RESPONDED)
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Return scores and refusals of these clients; see Executor."""
+        """Evaluate the clients `names` one by one; return scores and refusals, as in Executor.
+
+        A client that lost state gets a full request.
+        """
         scores, refusals = dict[str, Scores](), dict[str, str]()
+        agreement, state = self.server.agreement, self.server.global_state
         for name in names:
             try:
-                scores[name] = self._evaluate(name)
+                client = self.clients[name]
+                arguments = agreement, state, name, client.traits
+                try:
+                    request = make_eval_request(*arguments)
+                    scores[name] = evaluate_client(agreement, client, request)
+                except ClientStateMissing:
+                    request = make_eval_request(*arguments, full=True)
+                    scores[name] = evaluate_client(agreement, client, request)
             except RequestRefused as error:
                 refusals[name] = describe_code("refused", error.code)
         return scores, refusals
@@ -97,18 +122,13 @@ class SerialExecutor:
         round_state: RoundState,
         name: str,
     ) -> Result:
-        """Run a client's work; after ClientStateMissing run it again with a full request."""
+        """Return the result of `work` for the client `name` and the request in `round_state`.
+
+        After ClientStateMissing the request is replaced by a full one, and `work` is called again.
+        """
         client, agreement = self.clients[name], self.server.agreement
         try:
             return work(agreement, client, round_state.cohort[name])
         except ClientStateMissing:
             self.server.resend_all(round_state, name)
             return work(agreement, client, round_state.cohort[name])
-
-    def _evaluate(self, name: str) -> Scores:
-        agreement, client = self.server.agreement, self.clients[name]
-        arguments = agreement, self.server.global_state, name, client.traits
-        try:
-            return evaluate_client(agreement, client, make_eval_request(*arguments))
-        except ClientStateMissing:
-            return evaluate_client(agreement, client, make_eval_request(*arguments, full=True))

@@ -20,26 +20,15 @@ from fedplan.studies.schema import ConfigError, Study, resolve_paths
 def start_pool(
     config: PoolConfig | None, study: Study, folder: Path
 ) -> Generator[PoolExecutor | None]:
-    """Start a worker pool if requested, and yield it; stop it if the body raises.
+    """Start a worker pool for a study that runs in `folder`; yield the pool, None without a config.
 
-    Yields None without a config. The pool keeps running after the body.
+    The workers build the study in the background, and keep running after the body; the workers are
+    stopped if the body raises. Raises ConfigError for a study of Python objects, which other
+    processes cannot build, and FedplanError if Ray is needed and not installed.
     """
-    pool = make_pool(config, study, folder) if config is not None else None
-    try:
-        if pool is not None:
-            pool.start()
-        yield pool
-    except BaseException:
-        if pool is not None:
-            pool.close()
-        raise
-
-
-def make_pool(config: PoolConfig, study: Study, folder: Path) -> PoolExecutor:
-    """Make a pool for a study that runs in a folder, without starting its workers.
-
-    Raises ConfigError for a study of Python objects, which other processes cannot build.
-    """
+    if config is None:
+        yield None
+        return
     if study.data.from_python:
         raise ConfigError(
             f"the runner {config.runner} has workers that build a study from its files, and this "
@@ -51,11 +40,20 @@ def make_pool(config: PoolConfig, study: Study, folder: Path) -> PoolExecutor:
         "study": resolve_paths(study, Path.cwd()).model_dump(mode="json"),
         "folder": str(folder.resolve()),
     }
-    return PoolExecutor(make_transport(config, config.worker_count(study.threads)), begin)
+    pool = PoolExecutor(make_transport(config, config.worker_count(study.threads)), begin)
+    try:
+        pool.start()
+        yield pool
+    except BaseException:
+        pool.close()
+        raise
 
 
 def make_transport(config: PoolConfig, count: int) -> WorkerTransport:
-    """Make the transport for `count` workers; FedplanError if Ray is needed and not installed."""
+    """Return the transport of the config's runner for `count` workers, without starting a worker.
+
+    Raises FedplanError if Ray is needed and not installed.
+    """
     if config.runner != RAY:
         return ProcessTransport(count)
     try:

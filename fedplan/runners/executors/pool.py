@@ -55,10 +55,14 @@ class SumOverflow(FedplanError):
 
 
 class PoolExecutor:
-    """Executor that runs clients in a pool of workers.
+    """Executor that runs clients in a pool of workers, started by the first call and kept running.
 
-    `begin` is the first message to each worker. Call `bind` before the methods of Executor.
-    `seconds` are the durations of the clients' last turns, `lost` counts workers that died.
+    Call `bind` once, then the methods of Executor; `close` stops the workers, and the next call
+    restarts them. `transport` connects to the workers, `begin` is the first message to each worker
+    (study and folder). `bind` sets `server`, `clients` and `status`. `workers` are the running
+    workers by number, `seconds` the durations of the clients' last turns, `lost` the number of
+    workers that died in the last call, by cause. Every method raises FedplanError, and stops all
+    workers, if a client fails in a worker or over MOST_LOST workers die for the same cause.
     """
 
     server: Server
@@ -77,14 +81,11 @@ class PoolExecutor:
         return self
 
     def start(self) -> None:
-        """Start the missing workers; they build the study in the background."""
+        """Start the missing workers, without waiting: workers build the study in the background."""
         for number in range(self.transport.count):
             if number not in self.workers:
-                self._start(number)
-
-    def _start(self, number: int) -> None:
-        self.workers[number] = WorkerHandle(pending=[None])
-        self.transport.start(number, self.begin)
+                self.workers[number] = WorkerHandle(pending=[None])
+                self.transport.start(number, self.begin)
 
     def close(self) -> None:
         """Stop all workers; the next call restarts them."""
@@ -95,33 +96,40 @@ class PoolExecutor:
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return each client's layer scores; see Executor."""
+        """Return the layer scores of the clients `names`, by their requests in `round_state`."""
         layer_scores = dict[str, Mapping[Block, float]]()
 
         def handle_reply(task: ClientTask, reply: JsonObject) -> ClientTask | None:
-            if reply.get("lacking"):
+            if reply.get("missing"):
                 return self._resend_full(round_state, task)
             layer_scores[task.client] = block_scores_from_json(reply["scores"])
             return None
 
-        self._work(
-            [ClientTask("poll", name, round_state.cohort[name]) for name in names], handle_reply
-        )
+        tasks = [ClientTask("poll", name, round_state.cohort[name]) for name in names]
+        self._work(tasks, handle_reply)
         return {name: layer_scores[name] for name in names}
 
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train the clients, longest turns first; results are in the order of `names`."""
+        """Train the clients `names` by their requests in `round_state`, longest turns first.
+
+        Sets the aggregator, records, rejections, and the responded and aggregated clients (in the
+        order of `names`) of `round_state`; updates of `late` clients are recorded only. If partial
+        sums overflow, all turns run again in the order of `names`.
+        """
         tasks = [
             ClientTask("turn", name, round_state.cohort[name], place, name in late)
             for place, name in enumerate(names)
         ]
         before = round_state.wasted_bytes, dict(round_state.cohort), dict(round_state.rejected)
         try:
-            self._run_turns(
-                round_state, [replace(task, cost=self._cost(task.client)) for task in tasks]
-            )
+            costs = [
+                self.seconds.get(name, self._seconds_per_step * self._step_count(name))
+                for name in names
+            ]
+            longest_first = [replace(t, cost=cost) for t, cost in zip(tasks, costs, strict=True)]
+            self._run_turns(round_state, longest_first)
         except SumOverflow:
             round_state.wasted_bytes, round_state.cohort, round_state.rejected = before
             self._run_turns(round_state, tasks, in_order=True)
@@ -132,42 +140,53 @@ class PoolExecutor:
     def _run_turns(
         self, round_state: RoundState, tasks: Sequence[ClientTask], *, in_order: bool = False
     ) -> None:
-        """Run turns on all workers, and set the round's aggregator, lines and counted clients.
+        """Run the turns `tasks` on all workers, and merge the workers' partial sums.
 
-        With `in_order` one worker runs them in their order, into one sum. Raises SumOverflow if
-        partial sums overflow.
+        Sets the aggregator, records and aggregated clients of `round_state`, and adds rejected
+        clients. With `in_order` one worker runs all turns in their order, into one sum. Raises
+        SumOverflow if partial sums overflow.
         """
         round_state.records, round_state.aggregated = {}, []
         total_sum = empty_copy(round_state.aggregator)
 
         def handle_reply(task: ClientTask, reply: JsonObject) -> ClientTask | None:
-            if reply.get("lacking"):
+            """Record a turn's seconds; return the task with a full request if state is lost."""
+            if reply.get("missing"):
                 return self._resend_full(round_state, task)
-            if reply["crowded"] and not in_order:
+            if reply["overflow"] and not in_order:
                 raise SumOverflow(f"the update of {task.client} overflowed a partial sum")
-            self.status.set_site_state(task.client, SiteState.ANSWERED)
-            self._record_seconds(task.client, reply["seconds"])
+            self.status.set_site_state(task.client, SiteState.RESPONDED)
+            self.seconds[task.client] = reply["seconds"]
+            self._seconds_per_step = reply["seconds"] / max(self._step_count(task.client), 1)
             return None
 
         def add_sum(results: list[Result], partial_sum: TensorsAndJson) -> None:
+            """Merge a worker's partial sum into the round's, and record the turns in it."""
             try:
                 merge_partial_sum(total_sum, *partial_sum)
             except SumError as error:
                 raise SumOverflow(str(error)) from error
             for task, reply in results:
-                _record_reply(round_state, task.client, reply)
+                if reply["ledger_line"] is not None:
+                    round_state.records[task.client] = read_turn(reply["ledger_line"])
+                if reply["aggregated"]:
+                    round_state.aggregated.append(task.client)
+                if reply["rejected"] is not None:
+                    round_state.rejected.setdefault(task.client, reply["rejected"])
 
-        self._work(
-            tasks, handle_reply, total=describe_sum(total_sum), on_sum=add_sum, in_order=in_order
-        )
+        self._work(tasks, handle_reply, describe_sum(total_sum), add_sum, in_order=in_order)
         round_state.aggregator = total_sum
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Return scores and refusals of these clients; see Executor."""
+        """Evaluate the models of the last round at the clients `names`.
+
+        Returns the scores by client in the order of `names`, and the reason of each refusal.
+        """
         scores, refusals = dict[str, Scores](), dict[str, str]()
 
         def handle_reply(task: ClientTask, reply: JsonObject) -> ClientTask | None:
-            if reply.get("lacking"):
+            """Store scores or refusal; return the task with a full request if state is lost."""
+            if reply.get("missing"):
                 return replace(task, request=self._eval_request(task.client, full=True))
             if "refused" in reply:
                 refusals[task.client] = describe_code("refused", reply["refused"])
@@ -175,39 +194,27 @@ class PoolExecutor:
                 scores[task.client] = reply["scores"]
             return None
 
-        self._work(
-            [ClientTask("scores", name, self._eval_request(name)) for name in names], handle_reply
-        )
-        order = [name for name in names if name in scores]
-        return {name: scores[name] for name in order}, refusals
+        tasks = [ClientTask("scores", name, self._eval_request(name)) for name in names]
+        self._work(tasks, handle_reply)
+        return {name: scores[name] for name in names if name in scores}, refusals
 
     def personal_scores(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Evaluate each client's personal model on its own test examples."""
+        """Return the metrics of each client's personal model on the client's own test examples."""
         scores = dict[str, dict[str, float]]()
 
         def handle_reply(task: ClientTask, reply: JsonObject) -> None:
             scores[task.client] = reply["scores"]
 
-        self._work([ClientTask("own", name) for name in names], handle_reply)
+        self._work([ClientTask("personal_scores", name) for name in names], handle_reply)
         return {name: scores[name] for name in names}
 
     def _eval_request(self, name: str, *, full: bool = False) -> Request:
-        traits = self.server.roster[name]
-        return make_eval_request(
-            self.server.agreement, self.server.global_state, name, traits, full=full
-        )
+        state, traits = self.server.global_state, self.server.roster[name]
+        return make_eval_request(self.server.agreement, state, name, traits, full=full)
 
     def _resend_full(self, round_state: RoundState, task: ClientTask) -> ClientTask:
         self.server.resend_all(round_state, task.client)
         return replace(task, request=round_state.cohort[task.client])
-
-    def _cost(self, name: str) -> float:
-        """Estimate the seconds of a turn: those of the client's last turn, or by its steps."""
-        return self.seconds.get(name, self._seconds_per_step * self._step_count(name))
-
-    def _record_seconds(self, name: str, seconds: float) -> None:
-        self.seconds[name] = seconds
-        self._seconds_per_step = seconds / max(self._step_count(name), 1)
 
     def _step_count(self, name: str) -> int:
         return self.server.agreement.train_config.step_count(len(self.clients.examples[name]))
@@ -216,57 +223,51 @@ class PoolExecutor:
         self,
         tasks: Sequence[ClientTask],
         on_reply: OnReply,
-        *,
-        total: JsonObject | None = None,
+        sum_description: JsonObject | None = None,
         on_sum: OnSum | None = None,
+        *,
         in_order: bool = False,
     ) -> None:
-        """Run tasks on the workers until all have replies and all partial sums are here.
+        """Run tasks on the workers; return when all have replies and all partial sums are returned.
 
-        `total` describes the sum that each worker opens before its first turn. With `in_order` one
-        worker runs all tasks. On any exception the workers are stopped.
+        `on_reply` handles the reply to a task, and may return a task to run again. With a
+        `sum_description` each worker opens a partial sum before the first turn, and `on_sum`
+        handles the returned sum. With `in_order` one worker runs all tasks, by `place`. Any
+        exception stops all workers.
         """
         self.start()
         self._batch, self._shared = self._batch + 1, {}
         self.lost.clear()
+        queue, is_unsorted = list(tasks), True
         try:
-            self._run_queue(list(tasks), on_reply, total, on_sum, in_order=in_order)
+            while True:
+                if is_unsorted:
+                    # Tasks are popped from the end: the longest first, or the first place.
+                    queue.sort(key=lambda task: (task.cost, -task.place))
+                self._assign(queue, sum_description, 1 if in_order else self.transport.count)
+                left = len(queue)
+                if not left and not any(w.pending for w in self.workers.values() if w.ready):
+                    return
+                replies = self.transport.receive(BEAT)
+                self.status.heartbeat()
+                for number, reply in replies:
+                    if reply is None:
+                        queue += self._replace_worker(number)
+                    elif (task := self._handle_reply(number, reply, on_reply, on_sum)) is not None:
+                        queue.append(task)
+                is_unsorted = len(queue) > left
         except BaseException:
             self.close()  # else their late replies would be taken for those of another round
             raise
 
-    def _run_queue(
-        self,
-        queue: list[ClientTask],
-        on_reply: OnReply,
-        total: JsonObject | None,
-        on_sum: OnSum | None,
-        *,
-        in_order: bool,
+    def _assign(
+        self, queue: list[ClientTask], sum_description: JsonObject | None, count: int
     ) -> None:
-        """Send tasks and handle replies until the queue is empty and no message is pending."""
-        is_unsorted = True
-        while True:
-            if is_unsorted:
-                # Tasks are popped from the end: the longest first, or the first place.
-                queue.sort(key=lambda task: (task.cost, -task.place))
-            self._assign(queue, total, 1 if in_order else self.transport.count)
-            left = len(queue)
-            if not left and not any(w.pending for w in self.workers.values() if w.ready):
-                return
-            replies = self.transport.receive(BEAT)
-            self.status.heartbeat()
-            for number, reply in replies:
-                if reply is None:
-                    queue += self._replace_worker(number)
-                elif (task := self._handle_reply(number, reply, on_reply, on_sum)) is not None:
-                    queue.append(task)
-            is_unsorted = len(queue) > left
+        """Pop tasks from the end of the queue, and send each to one of the first `count` workers.
 
-    def _assign(self, queue: list[ClientTask], total: JsonObject | None, count: int) -> None:
-        """Send tasks from the end of the queue to the first `count` workers that are ready.
-
-        A worker without tasks is asked for its partial sum.
+        Only workers that are ready get tasks. Before the first task of a batch a worker gets the
+        changed global values, and the description of the partial sum to open. When the queue is
+        empty, each idle worker with results gets the request to return the partial sum.
         """
         # While many tasks are left, each worker has a second one waiting, so it is never idle.
         ahead = 2 if len(queue) > 2 * count else 1
@@ -274,67 +275,60 @@ class PoolExecutor:
             if not worker.ready or number >= count:
                 continue
             while queue and len(worker.pending) < ahead:
-                self._send_task(number, worker, queue.pop(), total)
+                task = queue.pop()
+                if worker.batch != self._batch:
+                    self._sync(number, worker)
+                if sum_description is not None and not worker.sum_open:
+                    self._send(number, None, {"do": "open", "sum": sum_description})
+                    worker.sum_open = True
+                if task.do == "turn":
+                    self.status.set_site_state(task.client, SiteState.REQUESTED)
+                message: JsonObject = {"do": task.do, "client": task.client, "late": task.late}
+                if (request := task.request) is not None:
+                    versions, state = request.versions, self.server.global_state
+                    items, tables = state.versions_of(task.client).items(), worker.tables
+                    current = [key for key, version in items if version == state.versions[key]]
+                    message |= request_header(request)
+                    # Versions and keys that many clients share are sent once, then by number.
+                    identity = tuple(versions.items())
+                    message["versions"] = table_entry(tables["versions"], identity, versions)
+                    message["received"] = table_entry(tables["received"], tuple(current), current)
+                self._send(number, task, message)
             if not queue and not worker.pending and worker.results:
-                worker.pending.append(ClientTask("sum", ""))
-                self.transport.send(number, {"do": "sum"})
-
-    def _send_task(
-        self, number: int, worker: WorkerHandle, task: ClientTask, total: JsonObject | None
-    ) -> None:
-        """Send a task, after the global state and the sum that the worker needs for it."""
-        if worker.batch != self._batch:
-            self._sync(number, worker)
-        if total is not None and not worker.sum_open:
-            self._send(number, worker, {"do": "open", "total": total})
-            worker.sum_open = True
-        if task.do == "turn":
-            self.status.set_site_state(task.client, SiteState.ASKED)
-        worker.pending.append(task)
-        self.transport.send(number, self._task_message(worker, task))
+                self._send(number, ClientTask("sum", ""), {"do": "sum"})
 
     def _sync(self, number: int, worker: WorkerHandle) -> None:
-        """Send a worker the global values that changed since its last synchronization."""
+        """Send worker `number` the global values that changed since this worker's last `_sync`.
+
+        Workers that need the same values share one copy.
+        """
         state, agreement = self.server.global_state, self.server.agreement
         changed = {k: n for k, n in state.versions.items() if worker.versions.get(k, 0) != n}
-        message = {"do": "world", "run": agreement.run, "agreed": agreement.fingerprint}
+        message = {"do": "global_state", "run": agreement.run, "agreement": agreement.fingerprint}
         message |= {"round": state.round, "phase": state.phase, "versions": changed}
         keys = tuple(changed)
         if keys and keys not in self._shared:
             self._shared[keys] = self.transport.share({key: state.values[key] for key in keys})
         worker.versions, worker.batch = dict(state.versions), self._batch
-        worker.sum_open, worker.tables = False, {"versions": {}, "held": {}}
-        self._send(number, worker, message, self._shared.get(keys))
+        worker.sum_open, worker.tables = False, {"versions": {}, "received": {}}
+        self._send(number, None, message, self._shared.get(keys))
 
     def _send(
-        self, number: int, worker: WorkerHandle, message: JsonObject, shared: object = None
+        self, number: int, task: ClientTask | None, message: JsonObject, shared: object = None
     ) -> None:
-        worker.pending.append(None)
+        """Send worker `number` the message of a task (or None), and add the task to `pending`."""
+        self.workers[number].pending.append(task)
         self.transport.send(number, message, shared)
 
-    def _task_message(self, worker: WorkerHandle, task: ClientTask) -> JsonObject:
-        """Return the message of a task; values that many clients share are sent once."""
-        message: JsonObject = {"do": task.do, "client": task.client, "late": task.late}
-        if task.request is None:
-            return message
-        state, versions = self.server.global_state, task.request.versions
-        client_versions = state.versions_of(task.client).items()
-        current = [key for key, version in client_versions if version == state.versions[key]]
-        message |= request_header(task.request)
-        message["versions"] = table_entry(
-            worker.tables["versions"], tuple(versions.items()), versions
-        )
-        message["held"] = table_entry(worker.tables["held"], tuple(current), current)
-        return message
-
     def _handle_reply(
-        self, number: int, answer: TensorsAndJson, on_reply: OnReply, on_sum: OnSum | None
+        self, number: int, received: TensorsAndJson, on_reply: OnReply, on_sum: OnSum | None
     ) -> ClientTask | None:
-        """Handle a worker's reply to its oldest pending message; return a task to run again.
+        """Handle the tensors and fields `received` from worker `number` for the oldest message.
 
-        Raises FedplanError if the reply is an error.
+        Calls `on_reply` or, for a partial sum, `on_sum` with the results of the turns in the sum.
+        Returns a task to run again, or None. Raises FedplanError if the reply is an error.
         """
-        worker, (tensors, reply) = self.workers[number], answer
+        worker, (tensors, reply) = self.workers[number], received
         task = worker.pending.pop(0)
         if not worker.ready:
             worker.ready = True
@@ -357,9 +351,10 @@ class PoolExecutor:
         return again
 
     def _replace_worker(self, number: int) -> list[ClientTask]:
-        """Start a worker in place of a dead one; return the tasks to run again.
+        """Start a new worker in place of the dead worker `number`; return the tasks to run again.
 
-        Raises FedplanError after too many deaths for the same reason.
+        These are the pending tasks, and the turns in the lost partial sum. Raises FedplanError
+        after more than MOST_LOST deaths for the same cause.
         """
         worker = self.workers.pop(number)
         tasks = [task for task in worker.pending if task is not None and task.client]
@@ -372,15 +367,5 @@ class PoolExecutor:
                 f"a worker died {MOST_LOST + 1} times {when}: see what it wrote to stderr; if "
                 "memory ran out, use fewer workers or smaller batches"
             )
-        self._start(number)
+        self.start()
         return [*tasks, *(task for task, _ in worker.results)]
-
-
-def _record_reply(round_state: RoundState, client: str, reply: JsonObject) -> None:
-    """Add the ledger line, rejection and counting of a client's turn to the round's state."""
-    if reply["line"] is not None:
-        round_state.records[client] = read_turn(reply["line"])
-    if reply["counted"]:
-        round_state.aggregated.append(client)
-    if reply["rejected"] is not None:
-        round_state.rejected.setdefault(client, reply["rejected"])

@@ -31,19 +31,24 @@ ROOM = 2**33
 
 
 class SharedFile:
-    """Tensors in a safetensors file, removed with this object; processes that mapped it keep it."""
+    """Tensors in the safetensors file `file`, which the constructor writes.
+
+    The file is deleted when this object is garbage-collected; processes that have mapped the file
+    keep the tensors.
+    """
 
     def __init__(self, file: Path, tensors: Tensors) -> None:
-        """Write the tensors to the file."""
         self.file = file
         save_file(unshared_tensors(tensors), file)
         weakref.finalize(self, file.unlink, missing_ok=True)
 
 
 class ProcessTransport:
-    """Worker processes of this machine, started with a new Python interpreter each.
+    """WorkerTransport to `count` processes of this machine, each a new Python interpreter.
 
-    Messages are JSON over pipes; tensors are in safetensors files that the other side maps.
+    Messages are JSON over pipes; tensors are in safetensors files in a private folder, in memory if
+    there is room. `close`, or the garbage collection of this object, kills the processes and
+    removes the folder; `start` may be called again after `close`.
     """
 
     def __init__(self, count: int) -> None:
@@ -64,7 +69,7 @@ class ProcessTransport:
         return {number: process.pid for number, process in self._running.items()}
 
     def start(self, number: int, message: Mapping[str, Any]) -> None:
-        """Start a worker process, in place of an earlier one, and send its first message."""
+        """Start the process of worker `number`, and send `message`; kills an earlier process."""
         self._discard(number)
         if not self._folder.exists():  # removed by close()
             self._make_folder()
@@ -85,7 +90,10 @@ class ProcessTransport:
         return SharedFile(self._folder / f"world-{self._files}", tensors)
 
     def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
-        """Send a message and shared tensors; a dead worker is reported by `receive`."""
+        """Send a message, and the tensors `shared` (from `share`), to the started worker `number`.
+
+        Blocks while the pipe is full. For a dead worker nothing is raised; `receive` reports it.
+        """
         pipe = self._running[number].stdin
         assert pipe is not None
         try:
@@ -95,7 +103,10 @@ class ProcessTransport:
             self._dead.add(number)
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
-        """Return replies received within `timeout` seconds; None marks a dead worker, once."""
+        """Wait until a reply arrives, at most `timeout` seconds; return (number, reply) pairs.
+
+        A reply of None marks a dead worker, reported once. Empty after the timeout.
+        """
         replies = list[tuple[int, TensorsAndJson | None]]()
         with selectors.DefaultSelector() as selector:
             for number, process in self._running.items():
@@ -106,8 +117,12 @@ class ProcessTransport:
                 data = read_frame(cast("IO[bytes]", key.fileobj))
                 if data is None:
                     self._dead.add(number)
-                else:
-                    replies.append((number, _load_reply(data)))
+                    continue
+                reply, tensors = decode_json(data), dict[str, Tensor]()
+                if file := reply["file"]:
+                    tensors = load_file(file)
+                    Path(file).unlink()  # the mapped tensors stay valid
+                replies.append((number, (tensors, reply["fields"])))
         for number in sorted(self._dead):
             self._discard(number)
             replies.append((number, None))
@@ -131,13 +146,13 @@ def write_frame(pipe: IO[bytes], data: bytes) -> None:
 
 
 def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """Return the bytes of one `write_frame`; None if the other end is closed."""
+    """Wait for the bytes of one `write_frame`; None if the other end is closed."""
     header = _read_exactly(pipe, _SIZE.size)
     return _read_exactly(pipe, _SIZE.unpack(header)[0]) if header is not None else None
 
 
 def _read_exactly(pipe: IO[bytes], count: int) -> bytes | None:
-    """Return the next `count` bytes of a pipe; None if it ends before."""
+    """Return the next `count` bytes of a pipe, waiting for them; None if the pipe ends before."""
     data = bytearray()
     while len(data) < count:
         piece = os.read(pipe.fileno(), min(count - len(data), 2**20))
@@ -145,16 +160,6 @@ def _read_exactly(pipe: IO[bytes], count: int) -> bytes | None:
             return None
         data += piece
     return bytes(data)
-
-
-def _load_reply(data: bytes) -> TensorsAndJson:
-    """Decode a worker's reply and map its tensor file, which is then unlinked."""
-    reply = decode_json(data)
-    tensors = dict[str, Tensor]()
-    if file := reply["file"]:
-        tensors = load_file(file)
-        Path(file).unlink()  # the mapped tensors stay valid
-    return tensors, reply["fields"]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -35,7 +35,7 @@ _LOG = logging.getLogger("fedplan")
 
 
 class RayWorker:
-    """The Ray actor: a MessageHandler whose messages and tensors are bytes."""
+    """The Ray actor of a worker: passes messages, sent as bytes, to a MessageHandler."""
 
     def __init__(self) -> None:
         self._handler = MessageHandler()
@@ -47,10 +47,12 @@ class RayWorker:
 
 
 class RayTransport:
-    """Workers as Ray actors with one core and `gpus` GPUs each.
+    """WorkerTransport to `count` Ray actors with one CPU and `gpus` GPUs each.
 
-    Without an `address` Ray is started on this machine. Messages are bytes, so Ray pickles no
-    objects of fedplan.
+    `address` is that of a Ray cluster to join; without an address, the Ray that this process has
+    joined is used, or Ray is started on this machine. The first `start` connects; `close` kills the
+    actors, and disconnects if `start` had connected. Messages are bytes, so Ray pickles no objects
+    of fedplan.
     """
 
     def __init__(self, count: int, *, gpus: float = 0.0, address: str = "") -> None:
@@ -60,7 +62,10 @@ class RayTransport:
         self._started_ray, self._starting = False, dict[int, float]()
 
     def start(self, number: int, message: Mapping[str, Any]) -> None:
-        """Start an actor, in place of an earlier one, and send its first message."""
+        """Start the actor of worker `number`, in place of an earlier one, and send `message`.
+
+        The first call starts or joins Ray, and raises FedplanError if that fails.
+        """
         self._connect()
         self._starting[number] = 0.0
         actor: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(RayWorker)
@@ -68,7 +73,11 @@ class RayTransport:
         self.send(number, message)
 
     def _connect(self) -> None:
-        """Start Ray or join the cluster, unless this process has; FedplanError if that fails."""
+        """Start Ray on this machine or join the cluster; do nothing if this process has joined Ray.
+
+        Raises FedplanError if Ray cannot be reached, or if an address was given and the process had
+        joined Ray before.
+        """
         if ray.is_initialized():
             if self._address and not self._started_ray:
                 raise FedplanError(
@@ -102,7 +111,11 @@ class RayTransport:
         self._pending[reference] = number
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
-        """Return replies received within `timeout` seconds; None marks a dead worker, once."""
+        """Wait until a reply arrives, at most `timeout` seconds; return a list of one or no pair.
+
+        The pair is (worker number, reply); a reply of None marks a dead worker, and the worker's
+        other pending messages are dropped. Raises FedplanError if the actor itself raised.
+        """
         references: list[Any] = list(self._pending)
         ready: list[Any] = cast("Any", ray).wait(references, num_returns=1, timeout=timeout)[0]
         replies = list[tuple[int, TensorsAndJson | None]]()
@@ -110,12 +123,26 @@ class RayTransport:
             self._warn_of_missing_resources()
         for reference in ready:
             number = self._pending.pop(reference, None)
-            if number is not None:
-                replies.append((number, self._fetch(number, reference)))
+            if number is None:
+                continue
+            self._starting.pop(number, None)
+            try:
+                fields, tensors = cast("tuple[bytes, Bytes | None]", ray.get(reference))
+            except RayTaskError as error:
+                raise FedplanError(f"a Ray worker failed: {error}") from error
+            except RayError:
+                # The worker or its machine died, or the reply is lost.
+                self._pending = {ref: of for ref, of in self._pending.items() if of != number}
+                replies.append((number, None))
+            else:
+                replies.append((number, (_from_bytes(tensors), decode_json(fields))))
         return replies
 
     def _warn_of_missing_resources(self) -> None:
-        """Log once per worker that Ray has not started it for long; Ray itself waits for ever."""
+        """Log a warning, once per worker, if a new worker has not replied for PENDING seconds.
+
+        Ray waits for missing CPUs or GPUs for ever, without a message.
+        """
         now, free = time.monotonic(), cast("dict[str, float]", ray.available_resources())
         for number, since in list(self._starting.items()):
             self._starting[number] = since or now
@@ -127,24 +154,8 @@ class RayTransport:
                     *(number, PENDING, self._gpus, free.get("CPU", 0.0), free.get("GPU", 0.0)),
                 )
 
-    def _fetch(self, number: int, reference: Any) -> TensorsAndJson | None:
-        """Return a worker's reply; None if it died, and its other messages are then dropped.
-
-        Raises FedplanError if the actor itself raised.
-        """
-        self._starting.pop(number, None)
-        try:
-            fields, tensors = cast("tuple[bytes, Bytes | None]", ray.get(reference))
-        except RayTaskError as error:
-            raise FedplanError(f"a Ray worker failed: {error}") from error
-        except RayError:
-            # The worker or its machine died, or the reply is lost.
-            self._pending = {ref: of for ref, of in self._pending.items() if of != number}
-            return None
-        return _from_bytes(tensors), decode_json(fields)
-
     def close(self) -> None:
-        """Kill all actors, and shut Ray down if it was started here."""
+        """Kill all actors; if this object has started or joined Ray, call `ray.shutdown`."""
         for actor in self._actors.values() if ray.is_initialized() else ():
             ray.kill(actor)
         self._actors, self._pending = {}, {}

@@ -16,8 +16,10 @@ from fedplan.runners.executors.worker import JsonObject
 class ClientTask:
     """One client's work for a worker.
 
-    `do` is the worker's action: "turn", "poll", "scores", "own", or "sum" without a client.
-    `place` is the client's position in the round, `late` whether its update comes too late,
+    `do` is the worker's action: "turn" (train), "poll" (layer scores), "scores" (evaluate),
+    "personal_scores" (personal test), or "sum" (return the partial sum, without a client).
+    `request` is the server's request to the client, None where the action needs none. `place` is
+    the client's position in the round, `late` whether the update comes too late to be aggregated,
     `cost` the expected seconds; expensive tasks are started first.
     """
 
@@ -39,13 +41,14 @@ OnSum = Callable[[list[Result], TensorsAndJson], None]
 
 @dataclass
 class WorkerHandle:
-    """The state of one worker, as the pool knows it.
+    """The pool's record of one worker.
 
-    `ready`: it has replied once. `versions`: versions of the global values that it has. `batch`:
-    the last batch of tasks that it was synchronized for. `tables`: numbers of the shared values
-    that it was sent. `pending`: the task of each message without a reply, or None for a message
-    without a task. `results`: replies to turns whose updates are in its partial sum. `sum_open`:
-    it has an open partial sum.
+    `ready`: the worker has replied once. `versions`: versions of the global values at the worker.
+    `batch`: number of the last batch of tasks for which the worker got the global state. `tables`:
+    for each repeated field of requests, the numbers of the values that the worker got in this batch
+    (see `table_entry`). `pending`: the task of each message without a reply, oldest first; None for
+    a message without a task. `results`: the turns in the worker's partial sum, with their replies.
+    `sum_open`: the worker has an open partial sum.
     """
 
     ready: bool = False
@@ -58,7 +61,10 @@ class WorkerHandle:
 
 
 def table_entry(table: dict[Any, int], key: Any, value: object) -> list[Any]:
-    """Return `[number, value]` for a value that is new to the table, else `[number]`."""
+    """Return `[number, value]` for a new key, which is added to the table, and else `[number]`.
+
+    The worker stores the value under the number, so later messages need only the number.
+    """
     if key in table:
         return [table[key]]
     table[key] = len(table)

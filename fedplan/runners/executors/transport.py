@@ -11,9 +11,10 @@ from fedplan.tensors.named import Tensors
 
 
 class WorkerTransport(Protocol):
-    """Connection to `count` workers, numbered from 0.
+    """Interface to `count` workers, numbered from 0: `start` each, then `send` and `receive`.
 
-    A worker replies to every message, in the order in which they were sent.
+    A worker replies to every message, in the order of sending. Messages and replies are JSON
+    objects with tensors. Methods other than `receive` do not wait for replies.
     """
 
     count: int

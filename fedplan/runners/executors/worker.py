@@ -28,7 +28,6 @@ from fedplan.federation.messages import (
     ClientStateMissing,
     Request,
     RequestRefused,
-    Update,
     block_scores_from_json,
     block_scores_to_json,
 )
@@ -49,30 +48,29 @@ JsonObject = dict[str, Any]
 
 
 class Worker:
-    """A worker's copy of a study: model, data, global state, clients, and the open partial sum.
+    """A worker's own copy of a study, which carries out the pool's messages by `reply`.
 
-    `round_state` collects the updates of the open sum; `sum_description` describes that sum.
-    `tables` holds values that many messages share; see `_look_up`.
+    `message` is the pool's BEGIN message; the constructor builds the study in `message["study"]` on
+    the study's device, for the run folder `message["folder"]`. `global_state` follows the server's,
+    `round_state` collects the updates of the open partial sum (None if no sum is open), and
+    `sum_description` describes the sum. `tables` has values that many messages share.
     """
 
     def __init__(self, message: Mapping[str, Any]) -> None:
-        """Build the study of a BEGIN message, on its device."""
-        self.study = study_from_dict(dict(message["study"]))
+        self.study = study = study_from_dict(dict(message["study"]))
         self.folder = Path(message["folder"])
         self.experiment = experiment = build_experiment(self.study)
-        move_model(experiment.model.eval(), resolve_device(self.study.device))
+        move_model(experiment.model.eval(), resolve_device(study.device))
         self.agreement, self.digests = experiment.pinned_agreement, DigestCache()
         self.global_state = GlobalState.initial(self.agreement, experiment.initial_values)
         self.round_state: RoundState | None = None
         self.sum_description: JsonObject = {}
         self.tables: dict[str, list[Any]] = {}
-        self.clients = self._make_clients()
-
-    def _make_clients(self) -> Clients:
-        study, experiment = self.study, self.experiment
         is_example_dp = study.privacy is not None and study.privacy.unit == "example"
+        uses_digests = is_example_dp or study.train.cache_activations
+        initial = experiment.initial_model
         sites = experiment.data.train if study.evaluate.on_clients else ()
-        return Clients(
+        self.clients = Clients(
             agreement=self.agreement,
             model=experiment.model,
             examples=experiment.data.train,
@@ -84,46 +82,78 @@ class Worker:
             global_state=lambda: self.global_state,
             traits=study.clients.traits,
             eval_sets={name: make_eval_set(study, experiment.data, name) for name in sites},
-            examples_digests=experiment.data.digests
-            if is_example_dp or study.train.cache_activations
-            else {},
+            examples_digests=experiment.data.digests if uses_digests else {},
             deterministic=study.deterministic,
-            initial_model=experiment.initial_model.with_checksums(
-                experiment.model, self.agreement.frozen
-            ),
+            initial_model=initial.with_checksums(experiment.model, self.agreement.frozen),
             activation_cache=study.train.activation_cache,
         )
 
     def reply(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        """Carry out a message's action, and return the reply's tensors and fields.
+        """Carry out the action `message["do"]`, and return the reply's tensors and fields.
 
-        A FedplanError is returned as reply with "error", "refused" or "lacking", not raised.
+        `tensors` belong to the message. A FedplanError is not raised, but returned as a reply with
+        "error" and "code", with "refused" (a client's RequestRefused), or with "missing" (the
+        client lost state, and needs a full request). Other exceptions are raised.
         """
         try:
-            return self._actions[message["do"]](message, tensors)
+            match message["do"]:
+                case "global_state":
+                    self._update_global_state(message, tensors)
+                    return {}, {}
+                case "open":  # an empty partial sum for the turns that follow
+                    self.sum_description = dict(message["sum"])
+                    self.round_state = self._empty_round({})
+                    return {}, {}
+                case "turn":
+                    return {}, self._run_turn(message)
+                case "poll":
+                    request, client = self._make_request(message), self._make_client(message)
+                    layer_scores = score_layers(self.agreement, client, request)
+                    return {}, {"scores": block_scores_to_json(layer_scores)}
+                case "scores":
+                    request, client = self._make_request(message), self._make_client(message)
+                    return {}, {"scores": evaluate_client(self.agreement, client, request)}
+                case "personal_scores":
+                    return {}, {"scores": self._personal_scores(message["client"])}
+                case "sum":
+                    assert self.round_state is not None
+                    partial_sum = export_partial_sum(self.round_state.aggregator)
+                    self.round_state = None
+                    return partial_sum
+                case action:
+                    raise KeyError(action)
         except ClientStateMissing:
-            return {}, {"lacking": True}
+            return {}, {"missing": True}
         except RequestRefused as error:
             return {}, {"refused": error.code, "error": str(error)}
         except FedplanError as error:
             return {}, {"error": str(error), "code": error.code}
 
-    @property
-    def _actions(self) -> dict[str, Callable[[Mapping[str, Any], Tensors], TensorsAndJson]]:
-        return {
-            "world": self._update_global_state,
-            "open": self._open_sum,
-            "turn": self._run_turn,
-            "poll": self._poll_layer_scores,
-            "scores": self._evaluate,
-            "own": self._personal_scores,
-            "sum": self._close_sum,
-        }
+    def _update_global_state(self, message: Mapping[str, Any], tensors: Tensors) -> None:
+        """Put `tensors`, the changed global values, and their versions into the global state.
 
-    def _update_global_state(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        """Apply the changed values of the global state; join the run with the first message."""
-        if message["run"] != self.agreement.run:
-            self._join_run(message["run"], message["agreed"])
+        The first message of a run makes this worker join the run, and raises FedplanError if the
+        run folder, the agreement or the examples differ from the server's. Clears `tables`.
+        """
+        if (run := message["run"]) != self.agreement.run:
+            identity, fingerprint = read_identity(self.folder), self.agreement.fingerprint
+            if identity.id != run:
+                raise FedplanError(
+                    f"{self.folder} holds another run on this worker's machine: workers need the "
+                    "run's folder, so put it on a disk that all of them see at the same place"
+                )
+            if fingerprint != message["agreement"]:
+                raise FedplanError(
+                    f"a worker built {fingerprint} of the study, and the server "
+                    f"{message['agreement']}: the study's files differ between machines, or were "
+                    "changed"
+                )
+            if changed := changed_examples(identity.examples, self.experiment.data.digests):
+                raise FedplanError(
+                    f"a worker read other examples of {', '.join(changed[:5])} than the run "
+                    "started with: the table differs between machines, or was changed"
+                )
+            self.agreement = self.clients.agreement = replace(self.agreement, run=run)
         self.global_state = replace(
             self.global_state,
             values={**self.global_state.values, **tensors},
@@ -132,62 +162,33 @@ class Worker:
             phase=message["phase"],
         )
         self.digests.keep_only(self.global_state.values.values())
-        self.tables = {"versions": [], "held": []}
-        return {}, {}
+        self.tables = {"versions": [], "received": []}
 
-    def _join_run(self, run: str, agreement_digest: str) -> None:
-        """Set the run of this worker's agreement.
-
-        Raises FedplanError if its folder, its agreement or its data differ from the server's.
-        """
-        identity = read_identity(self.folder)
-        if identity.id != run:
-            raise FedplanError(
-                f"{self.folder} holds another run on this worker's machine: workers need the run's "
-                "folder, so put it on a disk that all of them see at the same place"
-            )
-        if self.agreement.fingerprint != agreement_digest:
-            raise FedplanError(
-                f"a worker built {self.agreement.fingerprint} of the study, and the server "
-                f"{agreement_digest}: the study's files differ between machines, or were changed"
-            )
-        if changed := changed_examples(identity.rows, self.experiment.data.digests):
-            raise FedplanError(
-                f"a worker read other examples of {', '.join(changed[:5])} than the run started "
-                "with: the table differs between machines, or was changed"
-            )
-        self.agreement = self.clients.agreement = replace(self.agreement, run=run)
-
-    def _open_sum(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        """Start an empty partial sum for the turns that follow."""
-        self.sum_description = dict(message["total"])
+    def _empty_round(self, cohort: dict[str, Request]) -> RoundState:
+        """Return a round with an empty partial sum for the requests of `cohort`, by client."""
         total = open_partial_sum(self.agreement, self.global_state, self.sum_description)
-        self.round_state = RoundState(
-            {}, total, start_digests=self.experiment.param_digests, digests=self.digests
-        )
-        return {}, {}
+        digests = self.experiment.param_digests
+        return RoundState(cohort, total, start_digests=digests, digests=self.digests)
 
     def _make_client(self, message: Mapping[str, Any]) -> Client:
-        """Make the client of a message, with the global values that it already has."""
-        keys = self._look_up("held", message)
-        values, versions = self.global_state.values, self.global_state.versions
-        seen = {key: values[key] for key in keys}
-        return self.clients.make_client(
-            message["client"], seen, {key: versions[key] for key in keys}
-        )
+        """Make the client of a message, with the global values that the client has received."""
+        keys, state = self._look_up("received", message), self.global_state
+        values = {key: state.values[key] for key in keys}
+        versions = {key: state.versions[key] for key in keys}
+        return self.clients.make_client(message["client"], values, versions)
 
-    def _look_up(self, name: str, message: Mapping[str, Any]) -> Any:
-        """Return a message's field that is sent once per worker and then by number.
+    def _look_up(self, field: str, message: Mapping[str, Any]) -> Any:
+        """Return the value of `message[field]`, which is `[number, value]` or only `[number]`.
 
-        The field is `[number, value]` the first time, later `[number]`.
+        A value that comes with a number is stored in `tables`, for later messages with the number.
         """
-        number, *value = message[name]
+        number, *value = message[field]
         if value:
-            self.tables[name][number:] = value
-        return self.tables[name][number]
+            self.tables[field][number:] = value
+        return self.tables[field][number]
 
     def _make_request(self, message: Mapping[str, Any]) -> Request:
-        """Rebuild a client's request; its values come from this worker's global state."""
+        """Return the request in a message, with the values of this worker's global state."""
         versions: dict[str, int] = self._look_up("versions", message)
         scores = message["scores"]
         turn = Turn(
@@ -199,21 +200,24 @@ class Worker:
         )
         return Request(
             name=message["request"],
-            agreement_digest=message["agreed"],
+            agreement_digest=message["agreement"],
             turn=turn,
             values={key: self.global_state.values[key] for key in versions},
             versions=versions,
-            versions_digest=message["basis"],
-            last_update_round=message["heard"],
+            versions_digest=message["versions_digest"],
+            last_update_round=message["last_update_round"],
             full=message["full"],
             run=message["run"],
         )
 
-    def _run_turn(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        """Train a client and add its update to the partial sum, after the server's checks.
+    def _run_turn(self, message: Mapping[str, Any]) -> JsonObject:
+        """Train the message's client, and add a valid update that is not late to the partial sum.
 
-        The reply says whether the update counts, its ledger line, why it is rejected, whether the
-        sum overflowed ("crowded"), and the seconds taken.
+        Returns the fields "aggregated" (whether the update is in the sum), "ledger_line" (the
+        turn's record for the ledger; None if the update is invalid or overflows), "rejected" (why
+        the update is not in the sum, or None), "overflow" (whether the update is valid, but too
+        large for this partial sum, which then stays as it was) and "seconds". A valid update with
+        `message["late"]` has a "ledger_line", and "rejected" is "late". Raises as `train_round`.
         """
         name, request = message["client"], self._make_request(message)
         round_state, began = self.round_state, time.perf_counter()
@@ -224,75 +228,48 @@ class Worker:
             self.agreement, self.global_state, round_state, update, is_late=message["late"]
         )
         line, rejected = round_state.records.pop(name, None), round_state.rejected.pop(name, None)
-        return {}, {
-            "counted": name in round_state.aggregated,
-            "line": line.json() if line else None,
+        fits_alone = False
+        if line is None:
+            # An update that fits an empty sum overflowed this one: the round must run in order.
+            alone = self._empty_round({update.client: request})
+            accept_update(self.agreement, self.global_state, alone, update)
+            fits_alone = bool(alone.records)
+        return {
+            "aggregated": name in round_state.aggregated,
+            "ledger_line": line.json() if line else None,
             "rejected": rejected,
-            "crowded": line is None and self._fits_alone(request, update),
+            "overflow": fits_alone,
             "seconds": time.perf_counter() - began,
         }
 
-    def _fits_alone(self, request: Request, update: Update) -> bool:
-        """Whether a rejected update is accepted by an empty sum.
+    def _personal_scores(self, name: str) -> dict[str, float]:
+        """Return the metrics of the personal model of the client `name` on the client's test set.
 
-        It then overflowed this partial sum, and the round must run in the order of its clients.
+        The model has the client's stored personal values over the present global values.
         """
-        total = open_partial_sum(self.agreement, self.global_state, self.sum_description)
-        empty = RoundState(
-            {update.client: request},
-            total,
-            start_digests=self.experiment.param_digests,
-            digests=self.digests,
-        )
-        accept_update(self.agreement, self.global_state, empty, update)
-        return bool(empty.records)
-
-    def _poll_layer_scores(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        request = self._make_request(message)
-        return {}, {
-            "scores": block_scores_to_json(
-                score_layers(self.agreement, self._make_client(message), request)
-            )
-        }
-
-    def _evaluate(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        request = self._make_request(message)
-        return {}, {"scores": evaluate_client(self.agreement, self._make_client(message), request)}
-
-    def _personal_scores(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        """Evaluate a client's personal model of this round on its own test examples."""
-        name, data = message["client"], self.experiment.data
+        experiment, state = self.experiment, self.global_state
         client_state, _ = self.clients.journal(name).client_state()
-        traits = self.study.clients.traits.get(name, {})
-        turn = Turn(self.global_state.round, name, self.global_state.phase, traits)
-        values = personal_values(
-            self.agreement, self.global_state, self.experiment.initial_values, turn, client_state
-        )
-        set_values(self.experiment.model, values, self.agreement.trainable)
-        score = data.task.score(
-            self.experiment.model,
-            data.client_tests[name],
-            batch_size=self.study.evaluate.batch_size,
-        )
-        return {}, {"scores": dict(score)}
-
-    def _close_sum(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
-        """Return the partial sum, and drop it here."""
-        assert self.round_state is not None
-        partial_sum, self.round_state = export_partial_sum(self.round_state.aggregator), None
-        return partial_sum
+        turn = Turn(state.round, name, state.phase, self.study.clients.traits.get(name, {}))
+        start = experiment.initial_values
+        values = personal_values(self.agreement, state, start, turn, client_state)
+        set_values(experiment.model, values, self.agreement.trainable)
+        test, size = experiment.data.client_tests[name], self.study.evaluate.batch_size
+        return dict(experiment.data.task.score(experiment.model, test, batch_size=size))
 
 
 class MessageHandler:
-    """Builds a Worker from a BEGIN message, and passes the other messages to it."""
+    """A worker's entry point: `reply` builds a Worker by a BEGIN message, and passes on the others.
+
+    The first message is taken for a BEGIN message; a later BEGIN replaces the Worker.
+    """
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
     def reply(self, message: Mapping[str, Any], load: Callable[[], Tensors]) -> TensorsAndJson:
-        """Return the reply to a message; `load` returns the message's tensors.
+        """Return the reply's tensors and fields; `load` loads the tensors of `message`.
 
-        Any exception is printed to stderr and returned as a reply with "error".
+        An Exception is never raised, but printed to stderr and returned as a reply with "error".
         """
         try:
             if self._worker is None or message["do"] == BEGIN:
@@ -317,7 +294,11 @@ def decode_json(data: bytes) -> JsonObject:
 
 
 def unshared_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors of which no two share memory, as safetensors needs them."""
+    """Return detached tensors of which no two share memory, as safetensors demands.
+
+    A tensor that shares memory with an earlier tensor is cloned; any other is made contiguous, by a
+    copy only if needed.
+    """
     owners = dict[int, str]()
     return {
         name: tensor.detach().contiguous()

@@ -15,7 +15,6 @@ from typing import IO
 
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
-from fedplan.federation.partial_sums import TensorsAndJson
 from fedplan.runners.executors.process_transport import read_frame, write_frame
 from fedplan.runners.executors.worker import (
     JsonObject,
@@ -27,10 +26,10 @@ from fedplan.runners.executors.worker import (
 
 
 def run_worker_process() -> None:
-    """Reply to the messages on stdin until it is closed, then exit.
+    """Reply to the messages on stdin, one after the other, until stdin is closed; then exit.
 
-    Arguments: the folder for tensor files, and the worker's number. Replies go to stdout; prints
-    are redirected to stderr.
+    `sys.argv` has the folder for tensor files and the worker's number. Replies go to stdout; prints
+    are redirected to stderr. Never returns, and ignores Ctrl-C.
     """
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     # Ctrl-C is meant for the parent, which then stops the workers.
@@ -46,28 +45,23 @@ def run_worker_process() -> None:
         message = messages.get()
         file = message["file"]
         reply = handler.reply(message["fields"], lambda file=file: load_file(file) if file else {})
-        write_frame(replies, encode_json(_save_tensors(folder / f"answer-{number}", reply)))
-
-
-def _save_tensors(file: Path, reply: TensorsAndJson) -> JsonObject:
-    """Write a reply's tensors to a file, and return the reply as JSON with the file's path.
-
-    If the file cannot be written, an error reply is returned.
-    """
-    tensors, fields = reply
-    try:
-        if tensors:
-            save_file(unshared_tensors(tensors), file)
-    except Exception as error:
-        traceback.print_exc()
-        return {"fields": {"error": f"{type(error).__name__}: {error}", "code": ""}, "file": None}
-    return {"fields": fields, "file": str(file) if tensors else None}
+        try:
+            target = str(folder / f"answer-{number}") if reply[0] else None
+            if target is not None:
+                save_file(unshared_tensors(reply[0]), target)
+            answer: JsonObject = {"fields": reply[1], "file": target}
+        except Exception as error:
+            traceback.print_exc()
+            fields = {"error": f"{type(error).__name__}: {error}", "code": ""}
+            answer = {"fields": fields, "file": None}
+        write_frame(replies, encode_json(answer))
 
 
 def _read_messages(pipe: IO[bytes], messages: Queue[JsonObject], folder: Path, parent: int) -> None:
-    """Put incoming messages into a queue; exit this process when the pipe is closed.
+    """Put the messages of a pipe into a queue; exit this process when the pipe is closed.
 
-    If the parent was killed, its folder, which may be in memory, is removed first.
+    `parent` is the process id that started this process; if the parent was killed, `folder` with
+    tensor files, which may be in memory, is removed first.
     """
     while (data := read_frame(pipe)) is not None:
         messages.put(decode_json(data))

@@ -17,13 +17,17 @@ from fedplan.federation.secagg_config import SECAGG_STEPS
 from fedplan.runners.flower.server import run_server
 from fedplan.runners.flower.superexec import make_reply
 from fedplan.runners.site import Site
-from fedplan.runners.site_runtime import SiteRuntime, study_client_names
+from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 
 
 def study_client_app(file: Path) -> ClientApp:
-    """Return the ClientApp of a study file; the `partition-id` of a node is the client's index."""
+    """Return the ClientApp of a study file, which loads the study at the first message.
+
+    The `partition-id` of a node is the client's index in the study; the run config needs `folder`.
+    """
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         number = int(context.node_config["partition-id"])
@@ -33,23 +37,28 @@ def study_client_app(file: Path) -> ClientApp:
 
 
 def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
-    """Return a ClientApp that replies by a function of context, kind and message."""
+    """Return a ClientApp that passes every fedplan message to `answer`, and sends the result.
+
+    `answer` gets the node's context, the kind ("hello", "poll", "train", "evaluate" or a step of
+    secure aggregation) and the message. If `answer` raises, only the error's code is sent.
+    """
     app = ClientApp()
 
     def reply(envelope: FlowerMessage, context: Context) -> FlowerMessage:
         return make_reply(envelope, lambda kind, message: answer(context, kind, message))
 
-    app.query("hello")(reply)
-    app.query("poll")(reply)
-    for step in SECAGG_STEPS:
-        app.query(step)(reply)
+    for kind in ("hello", "poll", *SECAGG_STEPS):
+        app.query(kind)(reply)
     app.train()(reply)
     app.evaluate()(reply)
     return app
 
 
 def study_server_app(file: Path) -> ServerApp:
-    """Return the ServerApp of a study file; the run config `folder` is the run folder."""
+    """Return the ServerApp that runs or continues a study file in the run config's `folder`.
+
+    The app raises FedplanError without a `folder`.
+    """
     app = ServerApp()
 
     @app.main()
@@ -69,7 +78,10 @@ def _run_folder(context: Context) -> Path:
 
 @cache
 def _site_runtime(file: Path, folder: Path, number: int) -> SiteRuntime:
-    """Return the runtime of a client by its index; all clients share one state folder."""
+    """Return the runtime of the client with index `number` in a study file, made once and cached.
+
+    All clients share the state folder FOLDER/sites.
+    """
     study = read_study(file)
-    name = study_client_names(study)[number]
+    name = (study.clients.names or list(build_experiment(study).data.train))[number]
     return SiteRuntime(Site(name=name, state=str(folder / "sites"), dataset=name), study)

@@ -10,10 +10,10 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from fedplan.errors import FedplanError
-from fedplan.federation.error_codes import KINDS, describe_code
 from fedplan.federation.evaluation import Scores, make_eval_request, metrics_from_json
 from fedplan.federation.messages import Request, request_header
 from fedplan.federation.server import Server
+from fedplan.runners.flower.records import refusal_text, reply_fields
 from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message
@@ -24,10 +24,12 @@ Arrays = Callable[[Request], ArrayRecord]
 
 
 class SiteEvaluation:
-    """Evaluation requests to the sites that are online.
+    """Evaluation of the models at the sites, by requests of `rpc`; one object serves a whole run.
 
-    `received_versions` are the versions of global values that each site received with its last
-    answered evaluation request; they need not be sent again.
+    `server` has the global state and the roster, `arrays` converts a request's values to Flower
+    arrays. Call `evaluate_sites` after a committed round. `received_versions` are the versions of
+    the global values that each site got in the last evaluation: `missing_values` leaves these
+    values out of the next training request.
     """
 
     def __init__(self, rpc: SiteRpc, server: Server, arrays: Arrays) -> None:
@@ -37,24 +39,30 @@ class SiteEvaluation:
     def evaluate_sites(
         self, excluded: Mapping[str, str]
     ) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Evaluate the models of the last round at the sites that are online.
+        """Evaluate the models of the last round at the sites that are online, and wait for replies.
 
         `excluded` are sites that get no request, with the reason. Returns the scores by site, and
-        the reason by site without scores.
+        the reason for each other site of the roster: "no answer" if the site is offline or late.
         """
-        failures = {name: f"not asked: it {reason}" for name, reason in excluded.items()}
+        failures = {name: f"not requested: it {reason}" for name, reason in excluded.items()}
         present = [name for name in self.rpc.present_sites() if name not in failures]
         requests = {name: self._make_request(name) for name in present}
         messages = {name: self._message_factory(requests, name) for name in requests}
         scores, self.received_versions = dict[str, Scores](), {}
         timeout = self.rpc.timeouts.evaluations
         for name, reply in self.rpc.call("evaluate", messages, lambda: True, timeout=timeout):
-            if _is_missing_values(reply) and not requests[name].full:
+            is_missing = isinstance(reply, Message) and "missing" in reply_fields(reply)
+            if is_missing and not requests[name].full:
                 requests[name] = self._make_request(name, full=True)
                 messages[name] = self._message_factory(requests, name)
                 continue
             try:
-                scores[name] = _read_scores(reply)
+                if isinstance(reply, str):
+                    raise FedplanError(reply)
+                fields = unpack_message(Message(reply.header))[1]
+                if reason := refusal_text(fields):
+                    raise FedplanError(reason)
+                scores[name] = metrics_from_json(fields.get("scores"))
                 self.received_versions[name] = requests[name].versions
             except FedplanError as error:
                 failures[name] = str(error).splitlines()[0]
@@ -69,31 +77,11 @@ class SiteEvaluation:
         return {k: request.values[k] for k in missing}
 
     def _make_request(self, name: str, *, full: bool = False) -> Request:
-        server = self.server
-        return make_eval_request(
-            server.agreement, server.global_state, name, server.roster[name], full=full
-        )
+        state, traits = self.server.global_state, self.server.roster[name]
+        return make_eval_request(self.server.agreement, state, name, traits, full=full)
 
     def _message_factory(self, requests: Mapping[str, Request], name: str) -> MessageFactory:
-        def make_message() -> tuple[Message, ArrayRecord | None]:
-            return pack_message({}, request_header(requests[name])), self.arrays(requests[name])
-
-        return make_message
-
-
-def _is_missing_values(reply: Message | str) -> bool:
-    try:
-        fields = unpack_message(Message(reply.header))[1] if isinstance(reply, Message) else {}
-    except FedplanError:
-        return False
-    return "lacking" in fields
-
-
-def _read_scores(reply: Message | str) -> Scores:
-    """Return the scores of a reply; FedplanError with the reason if it has none."""
-    if isinstance(reply, str):
-        raise FedplanError(reply)
-    fields = unpack_message(Message(reply.header))[1]
-    if kind := next((kind for kind in KINDS if kind in fields), ""):
-        raise FedplanError(describe_code(kind, str(fields[kind])))
-    return metrics_from_json(fields.get("scores"))
+        return lambda: (
+            pack_message({}, request_header(requests[name])),
+            self.arrays(requests[name]),
+        )

@@ -6,8 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.supercore.error import ApiErrorCode
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
@@ -16,6 +14,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedplan.errors import FedplanError
+from fedplan.runners.peer_keys import read_node_key
 from fedplan.runners.site import ServerSection
 
 REGISTERED_BY_CODE = {
@@ -27,17 +26,18 @@ REGISTERED_BY_CODE = {
 The server looks up the key first, and then rejects the heartbeat interval.
 """
 PROXY_ERRORS = (502, 503, 504)
-"""HTTP status of a proxy whose server does not response."""
+"""HTTP status of a proxy without a response of the server behind it."""
 
 
 def is_key_registered(server: ServerSection) -> bool:
-    """Return whether a site's node key is registered at its server.
+    """Ask the server of a site whether the site's node key is registered there.
 
-    Sends an activation with a heartbeat interval of 0, which the server rejects in both cases with
-    different codes; a running node is not disturbed. Raises FedplanError if the key file is
-    invalid, or the server does not answer or answers otherwise.
+    Reads the files `server.node_key` and `server.ca`. Sends an activation with a heartbeat interval
+    of 0, which the server rejects with one of two codes, so nothing changes there and a running
+    node is not disturbed. Raises FedplanError if the key file is invalid, the server cannot be
+    reached, or the response has neither code.
     """
-    key = _read_node_key(Path(server.node_key))
+    key = read_node_key(Path(server.node_key))
     public = key.public_key()
     client = FleetHttpClient.from_server_address(
         server.address,
@@ -62,7 +62,10 @@ def is_key_registered(server: ServerSection) -> bool:
 
 
 def _read_response(response: httpx.Response) -> bool:
-    """Return whether an error response means a registered key; FedplanError if unclear."""
+    """Return whether a server's error response means that the key is registered.
+
+    Raises FedplanError if the response has none of the codes of REGISTERED_BY_CODE.
+    """
     for code, is_registered in REGISTERED_BY_CODE.items():
         if str(int(code)) in response.text:
             return is_registered
@@ -72,13 +75,3 @@ def _read_response(response: httpx.Response) -> bool:
             "it: tell its operator, and try again"
         )
     raise FedplanError(f"the server answers {response.status_code}: {response.text[:200]}")
-
-
-def _read_node_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        key = load_ssh_private_key(file.read_bytes(), None)
-    except (OSError, ValueError) as error:
-        raise FedplanError(f"{file} is not a node key: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedplanError(f"{file} is not a node key: make one by `fedplan site keys`")
-    return key

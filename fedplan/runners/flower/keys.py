@@ -40,9 +40,10 @@ def make_keys(
 ) -> list[Path]:
     """Write the missing keys and certificates of a federation, and return the new files.
 
-    `hosts` are names or addresses of the server, `days` the validity of its certificate; that of
-    the authority is ten times longer. Existing files are not overwritten. Raises FedplanError for
-    invalid arguments, inconsistent files, or if a file cannot be written.
+    `folder` gets ca.crt, ca.key, server.crt and server.key; FOLDER/sites/NAME gets the keys of each
+    name in `sites`. `hosts` are names or addresses of the server. The server's certificate is valid
+    for `days`, the authority's for ten times as long. Existing files are not overwritten. Raises
+    FedplanError for invalid arguments, files that do not belong together, or a failed write.
     """
     require_sites(sites)
     require_hosts(hosts)
@@ -56,7 +57,10 @@ def make_keys(
 
 
 def require_sites(sites: Sequence[str]) -> None:
-    """Raise FedplanError for a name that is not a valid folder name, or occurs twice."""
+    """Raise FedplanError if a name in `sites` is not a valid folder name, or occurs twice.
+
+    Upper and lower case count as the same name.
+    """
     for name in sites:
         if not SITE.fullmatch(name):
             raise FedplanError(
@@ -93,33 +97,27 @@ def make_private(folder: Path) -> None:
 
 
 def _make_authority(folder: Path, days: int) -> list[Path]:
-    """Write a self-signed CA certificate and its key, unless there is one; return the files.
+    """Write a self-signed CA certificate and key, valid for 10 * `days`; return the new files.
 
-    The key may be stored elsewhere later.
+    Does nothing if `folder` has ca.crt; ca.key may then be stored elsewhere. Raises FedplanError if
+    ca.key or server.crt is there without ca.crt.
     """
-    certificate_file, key_file = folder / "ca.crt", folder / "ca.key"
-    if certificate_file.exists():
+    if (folder / "ca.crt").exists():
         return []
-    for other in (key_file, folder / "server.crt"):
+    for other in (folder / "ca.key", folder / "server.crt"):
         if other.exists():
             raise FedplanError(f"{other} is without its ca.crt: restore that, or remove {other}")
-    key, name = _new_key(), _common_name("fedplan authority")
-    certificate = (
-        _certificate_builder(key, key.public_key(), name, name, days=10 * days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .sign(key, SHA384())
-    )
-    return [
-        _write(key_file, _pem(key), private=True),
-        _write(certificate_file, certificate.public_bytes(Encoding.PEM)),
-    ]
+    key = _new_key()
+    builder = _certificate_builder(key, "fedplan authority", key.public_key(), days=10 * days)
+    return _write_pair(folder / "ca", key, builder.sign(key, SHA384()))
 
 
 def _make_server_keys(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Write the server's certificate, signed by the authority, and its key; return the files.
+    """Write the server's key and a certificate for `hosts`, valid for `days`; return the new files.
 
-    An existing certificate is kept if it names all hosts; else FedplanError is raised.
+    The authority in `folder` signs. An existing pair is kept. Raises FedplanError if an existing
+    certificate does not name all hosts, if one file of the pair is missing, or if the authority's
+    files are missing or invalid.
     """
     certificate_file, key_file = folder / "server.crt", folder / "server.key"
     if certificate_file.exists() != key_file.exists():
@@ -136,28 +134,23 @@ def _make_server_keys(folder: Path, hosts: Sequence[str], days: int) -> list[Pat
     # The proxy and the operator reach the server from its own machine.
     names = dict.fromkeys((*hosts, *HERE))
     alternative_names = x509.SubjectAlternativeName([_general_name(host) for host in names])
-    subject = _common_name("fedplan server")
+    usage = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
+    signer, issuer = authority_key.public_key(), authority.subject
     certificate = (
-        _certificate_builder(key, authority_key.public_key(), subject, authority.subject, days=days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(
-            x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
-        )
+        _certificate_builder(key, "fedplan server", signer, issuer, days=days)
+        .add_extension(usage, critical=False)
         .add_extension(alternative_names, critical=False)
         .sign(authority_key, SHA384())
     )
-    return [
-        _write(key_file, _pem(key), private=True),
-        _write(certificate_file, certificate.public_bytes(Encoding.PEM)),
-    ]
+    return _write_pair(folder / "server", key, certificate)
 
 
 def make_site_keys(folder: Path) -> list[Path]:
-    """Write a site's missing keys, and return the new files.
+    """Write a site's missing keys to `folder`, and return the new files.
 
-    These are the node key pair, which authenticates the site, and the key that encrypts its state.
-    Raises FedplanError if there is a public key without its private key.
+    These are node and node.pub, which authenticate the site, and state.key, which encrypts the
+    site's state. Raises FedplanError if node.pub exists without node, or if node.pub is missing and
+    node is not a key.
     """
     private, public, state_key = folder / "node", folder / "node.pub", folder / "state.key"
     if public.exists() and not private.exists():
@@ -167,7 +160,12 @@ def make_site_keys(folder: Path) -> list[Path]:
         secret = _new_key().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         files.append(_write(private, secret, private=True))
     if not public.exists():
-        files.append(_write(public, _public_key(private)))
+        try:
+            key = load_ssh_private_key(private.read_bytes(), None).public_key()
+        except ValueError as error:
+            raise FedplanError(f"{private} is not an OpenSSH key: {error}; remove it") from error
+        content = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
+        files.append(_write(public, content))
     if not state_key.exists():
         files.append(_write(state_key, os.urandom(32).hex().encode(), private=True))
     return files
@@ -186,23 +184,19 @@ def _new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _public_key(private: Path) -> bytes:
-    """Return the OpenSSH public key of a private key file; FedplanError if it is invalid."""
-    try:
-        key = load_ssh_private_key(private.read_bytes(), None).public_key()
-    except ValueError as error:
-        raise FedplanError(f"{private} is not an OpenSSH key: {error}; remove it") from error
-    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
+def _write_pair(
+    stem: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
+) -> list[Path]:
+    """Write a private key to STEM.key and a certificate to STEM.crt, as PEM; return the files."""
+    content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    key_file = _write(stem.with_suffix(".key"), content, private=True)
+    return [key_file, _write(stem.with_suffix(".crt"), certificate.public_bytes(Encoding.PEM))]
 
 
 def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Return the authority's private key and certificate.
+    """Return the authority's private key and certificate, from ca.key and ca.crt in `folder`.
 
-    Raises FedplanError if one is missing or invalid, or they do not belong together.
+    Raises FedplanError if a file is missing or invalid, or the key is not the certificate's.
     """
     if not (folder / "ca.key").exists():
         raise FedplanError(f"{folder} has no ca.key, which signs server.crt: restore it")
@@ -211,10 +205,8 @@ def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Cert
         authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
     except (ValueError, TypeError) as error:
         raise FedplanError(f"the authority of {folder} cannot be read: {error}") from error
-    if (
-        not isinstance(key, ec.EllipticCurvePrivateKey)
-        or key.public_key() != authority.public_key()
-    ):
+    is_key = isinstance(key, ec.EllipticCurvePrivateKey)
+    if not is_key or key.public_key() != authority.public_key():
         raise FedplanError(
             f"{folder} has a ca.key that does not belong to its ca.crt: restore that"
         )
@@ -223,36 +215,20 @@ def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Cert
 
 def _certificate_builder(
     key: ec.EllipticCurvePrivateKey,
+    subject: str,
     signer: ec.EllipticCurvePublicKey,
-    subject: x509.Name,
-    issuer: x509.Name,
+    issuer: x509.Name | None = None,
     *,
     days: int,
 ) -> x509.CertificateBuilder:
-    """Return a builder with subject, issuer, validity from now on, and key identifiers.
+    """Return an unsigned certificate for the public part of `key`, valid from now for `days`.
 
-    `key` is the subject's key, `signer` the issuer's public key.
+    `subject` is the common name of the owner, `signer` the public key that will sign. Without an
+    `issuer` the certificate is that of an authority, issued by itself.
     """
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))  # clocks differ between sites
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
-    )
-
-
-def _common_name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name)])
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
+    now, signs = datetime.now(UTC), issuer is None
+    name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, subject)])
+    usage = x509.KeyUsage(
         digital_signature=not signs,
         content_commitment=False,
         key_encipherment=False,
@@ -263,6 +239,20 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    constraints = x509.BasicConstraints(ca=signs, path_length=0 if signs else None)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name if issuer is None else issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))  # clocks differ between sites
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
+    )
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -271,7 +261,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _require_hosts_named(certificate: Path, hosts: Sequence[str]) -> None:
-    """Raise FedplanError if an existing server certificate does not name all hosts."""
+    """Raise FedplanError if a certificate file is invalid, or does not name all hosts."""
     try:
         loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

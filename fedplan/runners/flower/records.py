@@ -7,16 +7,22 @@ So tensors are sent as bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+from fedplan.errors import FedplanError
+from fedplan.federation.error_codes import KINDS, describe_code
 from fedplan.tensors.message import BrokenMessage, Message
+from fedplan.tensors.serialization import unpack_message
 
 ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 """Names of the two records, and of the field in the header record."""
 
 
 def to_records(message: Message, arrays: ArrayRecord | None = None) -> RecordDict:
-    """Convert a message; `arrays` are the result of `to_arrays` for its blobs, if available."""
+    """Convert a message to records; `arrays` (from `to_arrays`) replace the message's blobs."""
     header = ConfigRecord({FIELD: message.header})
     return RecordDict({ARRAYS: arrays or to_arrays(message.blobs), HEADER: header})
 
@@ -32,7 +38,7 @@ def to_arrays(blobs: tuple[bytes, ...]) -> ArrayRecord:
 
 
 def from_records(records: RecordDict) -> Message:
-    """Convert the records of `to_records` back; BrokenMessage if they are none."""
+    """Convert the records of `to_records` back; BrokenMessage without arrays or header bytes."""
     arrays, config = records.get(ARRAYS), records.get(HEADER)
     if not isinstance(arrays, ArrayRecord) or not isinstance(config, ConfigRecord):
         raise BrokenMessage("not a message of fedplan: it has no arrays or no header")
@@ -40,3 +46,17 @@ def from_records(records: RecordDict) -> Message:
     if not isinstance(header, bytes):
         raise BrokenMessage("the header of a message must be bytes")
     return Message(header, tuple(arrays[name].data for name in sorted(arrays)))
+
+
+def reply_fields(reply: Message) -> dict[str, Any]:
+    """Return the JSON fields in the header of a site's reply; empty if the header is invalid."""
+    try:
+        return unpack_message(Message(reply.header))[1]
+    except FedplanError:
+        return {}
+
+
+def refusal_text(fields: Mapping[str, Any]) -> str:
+    """Return the sentence for the error code in a reply's fields; empty if there is no error."""
+    kind = next((kind for kind in KINDS if kind in fields), "")
+    return describe_code(kind, str(fields[kind])) if kind else ""

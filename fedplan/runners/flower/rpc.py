@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import TypeVar, cast
@@ -20,11 +21,11 @@ from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
-from fedplan.federation.error_codes import APPROVAL, KINDS, decode_reason, describe_code
+from fedplan.federation.error_codes import APPROVAL, decode_reason
 from fedplan.federation.run_states import SiteState, site_state_from_reason
 from fedplan.federation.status import StatusReporter
 from fedplan.federation.timeouts import Timeouts
-from fedplan.runners.flower.records import from_records, to_records
+from fedplan.runners.flower.records import from_records, refusal_text, to_records
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message
 
@@ -39,12 +40,13 @@ HELLO_RETRY = 5.0
 
 @dataclass(frozen=True)
 class ConnectedSite:
-    """A site that replied to the hello.
+    """A connected site, as described by the site's reply to the hello.
 
-    `node` is its Flower node id, `agreement_digest` the digest of its agreement, `initial_digest`
-    that of its initial model, `run` the run that it is in, `versions` those of its
-    packages (empty if unknown), `key` its public node key for secure aggregation, as the site
-    claims it.
+    `node` is the site's Flower node id, `agreement_digest` the digest of the site's agreement (the
+    settings fixed before round 1), `initial_digest` the digest of the initial model there, `run`
+    the run id. `traits` are the site's texts for conditions of the plan, `versions` the site's
+    package versions (empty if unknown), `key` the public node key for secure aggregation, as the
+    site reports it: not verified.
     """
 
     node: int
@@ -58,11 +60,12 @@ class ConnectedSite:
 
 @dataclass
 class _PendingCall:
-    """A request without a reply.
+    """A request to a site that has no reply yet.
 
-    `message_ids` are the Flower messages sent for it, with their nodes. `node` and `since` are the
-    node that it was last sent to and when that came online. After `failures` it is not sent again
-    before the monotonic time `after`.
+    `make_message` makes the message for each sending. `message_ids` are the Flower messages sent so
+    far, with their nodes. `node` is the node of the last sending, `since` the time when the node
+    came online. `failures` counts error replies; after one, the request is not sent again before
+    the monotonic time `after`.
     """
 
     make_message: MessageFactory
@@ -78,12 +81,15 @@ class FlowerRunEnded(Exception):
 
 
 class SiteRpc:
-    """The connected sites of a run, and remote calls to them.
+    """The sites of a run on a Flower `grid`, and remote calls to the sites.
 
-    A site's name is the registered name of its node; nodes without one, on one machine, are
-    believed. `sites` are the connected sites, `refusals` the reasons of the others: they get a
-    hello again and again, until they accept. `registered_names` returns the names of registered
-    nodes, if known; sites without a node are then not waited for. `hello` is the first message.
+    `names` are the sites of the study, `timeouts` limit all waiting, `hello` is the first message
+    to each node. Call `wait_for_sites`, then `call`; both poll the grid in the caller's thread.
+    `sites` are the connected sites by name, `refusals` the reasons why other sites and nodes are
+    not connected; these get the hello again until accepted. A site's name is the registered name of
+    the node; for a node without one (on one machine only), the name in the reply is accepted.
+    `registered_names`, if set, returns the names of registered nodes; `wait_for_sites` then waits
+    for no other site. `status` receives progress.
     """
 
     def __init__(
@@ -103,16 +109,23 @@ class SiteRpc:
         self._reported: dict[str, tuple[str, str]] = {}
 
     def wait_for_sites(self, enough: int) -> None:
-        """Wait until all sites are connected, or `enough` of them after the timeout.
+        """Wait until all sites are connected, or `enough` sites after the timeout for sites.
 
-        Returns early if a stop is requested. Raises FedplanError if too few are connected after the
-        timeout, unless a missing one waits for an approval.
+        Returns earlier if a stop is requested, or if `enough` sites are connected and none of the
+        missing sites is in `registered_names`. After the timeout, raises FedplanError if fewer than
+        `enough` sites are connected and not away, except while a missing site waits for approval.
         """
         deadline = time.monotonic() + self.timeouts.sites
         while missing := [name for name in self.names if name not in self.sites]:
             self.poll_nodes()
-            if self.status.stop_reason() or self._all_registered_connected(missing, enough):
+            if self.status.stop_reason():
                 return
+            if self.registered_names is not None and len(self.sites) >= enough:
+                with suppress(FedplanError):  # the SuperLink does not answer: try again later
+                    # On one machine nodes may be registered without names.
+                    registered = set(self.registered_names()) - {""}
+                    if registered and not registered.intersection(missing) - self.sites.keys():
+                        return
             if time.monotonic() > deadline:
                 if len([name for name in self.sites if not self.is_away(name)]) >= enough:
                     return
@@ -124,30 +137,16 @@ class SiteRpc:
                     )
             time.sleep(self.timeouts.poll_interval)
 
-    def _all_registered_connected(self, missing: list[str], enough: int) -> bool:
-        """Whether enough sites are connected, and no missing one is registered."""
-        if self.registered_names is None or len(self.sites) < enough:
-            return False
-        try:
-            registered = set(self.registered_names()) - {""}
-        except FedplanError:  # the SuperLink does not answer: try again later
-            return False
-        # On one machine nodes may be registered without names.
-        still_missing = registered.intersection(missing) - self.sites.keys()
-        return bool(registered) and not still_missing
-
     def poll_nodes(self) -> dict[int, str]:
-        """Send a hello to new nodes, and take the replies of earlier ones.
+        """Send a hello to new nodes, and take the replies to earlier hellos that have arrived.
 
-        Updates `sites`, `refusals` and the status. Returns the online nodes, with the time since
-        when each is online.
+        Updates `sites`, `refusals` and the status. Returns the online nodes by id, each with the
+        time (a text) when the node came online. Waits only while the SuperLink does not answer.
         """
         online = self._online_nodes()
         for node, since in online.items():
-            if (
-                self._hello_since.get(node) != since
-                or self._hello_after.get(node, inf) < time.monotonic()
-            ):
+            is_new = self._hello_since.get(node) != since
+            if is_new or self._hello_after.get(node, inf) < time.monotonic():
                 self._hello_since[node] = since
                 self._hello_after.pop(node, None)
                 for message_id in self._push(node, "query.hello", self.hello, None):
@@ -165,29 +164,17 @@ class SiteRpc:
                 self._gone_since.pop(name, None)
             else:
                 self._gone_since.setdefault(name, now)
-        self._report_states()
-        return online
-
-    def _report_states(self) -> None:
-        """Report changed states of sites to the status, and send it a heartbeat."""
         for name in self.names:
-            state = self._site_state(name)
+            state = SiteState.AWAY if self.is_away(name) else SiteState.CONNECTED, ""
+            if reason := self.refusals.get(name):
+                state = site_state_from_reason(reason), reason
+            elif name not in self.sites:
+                state = SiteState.NOT_CONNECTED, ""
             if self._reported.get(name) != state:
                 self._reported[name] = state
                 self.status.set_site_state(name, *state)
         self.status.heartbeat()
-
-    def _site_state(self, name: str) -> tuple[str, str]:
-        if reason := self.refusals.get(name):
-            return site_state_from_reason(reason), reason
-        if name not in self.sites:
-            return SiteState.NOT_COME, ""
-        return (SiteState.AWAY, "") if self.is_away(name) else (SiteState.THERE, "")
-
-    @property
-    def absent_sites(self) -> set[str]:
-        """Names of sites that are not connected, or offline for longer than the timeout."""
-        return {name for name in self.names if self.is_away(name)}
+        return online
 
     def is_away(self, name: str) -> bool:
         """Whether a site is not connected, or offline for longer than the timeout."""
@@ -208,11 +195,13 @@ class SiteRpc:
         *,
         timeout: float | None = None,
     ) -> Iterator[tuple[str, Message | str]]:
-        """Send requests of a kind to sites, and yield (name, reply or error text) as they arrive.
+        """Send requests (by site name) of a kind as "train", and yield (name, reply) on arrival.
 
-        Waits for all sites until the timeout (default: that for replies), then until `is_enough`;
-        sites without a reply are left out. The caller may replace an entry of `requests` after its
-        reply: the new request is then sent. Raises FedplanError if it takes too long.
+        A reply is a message, or the error text after too many failures of the site. Ends when all
+        sites have replied, or when `is_enough()` is true and `timeout` seconds (default: the
+        timeout for updates) are over, or all other sites are away. Raises FedplanError if
+        `is_enough()` is still false when then the timeout for sites is over, too. If the caller
+        replaces an entry of `requests` after the reply, the new request is sent.
         """
         pending = {name: _PendingCall(request) for name, request in requests.items()}
         soft = time.monotonic() + (self.timeouts.updates if timeout is None else timeout)
@@ -239,7 +228,11 @@ class SiteRpc:
             time.sleep(self.timeouts.poll_interval)
 
     def _online_nodes(self) -> dict[int, str]:
-        """Return the online nodes with their activation times; also updates the node names."""
+        """Return the online nodes with the texts of their activation times; update the node names.
+
+        If the grid has only node ids, all texts are "" and the names stay as they are. Waits for
+        the SuperLink, and raises as `_retry`.
+        """
         try:
             nodes = self._retry(self.grid.get_nodes)
             self._node_names = {node.node_id: node.name for node in nodes if node.name}
@@ -248,35 +241,41 @@ class SiteRpc:
             return dict.fromkeys(self._retry(self.grid.get_node_ids), "")
 
     def _connect(self, node: int, reply: FlowerMessage) -> None:
-        """Add the site of a hello's reply to `sites`, or its reason to `refusals`."""
+        """Add the site at a node to `sites` by the reply to the hello, or the reason to `refusals`.
+
+        Refused are errors, invalid replies, names that are unknown or not the node's registered
+        name, and a name that another online node has.
+        """
         try:
             _, fields = unpack_message(from_records(reply.content))
             name, registered = str(fields.get("client", "")), self._node_names.get(node, "")
-            if kind := next((kind for kind in KINDS if kind in fields), ""):
-                reason = describe_code(kind, str(fields[kind]))
+            if reason := refusal_text(fields):
                 return self._refuse(node, registered or name, reason)
             if registered and name != registered:
                 return self._refuse(node, registered, f"says that it is {name[:80]!r}")
             if name not in self.names:
                 return self._refuse(node, "", f"is {name[:80]!r}, whom the study does not name")
             traits, versions = (_text_fields(fields.get(key)) for key in ("traits", "versions"))
-            agreed, start, run = (str(fields.get(key)) for key in ("agreed", "start", "run"))
-            node_key = bytes.fromhex(str(fields.get("node", "")))
+            agreement, start, run = (str(fields.get(key)) for key in ("agreement", "start", "run"))
+            node_key = bytes.fromhex(str(fields.get("node_key", "")))
         except (FedplanError, TypeError, ValueError) as error:
             return self._refuse(node, "", f"does not say who it is: {str(error)[:200]}")
         other = self.sites.get(name)
         if other is not None and other.node != node and other.node in self._online_nodes():
             return self._refuse(node, "", f"says that it is {name!r}, as node {other.node} does")
         # Logged here, out of the site's reach: a rewritten egress log has another end.
-        ends = re.sub("[^0-9a-f]", "?", str(fields.get("record", ""))[:64])
+        ends = re.sub("[^0-9a-f]", "?", str(fields.get("egress_head", ""))[:64])
         self.status.notify(
-            "site greeted", f"its record of what left ends with {ends}", level="info", site=name
+            "site hello", f"egress log ends with hash {ends}", level="info", site=name
         )
         self.refusals.pop(name, None)
-        self.sites[name] = ConnectedSite(node, agreed, start, run, traits, versions, node_key)
+        self.sites[name] = ConnectedSite(node, agreement, start, run, traits, versions, node_key)
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
-        """Record and log why a node is not connected, and schedule another hello."""
+        """Record and log the `reason` why a node is not connected, and schedule another hello.
+
+        `name` is the site's name, if known; "" takes the node's registered name.
+        """
         self._hello_after[node] = time.monotonic() + HELLO_RETRY
         name = name or self._node_names.get(node, "")
         name = name if name in self.names else f"node {node}"
@@ -285,9 +284,10 @@ class SiteRpc:
         self.refusals[name] = reason
 
     def _send(self, kind: str, name: str, call: _PendingCall, online: dict[int, str]) -> None:
-        """Send a request to a site that is online, unless its node has it already.
+        """Send a pending call of a kind to the site `name`, if the site is online.
 
-        A node that went offline and came back gets it again.
+        Does nothing before `call.after`, or if the site's node has the request; a node that went
+        offline and came back gets the request again. `online` are the nodes of `poll_nodes`.
         """
         site = self.sites.get(name)
         if site is None or site.node not in online or time.monotonic() < call.after:
@@ -298,20 +298,20 @@ class SiteRpc:
         message, arrays = call.make_message()
         for message_id in self._push(site.node, kind, message, arrays):
             call.message_ids[message_id] = site.node
-        self.status.set_site_state(name, SiteState.ASKED)
+        self.status.set_site_state(name, SiteState.REQUESTED)
 
     def _push(
         self, node: int, kind: str, message: Message, arrays: ArrayRecord | None
     ) -> list[str]:
-        """Send a message to a node, and return the id that Flower gives it, if any."""
+        """Send a message to a node; return a list of the id from Flower, or an empty list."""
         envelope = FlowerMessage(to_records(message, arrays), node, kind)
         return [i for i in self._retry(lambda: self.grid.push_messages([envelope])) if i]
 
     def _retry(self, call: Callable[[], Iterable[Item]]) -> list[Item]:
-        """Return the items of a call to the grid, repeated while the SuperLink does not answer.
+        """Return the items of a call to the grid; repeat the call while the SuperLink fails.
 
         Reports the problem to the status. Raises FlowerRunEnded if Flower has ended the run, and
-        the last error after the timeout for sites.
+        the last error after the timeout for sites; errors in the call itself are raised at once.
         """
         deadline, pause = time.monotonic() + self.timeouts.sites, self.timeouts.poll_interval
         while True:
@@ -320,9 +320,8 @@ class SiteRpc:
             except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
                 raise
             except BaseException as error:
-                if (
-                    type(error).__name__ == "RunNotRunningException"
-                ):  # Flower derives it from BaseException
+                # Flower derives this class from BaseException.
+                if type(error).__name__ == "RunNotRunningException":
                     raise FlowerRunEnded(str(error)) from error
                 if not isinstance(error, Exception) or time.monotonic() > deadline:
                     raise
@@ -338,7 +337,10 @@ class SiteRpc:
             pause = min(30.0, 2 * pause)
 
     def _receive(self, pending: dict[str, _PendingCall]) -> Iterator[tuple[str, Message | str]]:
-        """Yield the replies that have arrived, pulled one at a time, and remove their calls."""
+        """Yield (name, reply) for the replies that have arrived, pulled one at a time.
+
+        Removes the answered calls from `pending`; does not wait.
+        """
         for name, call in list(pending.items()):
             for message_id in list(call.message_ids):
                 # No reply is kept in memory here while the next one is fetched.
@@ -355,7 +357,13 @@ class SiteRpc:
     def _parse_reply(
         self, name: str, call: _PendingCall, reply: FlowerMessage
     ) -> Message | str | None:
-        """Return a reply's message, or an error text; None if the request is to be sent again."""
+        """Return the message in the reply of the site `name`, an error text, or None to send again.
+
+        An invalid message gives an error text at once. An error reply is logged, sets `call.after`,
+        and adds to `call.failures` only if the node of the call is online; the result is None while
+        the failures are fewer than the tries in the timeouts, then the error text. Raises as
+        `_online_nodes`.
+        """
         if not reply.has_error():
             try:
                 return from_records(reply.content)

@@ -38,11 +38,13 @@ def run_server(
     status: StatusReporter | None = None,
     registered_names: Callable[[], Iterable[str]] | None = None,
 ) -> None:
-    """Run the rounds of a study's server, or continue the run in its folder.
+    """Run all rounds of a study's server with the sites on `grid`, or continue the run in `folder`.
 
-    `status` is by default a StatusReporter of the folder. `registered_names` returns the names of
-    registered sites; a continued run does not wait for others. Raises ConfigError if the folder
-    has another study, FlowerRunEnded if Flower ends its run.
+    Builds the model, locks the folder, and blocks until the last round or a stop. `callbacks` are
+    called after each round, before the study's own. `status` receives progress (default: a
+    StatusReporter of the folder). `registered_names` returns the names of registered sites; a
+    continued run waits for no others. Raises ConfigError if the folder has another study,
+    FlowerRunEnded if Flower ends its run, FedplanError if too few sites take part.
     """
     prepare_folder(folder, study, resume=True)
     experiment = build_experiment(study)
@@ -60,12 +62,12 @@ def run_server(
     update_run_files(server, study, experiment.data)
     timeouts = Timeouts(**study.timeouts.model_dump())
     quorum, faults = study.clients.min_updates, study_faults(study)
-    early_stopping = study.early_stopping.callback if study.early_stopping else None
+    early_stopping = [study.early_stopping.callback] if study.early_stopping else []
     scoring, test = make_scoring(study, experiment.data), make_global_test(study, experiment)
-    if early_stopping is not None:
+    for callback in early_stopping:
         # The data is at the sites, so only these metrics are measured.
         kinds = [*(["global"] if test else []), *(["sites"] if scoring.on_clients else [])]
-        early_stopping.require_measured(kinds)
+        callback.require_measured(kinds)
     # Free the model, unless the test uses it: the server has the initial values.
     del experiment
     status = status or StatusReporter(folder)
@@ -75,11 +77,7 @@ def run_server(
         timeouts,
         quorum=quorum,
         faults=faults,
-        callbacks=[
-            *callbacks,
-            *study.evaluate.callbacks,
-            *([early_stopping] if early_stopping else []),
-        ],
+        callbacks=[*callbacks, *study.evaluate.callbacks, *early_stopping],
         study=study,
         scoring=scoring,
         test=test,
@@ -97,9 +95,10 @@ def run_server(
 
 
 def make_global_test(study: Study, experiment: Experiment) -> GlobalTest | None:
-    """Return a function that evaluates global values on the common test, if the study has one.
+    """Return a function from global values to metrics on the common test set of the study.
 
-    Moves the experiment's model to the study's device; the function overwrites its values.
+    None without a common test set. Moves the experiment's model to the study's device; each call of
+    the function overwrites the values of the model.
     """
     task, examples, model = experiment.data.task, experiment.data.common_test, experiment.model
     if examples is None:

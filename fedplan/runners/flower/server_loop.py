@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 from fedplan.errors import FedplanError
 from fedplan.federation.callbacks import Callback, CommittedRound, run_callbacks
 from fedplan.federation.compatibility import package_differences, protocol_mismatch
-from fedplan.federation.error_codes import KINDS, describe_code
 from fedplan.federation.evaluation import EvalConfig, combine_scores
 from fedplan.federation.messages import (
     Request,
@@ -31,12 +30,12 @@ from fedplan.federation.timeouts import Timeouts
 from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults
 from fedplan.runners.flower.evaluation import SiteEvaluation
-from fedplan.runners.flower.records import to_arrays
+from fedplan.runners.flower.records import refusal_text, reply_fields, to_arrays
 from fedplan.runners.flower.rpc import ConnectedSite, MessageFactory, SiteRpc
 from fedplan.studies.schema import Study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, nbytes
-from fedplan.tensors.serialization import JSON, pack_message, unpack_message
+from fedplan.tensors.serialization import JSON, pack_message
 
 log = logging.getLogger("fedplan")
 GlobalTest = Callable[[Tensors], dict[str, float]]
@@ -44,12 +43,14 @@ GlobalTest = Callable[[Tensors], dict[str, float]]
 
 
 class ServerLoop:
-    """Runs a server's rounds with sites on a Flower grid.
+    """The rounds of a `server` with sites on a Flower `grid`: construct, then call `run` once.
 
-    A round waits for all sites until a timeout, and closes with at least `quorum` updates. Sites
-    with another study or initial model get no requests. After a round the sites are evaluated as
-    `scoring` says, and `test` evaluates the global model here. `study` is sent to the sites with
-    the hello. Raises PrivacyError for a quorum under client-level DP.
+    A round waits for all sites until a timeout of `timeouts`, and closes with at least `quorum`
+    updates. A site with another study or initial model gets no requests. `faults` simulates
+    dropouts and late replies. After a committed round the sites are evaluated as `scoring` says,
+    `test` evaluates the global values here, and `callbacks` are called. `study` is sent to the
+    sites with the first message. `status` receives progress and requests to stop. The constructor
+    raises PrivacyError for a quorum above 1 under client-level DP.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class ServerLoop:
         self.evaluation = SiteEvaluation(self.rpc, server, self._arrays)
 
     def run(self) -> None:
-        """Run all remaining rounds; each is committed before the next starts.
+        """Run all remaining rounds in this thread, each committed before the next starts.
 
-        First evaluates the last committed round, if that is missing. Stops early if a callback or
-        an operator says so. Raises FedplanError if a round has fewer updates than the quorum.
+        First waits for sites, and evaluates the last committed round if scores are missing. Returns
+        early if a callback or an operator stops the run. Raises FedplanError if too few sites
+        connect, or a round has fewer updates than the quorum; a new run continues with that round.
         """
         server, last = self.server, self.server.last_round()
         if last is not None:
@@ -107,7 +109,7 @@ class ServerLoop:
             round_state = server.begin_round()
             self._late = self.faults.apply(server, round_state)
             for name in round_state.cohort.keys() & self._mismatches.keys():
-                round_state.rejected[name] = f"not asked: it {self._mismatches[name]}"
+                round_state.rejected[name] = f"not requested: it {self._mismatches[name]}"
             self._choose_blocks(round_state)
             self.status.open_round(len(round_state.cohort.keys() - self._mismatches.keys()))
             if server.agreement.secagg.active:
@@ -128,18 +130,14 @@ class ServerLoop:
         self.status.set_state(RunState.RUNNING)
 
     def _needs_scores(self, closed: CommittedRound) -> bool:
-        """Whether a committed round is due for evaluation and has no scores yet."""
-        evaluates = self.scoring.on_clients or self.test is not None
-        return (
-            evaluates
-            and not closed.scores
-            and self.scoring.is_due(closed.round, self.server.rounds)
-        )
+        """Whether the committed round `closed` is due for evaluation and has no scores yet."""
+        lacks_scores = (self.scoring.on_clients or self.test is not None) and not closed.scores
+        return lacks_scores and self.scoring.is_due(closed.round, self.server.rounds)
 
     def _add_scores(self, closed: CommittedRound) -> CommittedRound:
-        """Evaluate a committed round if due, write its scores, and keep the best checkpoint.
+        """Evaluate the committed round `closed` if due, and write the scores to the run's folder.
 
-        Returns the round with its scores. Absent sites are not waited for.
+        Keeps the best round's checkpoint. Returns the round with scores; offline sites have none.
         """
         if self._needs_scores(closed):
             scores = dict[str, Any]()
@@ -147,9 +145,8 @@ class ServerLoop:
                 scores["global"] = self.test(self.server.global_values())
             if self.scoring.on_clients:
                 self._update_roster()
-                scores["sites"] = combine_scores(
-                    *self.evaluation.evaluate_sites(self._mismatches), self.scoring
-                )
+                site_scores = self.evaluation.evaluate_sites(self._mismatches)
+                scores["sites"] = combine_scores(*site_scores, self.scoring)
             closed = self.server.add_scores(closed, scores)
         self.server.keep_best(self.scoring.best_round(closed.metrics))
         return closed
@@ -160,28 +157,33 @@ class ServerLoop:
         return replace(closed, higher_is_better=scoring.higher_is_better, primary=scoring.primary)
 
     def _update_roster(self) -> None:
-        """Poll the sites, update the roster's traits, and exclude sites that do not match."""
+        """Poll the nodes, take over the sites' traits, and exclude sites that do not match.
+
+        Changes `server.roster` and `_mismatches`; reports other package versions of a site once.
+        """
         self.rpc.poll_nodes()
         for name, site in self.rpc.sites.items():
             if reason := self._mismatch(name, site):
                 if self._mismatches.get(name) != reason:
-                    log.warning("%s is not asked: it %s", name, reason)
-                self.status.set_site_state(name, SiteState.REFUSED, f"not asked: it {reason}")
+                    log.warning("%s gets no requests: it %s", name, reason)
+                self.status.set_site_state(name, SiteState.REFUSED, f"not requested: it {reason}")
                 self._mismatches[name] = reason
-            else:
-                self._mismatches.pop(name, None)
-                self.server.roster[name] = site.traits
-                self._report_versions(name, site)
-
-    def _report_versions(self, name: str, site: ConnectedSite) -> None:
-        """Report once that a site has other package versions; it still takes part."""
-        differences = package_differences(site.versions)
-        if differences and self._version_notes.get(name) != differences:
-            self.status.notify("site versions", f"has {differences}; it takes part", site=name)
-        self._version_notes[name] = differences
+                continue
+            self._mismatches.pop(name, None)
+            self.server.roster[name] = site.traits
+            differences = package_differences(site.versions)
+            if differences and self._version_notes.get(name) != differences:
+                self.status.notify(
+                    "site versions", f"the site has {differences}; it takes part", site=name
+                )
+            self._version_notes[name] = differences
 
     def _mismatch(self, name: str, site: ConnectedSite) -> str:
-        """Return why a site cannot take part; an empty text if it can."""
+        """Return why the site called `name` cannot take part; an empty text if the site can.
+
+        Compares traits (under client-level DP), initial model, protocol versions, run id and
+        agreement of the site with the server's. Changes nothing.
+        """
         # Under client-level DP traits come from the study: a site's own would reveal presence.
         agreement, traits = self.server.agreement, dict(self.server.roster[name])
         if self.server.aggregation.hides_clients and site.traits != traits:
@@ -203,9 +205,10 @@ class ServerLoop:
         return ""
 
     def _collect_updates(self, round_state: RoundState) -> None:
-        """Send the training requests, and add each update as it arrives.
+        """Send the training requests of a round, and add each update on arrival to the round.
 
-        Records why the others are rejected. Raises FedplanError with too few updates.
+        `round_state.rejected` then has the reason of each other client of the cohort. Raises
+        FedplanError with fewer updates than the quorum.
         """
         requests = self._request_factories(round_state, round_state.cohort)
         for name, reply in self.rpc.call("train", requests, lambda: self._enough(round_state)):
@@ -218,14 +221,14 @@ class ServerLoop:
                 # All present sites have their request: free the arrays.
                 self._cached_arrays = ((), ArrayRecord())
                 self._accept_reply(round_state, name, reply)
-            # Else it would stay in memory while the next one is fetched.
-            del reply
+            del reply  # else it would stay in memory while the next one is fetched
         without_reply = (
             round_state.cohort.keys() - set(round_state.responded) - round_state.rejected.keys()
         )
         round_state.rejected |= {name: "no answer" for name in without_reply}
-        for name in without_reply - self.rpc.absent_sites:
-            self.status.set_site_state(name, SiteState.FAILED, "no answer in time")
+        for name in without_reply:
+            if not self.rpc.is_away(name):
+                self.status.set_site_state(name, SiteState.FAILED, "no answer in time")
         if not self._enough(round_state):
             reasons = "; ".join(f"{n}: {why}" for n, why in sorted(round_state.rejected.items()))
             raise FedplanError(
@@ -234,7 +237,11 @@ class ServerLoop:
             )
 
     def _collect_secagg(self, round_state: RoundState) -> None:
-        """Collect reports and key adverts, then the secure sum; retry it if it fails."""
+        """Train the clients of a round, then sum their updates by secure aggregation.
+
+        A failed sum is tried again with new key adverts. Adds the clients in the sum, and the
+        reasons of all others, to `round_state`. Raises FedplanError as `_collect_updates` does.
+        """
         from fedplan.runners.flower.secagg import SecAggRound  # optional dependency
 
         secagg = SecAggRound(self.rpc, self.server, round_state, late=self._late)
@@ -255,7 +262,10 @@ class ServerLoop:
         return {name: self._request_factory(round_state, name) for name in present}
 
     def _request_factory(self, round_state: RoundState, name: str) -> MessageFactory:
-        """Return a function that makes a site's request, without the values that it has."""
+        """Return a function that makes the present request to the site `name` in `round_state`.
+
+        Values that the site received for the last evaluation are left out.
+        """
 
         def make_message() -> tuple[Message, ArrayRecord | None]:
             request = round_state.cohort[name]
@@ -265,29 +275,34 @@ class ServerLoop:
         return make_message
 
     def _arrays(self, request: Request) -> ArrayRecord:
-        """Return a request's values as arrays; those of the last request are reused if equal."""
+        """Return a request's values as arrays; reuses the last result for the same versions."""
         versions = tuple(sorted((key, request.versions.get(key, -1)) for key in request.values))
         if versions != self._cached_arrays[0]:
             self._cached_arrays = (versions, to_arrays(request_message(request).blobs))
         return self._cached_arrays[1]
 
     def _resend_if_missing(self, round_state: RoundState, name: str, reply: Message) -> bool:
-        """Whether a reply says that the site lost its values; makes its request a full one."""
-        if not _reply_fields(reply).get("lacking") or round_state.cohort[name].full:
+        """Return whether a reply says that the site `name` lost the values sent before.
+
+        The site's request in `round_state` is then replaced by one with all values, to be sent by
+        the caller. False if the present request has all values.
+        """
+        if not reply_fields(reply).get("missing") or round_state.cohort[name].full:
             return False
         self.server.resend_all(round_state, name)
         log.warning("%s has lost the values it was sent before; all are sent again", name)
         return True
 
     def _accept_reply(self, round_state: RoundState, name: str, reply: Message) -> None:
-        """Check a training reply, and add its update or its rejection to the round."""
-        fields = _reply_fields(reply)
-        if kind := next((kind for kind in KINDS if kind in fields), ""):
-            round_state.rejected.setdefault(name, describe_code(kind, str(fields[kind])))
-            log.warning("%s %s", name, describe_code(kind, str(fields[kind])))
-            self.status.set_site_state(
-                name, site_state_from_reason(round_state.rejected[name]), round_state.rejected[name]
-            )
+        """Check the training reply of the site `name`; add update or rejection to the round.
+
+        With secure aggregation the reply is a report without values; keeps the site's key advert.
+        """
+        fields = reply_fields(reply)
+        if text := refusal_text(fields):
+            reason = round_state.rejected.setdefault(name, text)
+            log.warning("%s %s", name, text)
+            self.status.set_site_state(name, site_state_from_reason(reason), reason)
             return
         limit = 2 * nbytes(self.server.global_state.values) + 2**22
         try:
@@ -296,22 +311,25 @@ class ServerLoop:
             if update.client != name:
                 raise FedplanError(f"{name} answers for {update.client[:80]!r}")
         except FedplanError as error:
-            round_state.rejected[name] = str(error).splitlines()[0]
-            log.warning("%s is not counted: %s", name, round_state.rejected[name])
-            self.status.set_site_state(name, SiteState.FAILED, round_state.rejected[name])
+            reason = round_state.rejected[name] = str(error).splitlines()[0]
+            log.warning("the update of %s is rejected: %s", name, reason)
+            self.status.set_site_state(name, SiteState.FAILED, reason)
             return
-        if self.server.agreement.secagg.active:
-            if accept_masked_report(
-                self.server.agreement, self.server.global_state, round_state, update
-            ):
+        agreement, state = self.server.agreement, self.server.global_state
+        if agreement.secagg.active:
+            if accept_masked_report(agreement, state, round_state, update):
                 self._adverts[name] = fields.get("advert")
-                self.status.set_site_state(name, SiteState.ANSWERED)
+                self.status.set_site_state(name, SiteState.RESPONDED)
             return
         self.server.take(round_state, update, late=name in self._late)
-        self.status.set_site_state(name, SiteState.ANSWERED)
+        self.status.set_site_state(name, SiteState.RESPONDED)
 
     def _choose_blocks(self, round_state: RoundState) -> None:
-        """Collect layer scores from the sites and set the joint choice, if the plan has one."""
+        """Let the sites choose blocks together before a round, if the plan has a joint choice.
+
+        Collects layer scores, openly or by secure aggregation, and puts the choice into the
+        requests of `round_state`.
+        """
         voters = self.server.voters(round_state)
         if voters is None:
             return
@@ -325,29 +343,34 @@ class ServerLoop:
                 requests[name] = self._request_factory(round_state, name)
                 continue
             try:
-                fields = _reply_fields(reply) if isinstance(reply, Message) else {}
+                fields = reply_fields(reply) if isinstance(reply, Message) else {}
                 scores[name] = block_scores_from_json(fields.get("scores"))
             except FedplanError as error:
-                log.warning("%s has no say in this round: %s", name, error)
+                log.warning("%s sent no layer scores in this round: %s", name, error)
         self.server.choose_blocks(round_state, scores)
         for name in scores:
             # The site has the values of the poll: do not send them again.
             round_state.cohort[name] = replace(round_state.cohort[name], values={})
 
     def _choose_blocks_by_secagg(self, round_state: RoundState, voters: Sequence[str]) -> None:
-        """Set the joint choice from the secure sum of the sites' layer scores.
+        """Set the joint choice of a round by the secure sum of the layer scores of `voters`.
 
-        Raises FedplanError if the sum fails.
+        Raises FedplanError if the sum fails in all attempts.
         """
-        from fedplan.runners.flower.secagg import (
-            SecAggRound,
-            make_masked_poll,
-        )  # optional dependency
+        # An optional dependency.
+        from fedplan.runners.flower.secagg import SecAggRound, make_masked_poll
 
         total = make_masked_poll(self.server, round_state)
         secagg = SecAggRound(self.rpc, self.server, round_state, poll=total)
         while secagg.begin_attempt():
-            secagg.run_attempt(self._collect_poll_adverts(round_state, voters))
+            adverts = dict[str, Any]()
+            requests = self._request_factories(round_state, voters)
+            for name, reply in self.rpc.call("query.poll", requests, lambda: True):
+                if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
+                    requests[name] = self._request_factory(round_state, name)
+                elif isinstance(reply, Message) and (advert := reply_fields(reply).get("advert")):
+                    adverts[name] = advert
+            secagg.run_attempt(adverts)
         if not total.scores:
             raise FedplanError(
                 f"round {total.round_number}: the layer scores were not summed: "
@@ -355,41 +378,22 @@ class ServerLoop:
             )
         self.server.choose_blocks(round_state, {"all": total.scores})
 
-    def _collect_poll_adverts(
-        self, round_state: RoundState, voters: Sequence[str]
-    ) -> dict[str, Any]:
-        """Send the polls, and return the key adverts of the sites that reply."""
-        adverts = dict[str, Any]()
-        requests = self._request_factories(round_state, voters)
-        for name, reply in self.rpc.call("query.poll", requests, lambda: True):
-            if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
-                requests[name] = self._request_factory(round_state, name)
-            elif isinstance(reply, Message) and (advert := _reply_fields(reply).get("advert")):
-                adverts[name] = advert
-        return adverts
-
 
 def hello_message(run: str, study: Study | None) -> Message:
     """Return the first message to a site: the run id, and the study if given."""
     fields: dict[str, JSON] = {"run": run}
-    if study is not None:
-        fields["study"] = study.model_dump(mode="json")
+    fields |= {"study": study.model_dump(mode="json")} if study is not None else {}
     return pack_message({}, fields)
 
 
-def _reply_fields(reply: Message) -> dict[str, Any]:
-    try:
-        return unpack_message(Message(reply.header))[1]
-    except FedplanError:
-        return {}
-
-
 def _round_summary(closed: CommittedRound, primary: str) -> str:
+    """Return the log line of the round `closed`: loss, `primary` scores, clients, bytes."""
     record, loss = closed.record, closed.row.get("loss", 0.0)
-    missing = f", not counted: {', '.join(record.rejected)}" if record.rejected else ""
+    missing = f", not aggregated: {', '.join(record.rejected)}" if record.rejected else ""
     names = (f"{kind}.{primary}" for kind in ("global", "sites.global", "sites.personal"))
     scores = "".join(f"{name} {closed.row[name]:.3f}, " for name in names if name in closed.row)
     return (
         f"round {closed.round} of {closed.total_rounds}: loss {loss:.3f}, {scores}"
-        f"{len(record.counted)} counted{missing}, {record.up} bytes up, {record.down} down"
+        f"{len(record.aggregated)} updates aggregated{missing}, "
+        f"{record.upload_bytes} bytes uploaded, {record.download_bytes} downloaded"
     )

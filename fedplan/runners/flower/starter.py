@@ -40,16 +40,23 @@ def new_federation(
     insecure: bool = False,
     keys: bool = True,
 ) -> None:
-    """Write the folder of a new federation: files of the server, and of each site.
+    """Write the folder of a new federation: files of the server, and of each site in FOLDER/sites.
 
     Sites reach `host` at `port`, where a proxy passes only their requests on to the port `inner`
     (0: the next port). `insecure` is for one machine only: no proxy, no TLS, no keys. With `keys`
-    the server's keys are made; those of a site are made at the site. Raises FedplanError for
-    invalid arguments, or if the folder is not empty or cannot be written.
+    the certificate authority and the server's keys are made; a site's keys are made at the site.
+    Raises FedplanError for invalid arguments, or if the folder is not empty or cannot be written.
     """
     folder, inner = folder.absolute(), port if insecure else inner or port + 1
-    _require_folder(folder)
-    _require_ports(port, inner, insecure=insecure)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FedplanError(f"{folder} is not empty: name another folder")
+    # The path is used in scripts, units and a TOML file, each with its own quotes.
+    if not str(folder).isprintable() or set(str(folder)) & set("\"'\\%$`"):
+        raise FedplanError(
+            f"{str(folder)!r} has a quote or another shell character: give another folder"
+        )
+    if (port == inner and not insecure) or not all(0 < each < 65536 for each in (port, inner)):
+        raise FedplanError(f"the ports {port} and {inner} must differ, and be below 65536")
     if not sites:
         raise FedplanError("a federation needs sites: give --site NAME for each")
     require_sites(sites)
@@ -61,8 +68,12 @@ def new_federation(
         if keys and not insecure:
             make_keys(folder, list(dict.fromkeys((host, *HERE))), [])
         values = _template_values(folder, sites, host, port, inner, insecure=insecure)
-        for name, template in _templates(insecure).items():
-            _write_template(template, folder / name, values)
+        files = _files_below(TEMPLATES / "federation")
+        files |= _files_below(TEMPLATES / "loopback") if insecure else {}
+        for name, template in files.items():
+            is_left_out = insecure and (name in PROXY or name.startswith("units/"))
+            if not name.startswith("site/") and not is_left_out:
+                _write_template(template, folder / name, values)
         for site in sites:
             _write_site(folder, site, values["address"], insecure=insecure)
     except OSError as error:
@@ -70,9 +81,10 @@ def new_federation(
 
 
 def new_site(folder: Path, name: str) -> None:
-    """Write the folder of another site of a federation, in FOLDER/sites.
+    """Write the folder FOLDER/sites/NAME of another site of an existing federation.
 
-    Raises FedplanError if the folder is no federation, or the site exists already.
+    The server's address is taken from the other sites; keys are not made. Raises FedplanError if
+    the name is invalid, `folder` is not a federation, or the site exists already.
     """
     folder = folder.absolute()
     require_sites([name])
@@ -89,7 +101,11 @@ def new_site(folder: Path, name: str) -> None:
 
 
 def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> None:
-    """Write a site's folder, without its keys; the CA certificate is copied if there is one."""
+    """Write the folder FOLDER/sites/NAME of a site, which reaches the server at `address`.
+
+    Keys are not made; the CA certificate of the federation is copied if there is one. `insecure`
+    leaves out keys and the files that keep a site in service. Existing files are overwritten.
+    """
     values = {
         "site": name,
         "address": address,
@@ -100,7 +116,7 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
     stay = "" if insecure else _fill_template(TEMPLATES / "parts" / "stay.md", values)
-    values = {**values, "stay": stay.rstrip("\n")}
+    values |= {"stay": stay.rstrip("\n")}
     site_folder = folder / "sites" / name
     for file, template in _files_below(TEMPLATES / "federation" / "site").items():
         if not (insecure and file.startswith(SERVICE_FILES)):
@@ -111,34 +127,27 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
         shutil.copy(folder / "ca.crt", site_folder / "ca.crt")
 
 
-def _require_folder(folder: Path) -> None:
-    """Raise FedplanError if a folder is not empty, or its path has special characters."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FedplanError(f"{folder} is not empty: name another folder")
-    # the path is used in scripts, units and a TOML file, each with its own quotes
-    if not str(folder).isprintable() or set(str(folder)) & set("\"'\\%$`"):
-        raise FedplanError(
-            f"{str(folder)!r} has a quote or another shell character: give another folder"
-        )
-
-
-def _require_ports(port: int, inner: int, *, insecure: bool) -> None:
-    if (port == inner and not insecure) or not all(0 < each < 65536 for each in (port, inner)):
-        raise FedplanError(f"the ports {port} and {inner} must differ, and be below 65536")
-
-
 def _template_values(
     folder: Path, sites: Sequence[str], host: str, port: int, inner: int, *, insecure: bool
 ) -> Mapping[str, str]:
-    """Return the values of the templates' placeholders."""
+    """Return the texts for the placeholders in the server's templates, by placeholder.
+
+    `folder`, `sites`, `host`, `port`, `inner` and `insecure` are as in `new_federation`.
+    """
     host = "127.0.0.1" if insecure else host
+    # The proxy listens on all interfaces, or on loopback if that is the host.
+    address = address_of("127.0.0.1" if host == "localhost" else host)
+    if address is None or address.version == 4:
+        listen = f"{address}:{port}" if address and address.is_loopback else str(port)
+    else:
+        listen = f"[{address if address.is_loopback else '::'}]:{port}"
     tls = 'ca = "../ca.crt"\ncertificate = "../server.crt"\nkey = "../server.key"'
     return {
         "folder": str(folder),
         "path": f"{Path(sys.executable).parent}:{PATH}",
         "host": host,
         "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        "listen": _listen_address(host, port),
+        "listen": listen,
         "port": str(port),
         "inner": str(inner),
         "tls": "" if insecure else tls,
@@ -153,31 +162,16 @@ def _template_values(
     }
 
 
-def _listen_address(host: str, port: int) -> str:
-    """Return where the proxy listens: on all interfaces, or on loopback if that is the host."""
-    address = address_of("127.0.0.1" if host == "localhost" else host)
-    if address is None or address.version == 4:
-        return f"{address}:{port}" if address and address.is_loopback else str(port)
-    return f"[{address if address.is_loopback else '::'}]:{port}"
-
-
-def _templates(insecure: bool) -> dict[str, Path]:
-    """Return the templates of a federation's files by relative path, without those of sites."""
-    files = _files_below(TEMPLATES / "federation")
-    files = {name: file for name, file in files.items() if not name.startswith("site/")}
-    if insecure:
-        files = {n: f for n, f in files.items() if n not in PROXY and not n.startswith("units/")}
-        files |= _files_below(TEMPLATES / "loopback")
-    return files
-
-
 def _files_below(folder: Path) -> dict[str, Path]:
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def _write_template(template: Path, target: Path, values: Mapping[str, str]) -> None:
-    """Write a filled template; scripts become executable."""
+    """Write a template, with `values` for placeholders, over `target`; scripts are executable.
+
+    Makes missing folders, readable by this user only.
+    """
     make_private(target.parent)
     text = _fill_template(template, values)
     target.write_text(text, encoding="utf-8")

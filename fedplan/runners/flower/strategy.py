@@ -24,16 +24,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    MetricRecord,
-    RecordDict,
-)
-from flwr.app import (
-    Message as FlowerMessage,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
@@ -53,7 +45,6 @@ from fedplan.runners.flower import records
 from fedplan.runners.flower.superexec import error_reply
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.devices import fork_rng_state
-from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, digests
 from fedplan.tensors.serialization import JSON, pack_message, unpack_message
 from fedplan.tensors.sums import ExactSum
@@ -68,11 +59,13 @@ log = logging.getLogger("flwr.fedplan")
 
 
 class Partial(FedAvg):
-    """`FedAvg` by a plan: each param is the weighted mean over its senders, or unchanged.
+    """Strategy `FedAvg` by a plan: each param is the weighted mean over the clients that share it.
 
-    An update that does not have exactly the params that its client is to share is left out, with a
-    warning. Client names are not authenticated, and weights must be integers. `settings` are those
-    of `FedAvg`.
+    A param that no client shares stays unchanged. `plan` is a Plan or a plan's text; `model` gives
+    the names and shapes of params (initial values come from `start`). `settings` are the arguments
+    of `FedAvg`. Use the mod `partial` at the clients. An update without exactly the params that the
+    client is to share is left out, with a warning. Client names are not authenticated; weights must
+    be integers. Raises PlanError for a plan that does not fit the model, or needs scores or phases.
     """
 
     def __init__(self, plan: Plan | str, model: nn.Module, **settings: Any) -> None:
@@ -98,7 +91,10 @@ class Partial(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the updates; return the whole new model, and the mean of the metrics."""
+        """Average the updates in `replies` by param; return the whole new model, and mean metrics.
+
+        Invalid updates are left out with a warning. The metrics are None if no client has any.
+        """
         sums, counted = ExactSum(), dict[str, RecordDict]()
         for reply in replies:
             try:
@@ -114,39 +110,43 @@ class Partial(FedAvg):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> MetricRecord | None:
-        """Return the mean of the metrics."""
+        """Return the weighted mean of the metrics in `replies`, or None; errors are left out."""
         contents = [reply.content for reply in replies if not reply.has_error()]
         return self._mean(contents, self.evaluate_metrics_aggr_fn)
 
     def _request_records(
         self, number: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord, ConfigRecord]:
-        """Load Flower's arrays into the model; return the values to send, and the config."""
+        """Load Flower's arrays into the model; return the records of a request of round `number`.
+
+        The first has the values that clients may share, the second is `config` with the header.
+        """
         self._model.load_state_dict(arrays.to_torch_state_dict())
         digests: dict[str, JSON] = {**_frozen_digests(self._agreement, self._model)}
-        fields = {**self._request_fields(number), "round": number, "resting": digests}
+        fields = {**self._request_fields(number), "round": number, "frozen_digests": digests}
         message = pack_message(get_values(self._model, self._agreement.exchanged), fields)
         return records.to_arrays(message.blobs), ConfigRecord(
             {**config, records.FIELD: message.header}
         )
 
     def _request_fields(self, number: int) -> dict[str, JSON]:
-        return {"request": f"{self._run}/{number}", "agreed": self._agreement.fingerprint}
+        return {"request": f"{self._run}/{number}", "agreement": self._agreement.fingerprint}
 
     def _check_update(
         self, number: int, reply: FlowerMessage, counted: Collection[str]
     ) -> tuple[dict[str, Tensor], str]:
-        """Return the values of an update and its client's name.
+        """Return the values by param in a reply of round `number`, and the client's name.
 
-        Raises a FedplanError if it is of another request or plan, its weight is not an integer, or
-        its params are not exactly those that the client is to share.
+        `counted` are the clients with an update in this round. Raises a FedplanError if the reply
+        is an error, of a counted client, or of another request or plan; if the weight is not an
+        integer; or if the params are not exactly the ones that the client is to share.
         """
         if reply.has_error():
             raise UpdateRejected(decode_reason(str(reply.error.reason)))
         values, fields = unpack_message(records.from_records(reply.content))
         client, traits = fields.get("client"), fields.get("traits")
         if not isinstance(client, str) or not isinstance(traits, dict) or client in counted:
-            raise UpdateRejected(f"{client!r} is not a client with traits, or was counted before")
+            raise UpdateRejected(f"{client!r} is no client with traits, or has an update already")
         if any(fields.get(name) != value for name, value in self._request_fields(number).items()):
             raise UpdateRejected(f"{client} answers another request, or has agreed to another plan")
         if not self._weight(reply.content).is_integer():
@@ -163,13 +163,17 @@ class Partial(FedAvg):
         return values, client
 
     def _weight(self, content: RecordDict) -> float:
-        """Return a reply's weight; NaN if it has none."""
+        """Return the weight in a reply's only metric record; NaN if there is none."""
         metrics = list(content.metric_records.values())
         weight = metrics[0].get(self.weighted_by_key) if len(metrics) == 1 else None
         return float(weight) if isinstance(weight, int | float) else nan
 
     def _mean(self, contents: list[RecordDict], average: Average) -> MetricRecord | None:
-        """Return the mean over the largest group of clients with the same metrics, or None."""
+        """Return `average` of the metrics in replies' contents; None if no metrics are left.
+
+        Replies without a positive finite weight, and those outside the largest group with the same
+        metric names, are left out with a warning.
+        """
         groups = dict[str, list[RecordDict]]()
         for content in filter(lambda c: 0 < self._weight(c) < inf, contents):
             (metrics,) = content.metric_records.values()
@@ -186,18 +190,24 @@ def partial(
 ) -> Callable[[FlowerMessage, Context, Next], FlowerMessage]:
     """Return a mod for `ClientApp(mods=[...])`, the counterpart of the strategy `Partial`.
 
-    Your app gets and returns the whole model; only shared params and metrics are sent. The client's
-    name is the node config's `name` or `partition-id`; other entries are its traits, of which those
-    in the plan are sent. Personal params are stored in `state_folder`, best an absolute
-    path, beyond the run; they start from the server's values, or as `make_model` builds them.
-    A repeated request gets the stored reply. Errors are sent as codes.
+    `plan` must be the plan of `Partial`; `make_model` builds the model, with the server's frozen
+    params. Your app gets and returns the whole model; only shared params and metrics are sent. The
+    client's name is the node config's `name` or `partition-id`; other entries of the node config
+    are the client's traits, of which the ones in the plan are sent. Personal params are stored in
+    `state_folder` (best an absolute path), also for later runs; they start from the server's
+    values, or as `make_model` builds them. A repeated request gets the stored reply. Exceptions of
+    your app are sent as error codes.
     """
     return _Mod(plan, make_model, Path(state_folder))
 
 
 @dataclass(frozen=True)
 class _Mod:
-    """The mod of `partial`; a class, because Flower's simulation pickles it."""
+    """The callable mod that `partial` returns; a class, because Flower's simulation pickles it.
+
+    `plan`, `make_model` and `state_folder` are the arguments of `partial`; the model is built at
+    the first message. Messages other than "train" and "evaluate" go to the app unchanged.
+    """
 
     plan: Plan | str
     make_model: Callable[[], nn.Module]
@@ -219,33 +229,49 @@ class _Mod:
     def _run_turn(
         self, envelope: FlowerMessage, context: Context, call_next: Next, kind: str
     ) -> FlowerMessage:
-        """Run the app on the client's model, commit its state, and return the shared part."""
-        received, fields = unpack_message(_read_message(envelope.content))
-        turn = self.client.turn(fields, context)
+        """Run the app on the client's model, and return the reply to the server's `envelope`.
+
+        `kind` is "train" or "evaluate"; `call_next` runs the app in the node's `context`. A train
+        request commits the client's state, and the reply has the shared values; an evaluate request
+        commits nothing, and the reply has the metrics. An error reply of the app is returned.
+        """
+        sent = envelope.content
+        (arrays,), (config,) = sent.array_records.values(), sent.config_records.values()
+        message = RecordDict({records.ARRAYS: arrays, records.HEADER: config})
+        received, fields = unpack_message(records.from_records(message))
+        client, turn = self.client, self.client.turn(fields, context)
         journal = Journal(client_state_folder(self.state_folder, turn.client))
         request = fields["request"] if kind == "train" else ""
         result = journal.reply_for(request)
         if result is None:
             state, _ = journal.client_state(request)
-            roles = self.client.start(turn, fields["resting"], received, state)
-            reply = call_next(_app_message(envelope, _arrays(self.client.model)), context)
+            roles = client.start(turn, fields["frozen_digests"], received, state)
+            # The app gets the whole model, and the config without fedplan's header.
+            app_message, model_arrays = copy(envelope), _arrays(client.model)
+            content = RecordDict({name: model_arrays for name in sent.array_records})
+            for name, config in sent.config_records.items():
+                own = {k: v for k, v in config.items() if k != records.FIELD}
+                content[name] = ConfigRecord(own)
+            app_message.content = content
+            reply = call_next(app_message, context)
             if reply.has_error():
                 return reply
             metrics = _metrics(reply.content)
             if kind == "evaluate":
                 return FlowerMessage(metrics, reply_to=envelope)
-            personal, shared = self.client.end(roles, reply.content)
+            personal, shared = client.end(roles, reply.content)
             # As text, because a metric may be NaN, which the journal's JSON cannot hold.
             result = shared, {"metrics": json.dumps({k: {**m} for k, m in metrics.items()})}
             journal.commit(request, {**state, **personal}, {}, *result)
-        return FlowerMessage(self.client.reply(turn, request, *result), reply_to=envelope)
+        return FlowerMessage(client.reply(turn, request, *result), reply_to=envelope)
 
 
 class _Client:
-    """A client's model and its agreement with the server.
+    """A client's model, built once by `make_model`, and the agreement with the server on `plan`.
 
-    `initial` is the model's initial state dict, `frozen_digests` those of params that are never
-    sent, `buffers` the names of the model's buffers.
+    For a request call `turn`, `start`, run the app on `model`, then `end` and `reply`. `initial` is
+    the model's initial state dict, `frozen_digests` has the digests of the params that are never
+    sent, `buffers` the names of the model's buffers. Not for two requests at a time.
     """
 
     def __init__(self, plan: Plan | str, make_model: Callable[[], nn.Module]) -> None:
@@ -258,33 +284,38 @@ class _Client:
         self.buffers = self.initial.keys() - params
 
     def turn(self, fields: Mapping[str, Any], context: Context) -> Turn:
-        """Return the turn of a request at this node.
+        """Return the turn (round, client name, traits) of a request with these header fields.
 
-        Raises an error with a code if the plan or model differs, or the node has no name.
+        Name and traits come from the node config in `context`. Raises RequestRefused if the
+        server's plan or model differs, FedplanError if the node has no name.
         """
         digest, node = self.agreement.fingerprint, context.node_config
-        if fields.get("agreed") != digest:
+        if fields.get("agreement") != digest:
             raise RequestRefused(
-                f"plan or model differ ({digest} here, {fields.get('agreed')} at the server)"
+                f"plan or model differ ({digest} here, {fields.get('agreement')} at the server)"
             ).with_code("another-study")
         name = node.get("name", node.get("partition-id"))
         if name is None:
             raise FedplanError(
                 "this node was started with neither a name nor a partition-id"
             ).with_code("settings")
-        traits = {t: str(node[t]) for t in _plan_traits(self.agreement.method.plan) if t in node}
+        plan = self.agreement.method.plan
+        names = {step.trait for step in plan.walk() if isinstance(step, By)}
+        names |= {atom.name for atom in _conditions(plan) if isinstance(atom, Trait)}
+        traits = {trait: str(node[trait]) for trait in names if trait in node}
         return Turn(fields["round"], str(name), traits=traits)
 
     def start(
-        self, turn: Turn, digests: Mapping[str, str], received: Tensors, state: Tensors
+        self, turn: Turn, server_digests: Mapping[str, str], received: Tensors, state: Tensors
     ) -> Roles:
-        """Load received values and the client's state into the model; return the params' roles.
+        """Load initial values, `received` values and the client's stored `state` into the model.
 
-        `digests` are the server's of frozen params; RequestRefused if they differ here.
+        Returns the role of each param in this turn. Raises RequestRefused if a frozen param has
+        another digest than in `server_digests`.
         """
         roles = resolve(self.agreement.method.plan, self.agreement.params, turn)
         for p, role in roles.items():
-            if role is Role.FREEZE and self.frozen_digests.get(p.key) != digests.get(p.key):
+            if role is Role.FREEZE and self.frozen_digests.get(p.key) != server_digests.get(p.key):
                 raise RequestRefused(
                     f"{p.key} is frozen and not the server's: start both from one model"
                 ).with_code("model")
@@ -295,9 +326,10 @@ class _Client:
         return roles
 
     def end(self, roles: Roles, content: RecordDict) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the new personal values and buffers, and the values to share.
+        """Return the new personal values with buffers, and the values to share, both by key.
 
-        `content` is the app's reply. Raises FedplanError if a trained value is not finite.
+        `roles` are from `start`; `content` is the app's reply with the trained model, which is
+        loaded into the model. Raises FedplanError if a trained value is not finite.
         """
         personal = get_values(self.model, [p for p in roles if roles[p].is_personal])
         (arrays,) = content.array_records.values()
@@ -316,8 +348,15 @@ class _Client:
     def reply(
         self, turn: Turn, request: str, shared: Tensors, meta: Mapping[str, Any]
     ) -> RecordDict:
-        """Return the records of a reply: shared values, header, and the metrics in `meta`."""
-        fields = {"client": turn.client, "request": request, "agreed": self.agreement.fingerprint}
+        """Return the records of the reply to a `request` name in a turn.
+
+        The records have the shared values, the header, and the metrics in `meta["metrics"]` (JSON).
+        """
+        fields = {
+            "client": turn.client,
+            "request": request,
+            "agreement": self.agreement.fingerprint,
+        }
         content = records.to_records(pack_message(shared, {**fields, "traits": {**turn.traits}}))
         for name, metrics in json.loads(meta["metrics"]).items():
             content[name] = MetricRecord(metrics)
@@ -325,7 +364,10 @@ class _Client:
 
 
 def _make_agreement(plan: Plan | str, model: nn.Module) -> Agreement:
-    """Return the agreement of server and clients; PlanError if the plan needs scores or phases."""
+    """Return the agreement of server and clients on a plan for the params of `model`.
+
+    Raises PlanError if the plan does not fit the params, or needs scores or phases.
+    """
     plan, params = parse(plan) if isinstance(plan, str) else plan, describe(model)
     check_plan(plan, params)
     unsupported = [step.text for step in plan.walk() if isinstance(step, Best)]
@@ -341,12 +383,6 @@ def _conditions(plan: Plan) -> list[Condition]:
     return [a for step in plan.walk() if isinstance(step, When) for a in step.condition.atoms()]
 
 
-def _plan_traits(plan: Plan) -> set[str]:
-    """Return the traits that a plan uses."""
-    traits = {step.trait for step in plan.walk() if isinstance(step, By)}
-    return traits | {atom.name for atom in _conditions(plan) if isinstance(atom, Trait)}
-
-
 def _frozen_digests(agreement: Agreement, model: nn.Module) -> dict[str, str]:
     """Return the digests of the params that are never sent."""
     return digests(get_values(model, set(agreement.params) - set(agreement.exchanged)))
@@ -356,22 +392,6 @@ def _arrays(model: nn.Module) -> ArrayRecord:
     """Return a model's state dict as Flower arrays, with bfloat16 as float32."""
     state = model.state_dict().items()
     return ArrayRecord({k: v.float() if v.dtype == torch.bfloat16 else v for k, v in state})
-
-
-def _read_message(content: RecordDict) -> Message:
-    """Return the message of a request, under any names of its records."""
-    (arrays,), (config,) = content.array_records.values(), content.config_records.values()
-    return records.from_records(RecordDict({records.ARRAYS: arrays, records.HEADER: config}))
-
-
-def _app_message(envelope: FlowerMessage, arrays: ArrayRecord) -> FlowerMessage:
-    """Return the message for the app: the whole model, without fedplan's header."""
-    content = RecordDict({name: arrays for name in envelope.content.array_records})
-    for name, config in envelope.content.config_records.items():
-        content[name] = ConfigRecord({k: v for k, v in config.items() if k != records.FIELD})
-    message = copy(envelope)
-    message.content = content
-    return message
 
 
 def _metrics(content: RecordDict) -> RecordDict:

@@ -54,9 +54,10 @@ Answer = Callable[[str, Message], Message]
 
 @dataclass(frozen=True)
 class RuntimeApi:
-    """Flower's Runtime API: its address, CA certificate file, and secret file to take tasks.
+    """How to reach a Flower Runtime API, which gives out tasks; makes clients of the API.
 
-    Without a certificate the connection is unencrypted.
+    `address` is host:port, `certificate` the CA certificate file (None: unencrypted), `secret` the
+    file with the secret that taking tasks needs, read by `acquire_client`. Clients must be closed.
     """
 
     address: str
@@ -86,9 +87,10 @@ class RuntimeApi:
 
 
 def serve_tasks(api: RuntimeApi, answer: Answer, stop: threading.Event) -> None:
-    """Take tasks and reply to their messages by `answer`, until `stop` is set.
+    """Take tasks from `api` and reply to their messages by `answer`, until `stop` is set.
 
-    Connection errors are logged, and the node is polled again.
+    Runs one task at a time in this thread. Connection errors are logged, and the API is polled
+    again. For a task that cannot be read, `answer` is called with an empty message, to log it.
     """
     with closing(api.acquire_client()) as client:
         token = ""
@@ -96,7 +98,7 @@ def serve_tasks(api: RuntimeApi, answer: Answer, stop: threading.Event) -> None:
             try:
                 if token := token or _acquire_task(client):
                     guard = StalledPullGuard(lambda: _acquire_task(client), stop)
-                    _try_task(api, token, answer, guard)
+                    _run_task(api, token, answer, guard)
                     token = guard.next_token
             except httpx.HTTPError as error:
                 token = ""
@@ -112,10 +114,25 @@ def _acquire_task(client: RuntimeHttpClient) -> str:
     return response.token if response.HasField("task") else ""
 
 
-def _try_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
-    """Run a task; if it cannot be read, pass an empty message to `answer`, which logs it."""
+def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
+    """Pull the message of the task with this token, and push the reply made by `answer`.
+
+    Sends heartbeats to `api` meanwhile; `guard` gives up an incomplete message. HTTP errors are
+    raised; after any other error `answer` is called with an empty message, to log the error.
+    """
     try:
-        _run_task(api, token, answer, guard)
+        with closing(api.task_client(token)) as client:
+            # The instance's attribute overrides the method of its class.
+            vars(client)["PullObject"] = guard.wrap(client.PullObject)
+            heartbeats = HeartbeatSender(make_task_heartbeat_fn_http(client))
+            heartbeats.start()
+            context: Context | None = None
+            try:
+                envelope, context, _, _ = pull_task_input(client)
+                push_message(client, make_reply(envelope, answer), context)
+            finally:
+                push_task_output(client, context, SubStatus.COMPLETED, "")
+                heartbeats.stop()
     except httpx.HTTPError:
         raise
     except Exception as error:
@@ -123,30 +140,15 @@ def _try_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGua
         answer("request", Message(b""))
 
 
-def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
-    """Pull a task's message and push the reply, with heartbeats meanwhile."""
-    with closing(api.task_client(token)) as client:
-        # The instance's attribute overrides the method of its class.
-        vars(client)["PullObject"] = guard.wrap(client.PullObject)
-        heartbeats = HeartbeatSender(make_task_heartbeat_fn_http(client))
-        heartbeats.start()
-        context: Context | None = None
-        try:
-            envelope, context, _, _ = pull_task_input(client)
-            reply = make_reply(envelope, answer)
-            push_message(client, reply, context)
-        finally:
-            push_task_output(client, context, SubStatus.COMPLETED, "")
-            heartbeats.stop()
-
-
 @dataclass
 class StalledPullGuard:
-    """Gives up an incomplete message when the node has another task.
+    """Gives up the pull of an incomplete message when the node has another task, or at a stop.
 
-    If a run ends while the node receives a message, the rest never comes, and Flower pulls it for
-    up to two hours. A node receives one message at a time, so another task means that the former
-    is over. `acquire` takes a task; its token is kept in `next_token`. `stop` also gives up.
+    If a run ends while the node receives a message, the rest never comes, and Flower pulls for up
+    to two hours; but a node receives one message at a time, so another task means that the former
+    is over. Use `wrap` on the client's pull function. `acquire` takes a task and returns its token,
+    or ""; the token is then in `next_token`, for the caller. `stop` also gives up. `lock` and
+    `last`, the monotonic time of the last `acquire`, are internal.
     """
 
     acquire: Callable[[], str]
@@ -156,45 +158,48 @@ class StalledPullGuard:
     last: float = field(default_factory=time.monotonic)
 
     def wrap(self, pull: Pull) -> Pull:
-        """Return a pull function that reports an object as missing once it cannot arrive."""
+        """Return a pull function that ends the wait for an object at a stop or another task.
+
+        The object is then reported as not found. While an object is not available, another task is
+        looked for once per STALL_INTERVAL.
+        """
 
         def guarded_pull(request: PullObjectRequest) -> PullObjectResponse:
+            """Pull an object; not found if unavailable, and `stop` is set or a task is next."""
             response = pull(request)
-            if not response.object_available and self._is_over():
-                return PullObjectResponse(object_found=False)
-            return response
+            if response.object_available:
+                return response
+            with self.lock:
+                if not self.next_token and time.monotonic() - self.last > STALL_INTERVAL:
+                    self.last, self.next_token = time.monotonic(), self.acquire()
+            is_over = bool(self.next_token) or self.stop.is_set()
+            return PullObjectResponse(object_found=False) if is_over else response
 
         return guarded_pull
 
-    def _is_over(self) -> bool:
-        """Whether there is another task or a stop; polls for a task once per STALL_INTERVAL."""
-        with self.lock:
-            if not self.next_token and time.monotonic() - self.last > STALL_INTERVAL:
-                self.last, self.next_token = time.monotonic(), self.acquire()
-        return bool(self.next_token) or self.stop.is_set()
-
 
 def make_reply(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
-    """Return the Flower reply to a Flower message; of an exception only its code is sent."""
+    """Return the Flower reply to `envelope`, made by `answer`; never raises an Exception.
+
+    `answer` gets the kind, as "train" or "hello", and the message; a message that is not of fedplan
+    becomes an empty one. Of an exception only the code is sent.
+    """
     kind = envelope.metadata.message_type.removeprefix("query.")
     try:
-        return FlowerMessage(to_records(answer(kind, _read_message(envelope))), reply_to=envelope)
+        try:
+            message = from_records(envelope.content)
+        except BrokenMessage:
+            message = Message(b"")  # sites refuse it
+        return FlowerMessage(to_records(answer(kind, message)), reply_to=envelope)
     except Exception as error:
         return error_reply(envelope, error)
 
 
-def _read_message(envelope: FlowerMessage) -> Message:
-    """Return the message in a Flower message; an invalid one becomes empty, which sites refuse."""
-    try:
-        return from_records(envelope.content)
-    except BrokenMessage:
-        return Message(b"")
-
-
 def error_reply(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
-    """Log an exception's code, and return it as a Flower error.
+    """Log the code of an exception, and return the code as a Flower error reply to `envelope`.
 
-    Its text is not sent: it may reveal examples.
+    The exception's text, which may reveal examples, is neither logged nor sent.
     """
-    log.error("a request failed: %s", encode_code(error_code_of(error)))
-    return FlowerMessage(Error(APP_FAILED, encode_code(error_code_of(error))), reply_to=envelope)
+    code = encode_code(error_code_of(error))
+    log.error("a request failed: %s", code)
+    return FlowerMessage(Error(APP_FAILED, code), reply_to=envelope)

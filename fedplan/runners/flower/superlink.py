@@ -60,7 +60,11 @@ APP = Path(__file__).parent / "templates" / "app"
 
 
 class _ServerFile(Section):
-    """Fields of server.toml; file names are relative to its folder."""
+    """Fields of server.toml; file names are relative to the folder of the file.
+
+    `address` of the SuperLink is host:port, `database` Flower's state file; `ca`, `certificate` and
+    `key` are the TLS files, all or none.
+    """
 
     address: str
     database: str = "state.db"
@@ -71,10 +75,12 @@ class _ServerFile(Section):
 
 @dataclass(frozen=True)
 class SuperLink:
-    """A SuperLink, and its operator's credentials in the server's folder.
+    """A SuperLink, seen by its operator: starts runs, and registers and revokes sites.
 
-    `database` is Flower's state file, `tls` the files of CA certificate, certificate and key, None
-    for an unencrypted connection.
+    `folder` is the server's folder with the operator's token and secret, `address` is host:port,
+    `database` Flower's state file, `tls` the files of CA certificate, certificate and key, None for
+    an unencrypted connection. Methods call the control API of the running SuperLink, and raise
+    FedplanError if the SuperLink cannot be reached or rejects the call.
     """
 
     folder: Path
@@ -89,7 +95,10 @@ class SuperLink:
 
     @contextmanager
     def control(self) -> Generator[ControlHttpClient]:
-        """Yield a client of the control API; its HTTP errors are raised as FedplanError."""
+        """Yield a client of the control API, with the operator's token; closed after the body.
+
+        HTTP errors in the body are raised as FedplanError.
+        """
         client = ControlHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.tls is None,
@@ -101,9 +110,8 @@ class SuperLink:
         except httpx.HTTPStatusError as error:
             code = error.response.status_code
             reason = "wrong operator token" if code == 401 else error.response.text[:200]
-            raise FedplanError(
-                f"the SuperLink at {self.address} answers {code}: {reason}"
-            ) from error
+            text = f"the SuperLink at {self.address} answers {code}: {reason}"
+            raise FedplanError(text) from error
         except httpx.HTTPError as error:
             raise FedplanError(f"no SuperLink answers at {self.address}: {error!r}") from error
         finally:
@@ -124,7 +132,10 @@ class SuperLink:
             client.RegisterNode(RegisterNodeRequest(public_key=public, name=name))
 
     def revoke(self, name: str) -> int:
-        """Unregister a site's nodes, and return their number; FedplanError if there are none."""
+        """Unregister the nodes of the site `name`, and return the number of nodes.
+
+        Raises FedplanError if no such site is registered.
+        """
         nodes = [node for node in self.nodes() if node.name == name]
         with self.control() as client:
             for node in nodes:
@@ -146,17 +157,17 @@ class SuperLink:
 
 
 def read_superlink(folder: Path) -> SuperLink:
-    """Read the SuperLink's settings from a server's folder; FedplanError if they are invalid."""
+    """Return the SuperLink that server.toml in a server's folder describes, without a call.
+
+    Raises FedplanError if the file is missing or invalid.
+    """
     file = folder / SERVER
     try:
         settings = _ServerFile.model_validate(parse_toml(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise FedplanError(f"{file} does not say where the SuperLink is: {error}") from error
-    files = [
-        (folder / each).resolve()
-        for each in (settings.ca, settings.certificate, settings.key)
-        if each
-    ]
+    names = filter(None, (settings.ca, settings.certificate, settings.key))
+    files = [(folder / name).resolve() for name in names]
     if len(files) not in (0, 3):
         raise FedplanError(f"{file}: give ca, certificate and key, or none of them")
     tls = (files[0], files[1], files[2]) if files else None
@@ -169,9 +180,9 @@ def read_token(folder: Path) -> str:
 
 
 def _read_secret(file: Path) -> str:
-    """Return a file's secret of 64 hex digits; make a random one if the file is missing.
+    """Return the secret of 64 hex digits in a file; write a random secret if the file is missing.
 
-    Raises FedplanError if others may read it or its content is no secret.
+    Raises FedplanError if others may read the file, or the content is not 64 hex digits.
     """
     if not file.exists():
         with (
@@ -189,41 +200,34 @@ def _read_secret(file: Path) -> str:
 
 
 def run_superlink(folder: Path) -> None:
-    """Run the SuperLink of a server's folder in this process, until it ends.
+    """Run Flower's SuperLink by the settings in a server's folder, in this process; blocks.
 
-    Changes this process's environment and arguments, and patches Flower's authentication plugin.
+    Makes missing secrets. Changes this process's environment and `sys.argv`, and patches Flower's
+    authentication plugin. Raises FedplanError if settings or secrets are invalid.
     """
-    link = read_superlink(folder)
-    token = read_token(folder)
+    link, token = read_superlink(folder), read_token(folder)
     _read_secret(folder / SECRET)
     os.environ |= {**FLOWER_ENVIRONMENT, "FLWR_HOME": str(folder / "flwr")}
     # The package exports a function of the same name, which hides the module.
     module: Any = import_module("flwr.superlink.cli.flower_superlink")
     module.load_control_authn_plugin = lambda: OperatorAuthPlugin(token)
-    sys.argv = ["flower-superlink", *_arguments(link)]
+    host, _, port = link.address.rpartition(":")
+    arguments = ["--host", host.strip("[]"), "--port", port, "--database", str(link.database)]
+    arguments += ["--isolation", "process"]
+    arguments += ["--superexec-auth-secret-file", str(link.folder / SECRET)]
+    arguments += ["--disable-runtime-dependency-installation"]
+    if link.tls is None:
+        arguments += ["--insecure"]
+    else:
+        ca, certificate, key = map(str, link.tls)
+        arguments += ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
+        arguments += ["--enable-supernode-auth"]
+    sys.argv = ["flower-superlink", *arguments]
     module.flower_superlink()
 
 
-def _arguments(link: SuperLink) -> list[str]:
-    """Return the command line arguments of flower-superlink."""
-    host, _, port = link.address.rpartition(":")
-    arguments = ["--host", host.strip("[]"), "--port", port, "--database", str(link.database)]
-    arguments += [
-        "--isolation",
-        "process",
-        "--superexec-auth-secret-file",
-        str(link.folder / SECRET),
-    ]
-    arguments += ["--disable-runtime-dependency-installation"]
-    if link.tls is None:
-        return [*arguments, "--insecure"]
-    ca, certificate, key = map(str, link.tls)
-    files = ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
-    return [*arguments, *files, "--enable-supernode-auth"]
-
-
 class OperatorAuthPlugin(NoOpControlAuthnPlugin):
-    """Flower plugin that admits callers of the control API by the operator's token."""
+    """Flower plugin for the control API: admits only requests with the operator's `token`."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
@@ -232,7 +236,7 @@ class OperatorAuthPlugin(NoOpControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
-        """Return whether the metadata has the token, and the account if so."""
+        """Return whether the request's metadata has the token; and Flower's account, else None."""
         token = next((value for key, value in metadata if key == ACCESS_TOKEN_KEY), b"")
         token = token.encode() if isinstance(token, str) else token
         if not token or not hmac.compare_digest(token, self._token):

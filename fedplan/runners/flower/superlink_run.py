@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 from flwr.common.constant import SubStatus
 from flwr.common.serde import run_from_proto
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-)
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
@@ -53,10 +49,13 @@ def run_on_superlink(
     callbacks: list[Callback],
     status: StatusReporter | None = None,
 ) -> None:
-    """Run a study's server on a SuperLink to its end, or continue the run in its folder.
+    """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
-    If Flower ends its run, as after a long silence of the SuperLink, another one is started;
-    after ATTEMPTS of them FlowerRunEnded is raised. See `run_server` for the other arguments.
+    Blocks until the study ends. `callbacks` are called after each round; `status` receives progress
+    (default: a StatusReporter of the folder). If Flower ends its run, as after a long silence of
+    the SuperLink, another Flower run is started and the study continued; FlowerRunEnded is raised
+    after ATTEMPTS Flower runs. Raises FedplanError if the SuperLink gives no task, and the errors
+    of `run_server`.
     """
     for left in reversed(range(ATTEMPTS)):
         try:
@@ -72,10 +71,10 @@ def run_on_superlink(
 
 @contextmanager
 def acquire_grid(link: SuperLink) -> Generator[Grid]:
-    """Start a Flower run, take its server task, and yield its grid.
+    """Start a Flower run on the SuperLink `link`, take the run's server task, and yield the grid.
 
-    Sends heartbeats during the body, and reports the task as completed, or failed if it raises.
-    Raises FedplanError if the SuperLink gives no task.
+    Sends heartbeats during the body; at the end reports the task as completed, or as failed if the
+    body raises. Raises FedplanError if the SuperLink gives no task in TASK_TIMEOUT seconds.
     """
     # Two processes must not take each other's task.
     with locked_folder(link.folder, timeout=TASK_TIMEOUT):
@@ -90,7 +89,15 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     # By default Flower repeats calls for ever, and a request to stop would go unnoticed.
     grid._retry_invoker.max_time = RETRY_SECONDS  # pyright: ignore[reportPrivateUsage]
     client = api.task_client(token)
-    heartbeats = HeartbeatSender(_tolerant_heartbeat(client))
+    send_heartbeat = make_task_heartbeat_fn_http(client)
+
+    def try_heartbeat() -> bool:
+        try:
+            return send_heartbeat()
+        except httpx.HTTPStatusError:
+            return False
+
+    heartbeats = HeartbeatSender(try_heartbeat)
     heartbeats.start()
     status, details = SubStatus.FAILED, "the server ended"
     try:
@@ -103,44 +110,28 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     finally:
         if heartbeats.is_running:
             heartbeats.stop()
-        output = PushTaskOutputRequest(sub_status=status, details=details)
-        _log_http_errors(lambda: client.PushTaskOutput(output))
-        client.close()
+        _end_task(client, details, status)
         grid.close()
 
 
-def _tolerant_heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
-    """Return a heartbeat function that returns False on an HTTP error status."""
-    send = make_task_heartbeat_fn_http(client)
-
-    def heartbeat() -> bool:
-        try:
-            return send()
-        except httpx.HTTPStatusError:
-            return False
-
-    return heartbeat
-
-
 def _acquire_task(link: SuperLink, run_id: int) -> str:
-    """Return the token of a run's server task; tasks left by killed processes are ended.
+    """Wait for the server task of the Flower run `run_id`, and return the task's token.
 
-    Raises FedplanError if the SuperLink does not give the task in time.
+    Tasks of other runs, left by killed processes, are taken and ended as failed. Raises
+    FedplanError after TASK_TIMEOUT seconds, or if the SuperLink `link` cannot be reached.
     """
     deadline = time.monotonic() + TASK_TIMEOUT
     client = link.runtime_api.acquire_client()
     try:
         while time.monotonic() < deadline:
-            response = client.AcquireTask(
-                AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-            )
+            request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            response = client.AcquireTask(request)
             if response.HasField("task") and response.task.run_id == run_id:
                 return response.token
             if response.HasField("task"):
-                log.warning(
-                    "run %s was left by another process, and is ended", response.task.run_id
-                )
-                _end_task(link, response.token)
+                other = response.task.run_id
+                log.warning("run %s was left by another process, and is ended", other)
+                _end_task(link.runtime_api.task_client(response.token), "nobody runs this app")
             time.sleep(0.2)
     except httpx.HTTPError as error:
         raise FedplanError(f"{link.address} gives no task: {error!r}") from error
@@ -149,15 +140,13 @@ def _acquire_task(link: SuperLink, run_id: int) -> str:
     raise FedplanError(f"the SuperLink at {link.address} does not give the task of its new run")
 
 
-def _end_task(link: SuperLink, token: str) -> None:
-    client = link.runtime_api.task_client(token)
-    output = PushTaskOutputRequest(sub_status=SubStatus.FAILED, details="nobody runs this app")
-    _log_http_errors(lambda: client.PushTaskOutput(output))
-    client.close()
+def _end_task(client: RuntimeHttpClient, details: str, status: str = SubStatus.FAILED) -> None:
+    """Report the end of a client's task with status and details, and close the client.
 
-
-def _log_http_errors(call: Callable[[], object]) -> None:
+    An HTTP error is logged, not raised.
+    """
     try:
-        call()
+        client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
     except httpx.HTTPError as error:
         log.warning("the end of the task was not reported to the SuperLink: %r", error)
+    client.close()

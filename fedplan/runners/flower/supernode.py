@@ -42,20 +42,24 @@ HANDSHAKE_ERROR = "handshake error detected"
 
 @contextmanager
 def run_supernode(site: Site, stop: threading.Event) -> Generator[RuntimeApi]:
-    """Keep a site's SuperNode running during the body, and yield its Runtime API.
+    """Keep the site's Flower SuperNode running during the body, and yield its Runtime API.
 
-    At the end `stop` is set, and the node is terminated.
+    A thread starts flower-supernode, and restarts it when it ends; the node connects to
+    `site.server`. The body should end when `stop` is set; after the body `stop` is set, and the
+    node is terminated. A node that cannot be started raises only in the thread.
     """
     with tempfile.TemporaryDirectory(prefix="fedplan-node-") as temporary:
-        folder, port = Path(temporary), _free_port()
+        folder = Path(temporary)
+        with socket.socket() as probe:
+            probe.bind((HERE, 0))
+            port: int = probe.getsockname()[1]
         make_keys(folder, [HERE], [])
         secret = folder / "secret"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         api = RuntimeApi(f"{HERE}:{port}", folder / "ca.crt", secret)
-        keeper = threading.Thread(
-            target=_keep_running, args=(site, folder, port, stop), name="node"
-        )
+        arguments = (site, folder, port, stop)
+        keeper = threading.Thread(target=_keep_running, args=arguments, name="node")
         keeper.start()
         try:
             yield api
@@ -65,7 +69,11 @@ def run_supernode(site: Site, stop: threading.Event) -> Generator[RuntimeApi]:
 
 
 def _keep_running(site: Site, folder: Path, port: int, stop: threading.Event) -> None:
-    """Start the node, and restart it whenever it ends, until `stop` is set."""
+    """Run the site's node, and restart it RESTART_DELAY after it ends, until `stop` is set.
+
+    `folder` has the keys and secret of the node's Runtime API on `port` of this machine. Returns
+    when the node has been terminated, or killed 10 s later.
+    """
     while not stop.is_set():
         node = _start_node(site, folder, port)
         watcher = threading.Thread(target=_watch_output, args=(node,), name="node-log", daemon=True)
@@ -84,11 +92,22 @@ def _keep_running(site: Site, folder: Path, port: int, stop: threading.Event) ->
 
 
 def _start_node(site: Site, folder: Path, port: int) -> subprocess.Popen[str]:
-    """Start flower-supernode, which ends with this process; FedplanError if that fails."""
-    command = [
-        str(Path(sys.executable).parent / "flower-supernode"),
-        *_arguments(site, folder, port),
-    ]
+    """Start flower-supernode for a site, with the Runtime API on `port` and its keys in `folder`.
+
+    The process ends with this one (on Linux). Raises FedplanError if the site has no server, or the
+    program cannot be started.
+    """
+    if (server := site.server) is None:
+        raise FedplanError(
+            f"the site {site.name!r} has no server: set address under [server] in its site.toml"
+        )
+    command = [str(Path(sys.executable).parent / "flower-supernode"), "--superlink", server.address]
+    command += ["--root-certificates", server.ca] if server.ca else ["--insecure"]
+    command += ["--auth-supernode-private-key", server.node_key] if server.node_key else []
+    command += ["--host", HERE, "--port", str(port), "--isolation", "process"]
+    command += ["--ssl-certfile", f"{folder}/server.crt", "--ssl-keyfile", f"{folder}/server.key"]
+    command += ["--ssl-ca-certfile", f"{folder}/ca.crt"]
+    command += ["--superexec-auth-secret-file", f"{folder}/secret"]
     try:
         return subprocess.Popen(  # noqa: S603
             command,
@@ -104,28 +123,8 @@ def _start_node(site: Site, folder: Path, port: int) -> subprocess.Popen[str]:
         raise FedplanError(f"flower-supernode cannot be started: {error}") from error
 
 
-def _arguments(site: Site, folder: Path, port: int) -> list[str]:
-    """Return the command line arguments of flower-supernode."""
-    server = site.server
-    if server is None:
-        raise FedplanError(
-            f"the site {site.name!r} has no server: set address under [server] in its site.toml"
-        )
-    local = ["--host", HERE, "--port", str(port), "--isolation", "process"]
-    local += ["--ssl-certfile", str(folder / "server.crt"), "--ssl-keyfile", f"{folder}/server.key"]
-    local += ["--ssl-ca-certfile", f"{folder}/ca.crt"]
-    local += ["--superexec-auth-secret-file", f"{folder}/secret"]
-    remote = ["--superlink", server.address]
-    remote += ["--root-certificates", server.ca] if server.ca else ["--insecure"]
-    return (
-        remote
-        + (["--auth-supernode-private-key", server.node_key] if server.node_key else [])
-        + local
-    )
-
-
 def _watch_output(node: subprocess.Popen[str]) -> None:
-    """Copy a node's output to stderr; kill it 2 s after a handshake error, to be restarted."""
+    """Copy a node's output to stderr until it ends; kill the node 2 s after a handshake error."""
     for line in node.stdout or ():
         sys.stderr.write(line)
         if HANDSHAKE_ERROR in line:
@@ -137,9 +136,3 @@ def _end_with_parent() -> None:
     """Have the kernel end this process with its parent (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return probe.getsockname()[1]
