@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test examples nightly picture architecture manifests reference site blocks
+.PHONY: help check test t examples nightly picture architecture manifests reference site blocks
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -10,7 +10,10 @@ check: ## format, lint and types
 	pyright
 
 test: ## the tests that every change must pass
-	pytest -n auto -m 'not nightly'
+	pytest -n auto -m 'not nightly' --sample
+
+t: ## the tests of one package: make t P=federation
+	pytest -n auto -m 'not nightly' --sample -q tests/$(P)
 
 examples: ## the scripts of examples, and two rounds of each of the README's studies
 	folder=$$(mktemp -d) && cd $$folder && for script in chat own_model own_method instruct qlora trainer; do \

@@ -33,14 +33,15 @@ settings.load_profile("laws")
 def pytest_addoption(parser: pytest.Parser) -> None:
     said = "where tests of devices run: cuda, cuda:1, mps, xpu; else on one of pure Python"
     parser.addoption("--device", default=SECOND, help=said)
+    parser.addoption("--sample", action="store_true", help="of each parametrized test run a few")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By day a law of many cases is tried on some of them; one that was asked for by name, on all.
+    """With `--sample`, as the gate has it, keep a few cases of each parametrized test.
 
-    What stands beside the packages, of the house and the documents, is quick and tried whole.
+    Tests directly in this folder are quick and run whole.
     """
-    if any("::" in word for word in config.args):
+    if not config.getoption("--sample"):
         return
     laws = dict[str, list[pytest.Item]]()
     for item in items:
