@@ -14,13 +14,15 @@ def main() -> None:
     images = (digits.images * 255 / 16).astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(images))
     train, test = order[:1500], order[1500:]
+    file = Path(__file__).parent / "digits.npz"
     np.savez(
-        Path(__file__).parent / "digits.npz",
+        file,
         image_train=images[train],
         digit_train=digits.target[train],
         image_test=images[test],
         digit_test=digits.target[test],
     )
+    print(f"Written: {file}")
 
 
 if __name__ == "__main__":

@@ -21,16 +21,17 @@ def fedfrozen(
     settle: float = 0.0,
     by: str = "bend",
 ) -> Method:
-    """FedFrozen: train everything for `warmup` rounds, then freeze the attention kernel.
+    """FedFrozen: train everything for `warmup` rounds, then freeze query and key.
 
     Du et al., FedFrozen, 2026 (arXiv 2605.06446). The paper leaves open which params are trained
     after the freeze in a deep Transformer: in reading A everything but `part`, in reading B the
-    values and, by `with_head`, the head. The layers below still move, so a frozen kernel is not a
-    frozen attention map. Other parts are controls: `value`, or `kernel`, which includes relative
-    positions and adapters. With `settle` above 0 the freeze comes after at least `warmup` rounds,
-    once the part has settled by the rule `by` ("bend" or "chance") with the threshold `settle`: see
-    `SettledPhase`. Raises FedplanError for an unknown reading or rule, for a `by` other than "bend"
-    without `settle`, and with `settle` for a `part` that is not kinds joined by `|`.
+    values and, by `with_head`, the head. The layers below still move, so frozen queries and keys
+    are not a frozen attention map. Other parts are controls: `value`, or `kernel`, which includes
+    relative positions and adapters. With `settle` above 0 the freeze comes after at least `warmup`
+    rounds, once the part has settled by the rule `by` ("bend" or "chance") with the threshold
+    `settle`: see `SettledPhase`. Raises FedplanError for an unknown reading or rule, for a `by`
+    other than "bend" without `settle`, and with `settle` for a `part` that is not kinds joined by
+    `|`.
     """
     # The head of a language model is tied to its embeddings, so it can be left out.
     values = value | head if with_head else value

@@ -27,9 +27,9 @@ BAR_WIDTH, MAX_CLIENTS, MAX_LABELS = 24, 40, 24
 """The width of the bar of examples; the most clients and labels shown in a terminal."""
 SKEW_LEVELS = (
     (0.1, "nearly IID: as if examples were assigned at random"),
-    (0.3, "mild label skew"),
-    (0.6, "strong label skew: methods with personal params may help"),
-    (1.1, "extreme label skew: many clients see few labels"),
+    (0.3, "mild"),
+    (0.6, "strong: methods with personal params may help"),
+    (1.1, "extreme: many clients see few labels"),
 )
 """Upper bounds of the label skew, each with its description."""
 
@@ -85,8 +85,8 @@ class DataDistribution:
         if self.label_skew is not None:
             level = next(text for bound, text in SKEW_LEVELS if self.label_skew < bound)
             yield (
-                f"Label skew {self.label_skew:.2f} (0: same labels everywhere, near 1: no label in "
-                f"common): {level}."
+                f"Label skew {self.label_skew:.2f} (0: the same labels at all clients, near 1: no "
+                f"label in common), {level}."
             )
             single = sum(len(+Counter(client.labels)) == 1 for client in self.clients)
             yield f"{single} clients have a single label." if single else ""

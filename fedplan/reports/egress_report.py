@@ -27,7 +27,7 @@ from fedplan.federation.egress_log import (
 )
 from fedplan.privacy.accounting.budget import Budget, read_budget_unit
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.storage.chain import BrokenChain
+from fedplan.storage.append_log import DamagedLog
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ class DatasetAccount:
     def entries(self) -> list[dict[str, Any]]:
         """The lines of the account, one per reply of the site that used the dataset.
 
-        Raises BrokenChain if the hash chain is broken or a line has other fields than a site
+        Raises DamagedLog if the hash chain is broken or a line has other fields than a site
         writes.
         """
         replies = read_replies(self.folder)
         for number, line in enumerate(replies, 1):
             if not _has_fields(line, REPLY_FIELDS):
-                raise BrokenChain(f"line {number} of {self.folder / REPLIES} was changed")
+                raise DamagedLog(f"line {number} of {self.folder / REPLIES} was changed")
         return replies
 
     @property
@@ -217,13 +217,13 @@ class DatasetAccount:
 def read_egress_report(state_folder: Path) -> list[SiteRecord | DatasetAccount]:
     """Read a site's state folder: the SiteRecord of each run, then each dataset's DatasetAccount.
 
-    Raises BrokenChain if the hash chain of the egress log is broken or a line or an agreement was
+    Raises DamagedLog if the hash chain of the egress log is broken or a line or an agreement was
     changed, and FedplanError if the agreement of a run is missing.
     """
     groups = dict[tuple[str, str], list[dict[str, Any]]]()
     for number, line in enumerate(read_egress(state_folder), 1):
         if not _has_fields(line, ENTRY_FIELDS) or not _has_numbers(line.get("parts"), int):
-            raise BrokenChain(
+            raise DamagedLog(
                 f"line {number} of the egress record in {state_folder} was changed: {line!s:.60}"
             )
         groups.setdefault((line["study"], line["run"]), []).append(line)
@@ -231,7 +231,7 @@ def read_egress_report(state_folder: Path) -> list[SiteRecord | DatasetAccount]:
     for folder in agreement_folders(state_folder):
         agreement, fields = read_agreement(folder), AGREEMENT_FIELDS
         if not (_has_fields(agreement, fields) and _has_numbers(agreement.get("limits"), float)):
-            raise BrokenChain(f"{folder}: the file of the agreement was changed")
+            raise DamagedLog(f"{folder}: the file of the agreement was changed")
         agreements[agreement["experiment"], str(agreement.get("run", ""))] = agreement
     report = list[SiteRecord | DatasetAccount]()
     for (study, run), lines in groups.items():

@@ -96,6 +96,8 @@ def _show_progress(simulation: Simulation, console: Console) -> None:
     )
     with progress_bar(simulation.status, console) as bar:
         done = simulation.federation.global_state.round
+        if done >= study.train.rounds:
+            console.print(f"All {done} rounds were done before.", markup=False)
         task = bar.add_task("", total=study.train.rounds, completed=done)
         try:
             for closed in simulation.rounds():

@@ -39,8 +39,8 @@ def test_the_counts_are_those_that_a_run_trains_and_tests_on(here: Path) -> None
     ("held", "label_skew", "word"),
     [
         (of({"a": 5, "b": 5}, {"a": 50, "b": 50}), 0.0, "nearly IID"),
-        (of({"a": 9}, {"b": 9}, {"c": 9}), 2 / 3, "extreme label skew"),
-        (of({"a": 10}, {"a": 5, "b": 5}), 0.25, "mild label skew"),
+        (of({"a": 9}, {"b": 9}, {"c": 9}), 2 / 3, "extreme"),
+        (of({"a": 10}, {"a": 5, "b": 5}), 0.25, "mild"),
     ],
 )
 def test_label_skew_is_the_mean_total_variation(

@@ -84,9 +84,11 @@ def _roles_by_round(facts: RunFacts) -> dict[int, Counter[str]]:
 def _rows(
     params: Params, roles: dict[int, Counter[str]], *, by_block: bool
 ) -> tuple[list[GridRow], tuple[int, int]]:
-    """Return the figure's rows, and (summed rounds of cells with several roles, number of rows).
+    """Return the rows of the figure, and (mixed rounds, number of rows); the lower is clearer.
 
-    A row is a kind of params; with `by_block`, a block, or a kind of params outside of blocks.
+    A row is a kind of params; with `by_block`, a block, or a kind of params outside of blocks. In a
+    model with several stacks each stack has rows of its own. A cell spans one or more rounds of a
+    row; mixed rounds are the rounds of all cells with several roles, added up over all rows.
     `roles` are from `_roles_by_round`.
     """
     places, groups = {p: i for i, p in enumerate(params)}, dict[str, list[Param]]()
