@@ -37,7 +37,7 @@ from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.aux_tensors import is_aux, param_key
 from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, nbytes
@@ -152,7 +152,11 @@ def check_ledger_shows_frozen_params(case: _MethodCase) -> None:
 
 
 def check_mean_over_senders(case: _MethodCase) -> None:
-    """Check a round with one client: sent params get the sent values, others are unchanged."""
+    """Check a round with one client: sent params get the sent values, others are unchanged.
+
+    The method's server optimizer is replaced by `mean`; auxiliary values are not checked. Raises
+    AssertionError if the check fails.
+    """
     federation = case.federation()
     client, *_ = federation.clients
     agreement = replace(federation.agreement, method=replace(case.method, server_optimizer=mean()))

@@ -27,7 +27,7 @@ from deployment import BIN, Deployment, free_ports, until_open
 from study import FACTS, LAB
 
 from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 
 SITES = ["north", "south", "east"]
 PLANS = {

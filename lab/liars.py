@@ -29,7 +29,7 @@ from fedplan.federation.client_round import train_round
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.record import join_digests, split_digests
 from fedplan.runners.executors import executor as runner
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.named import digests
 
 HEAVY, ROUNDS, SEEDS = 2**27, 12, (0, 1, 2)

@@ -19,7 +19,7 @@ import transformers
 
 from fedplan.federation.record import RoundRecord, TurnRecord
 from fedplan.models.params import Params
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import study_from_dict
 from fedplan.sweeps.sweeping import SweepEvent, run_trials

@@ -42,11 +42,12 @@ LENT = {
         sum_dtype tensor_view to_device widen_words words_from_counts words_from_ints
     """,
     "storage": """
-        BrokenChain ChainFile ChainHead FolderLock LogEntry Process TensorsAndMeta
+        DamagedLog FolderLock LogEntry LogHead Process TensorsAndMeta
         acquire_folder_lock client_state_folder current_process failpoint
-        file_size_and_digest head_file locked_folder make_folder read_chain read_head
-        read_json_lines safe_folder_name sync_folder utc_now validate_client_names
-        validate_study_name wrap_disk_errors write_atomic write_if_changed
+        file_size_and_digest head_file locked_folder make_folder read_head
+        read_json_lines safe_folder_name sync_folder timestamp utc_now
+        validate_client_names validate_study_name wrap_disk_errors write_atomic
+        write_if_changed
     """,
     "models": """
         CONFIG ITEMSIZE LoraLayer Preprocessing QUANTIZATIONS SETTINGS SHORT_NAMES
@@ -116,13 +117,13 @@ LENT = {
         find_capped_weights forwarded_shares_to_json global_values group_weights
         is_run_id join_digests key_advert_from_json key_advert_to_json
         key_roster_to_json keyed_digest last_ledger_round ledger_lines local_versions
-        make_eval_request make_example_guard make_noise_guard make_private_folder
-        make_tracker make_warnings merge_partial_sum metrics_from_json newest_segment
-        only_run_folder open_journal open_partial_sum package_differences
-        params_by_senders parse_line personal_values protocol_mismatch read_agreement
-        read_egress read_faults read_identity read_masked_input read_personal_model
-        read_record read_replies read_run_id read_secagg_checkpoint read_secagg_message
-        read_status read_stop_request read_turn read_update recent_drifts request_header
+        make_eval_request make_example_guard make_noise_guard make_tracker make_warnings
+        merge_partial_sum metrics_from_json newest_segment only_run_folder open_journal
+        open_partial_sum package_differences params_by_senders parse_line
+        personal_values protocol_mismatch read_agreement read_egress read_faults
+        read_identity read_masked_input read_personal_model read_record read_replies
+        read_run_id read_secagg_checkpoint read_secagg_message read_status
+        read_stop_request read_turn read_update recent_drifts request_header
         request_message require_private_method run_callbacks secagg_message
         segment_header_faults segment_number signature_list_to_json site_run_folder
         site_state_from_reason split_digests survivor_list_to_json

@@ -118,11 +118,14 @@ def _verify(run: Run) -> tuple[list[str], str]:
     faults += changed
     if faults:
         run.require_current()
+    frozen = "the plan froze nothing; "
+    if summary.frozen:
+        frozen = f"frozen params were checked {summary.frozen:,} times and none changed; "
     return faults, (
         f"{run.round} rounds, {len(summary.clients)} clients, {summary.turns} turns: "
-        f"frozen params were checked {summary.frozen:,} times and none changed; "
-        f"{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all explained by the "
-        f"plan {run.agreement.method.plan.fingerprint}; no personal param was uploaded. "
+        f"{frozen}{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all "
+        f"explained by the plan {run.agreement.method.plan.fingerprint}; no personal param was "
+        "uploaded. "
         f"{_describe_masked_sums(summary.rounds)}{examples_checked}"
     )
 

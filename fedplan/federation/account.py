@@ -7,19 +7,17 @@ Answers are identified by the digest of their inputs, not by the names of their 
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedplan.errors import FedplanError
 from fedplan.federation.messages import RequestRefused
 from fedplan.privacy.guard import SECRET_FILE
 from fedplan.privacy.mechanisms.secret import derive_key, load_or_create_secret
+from fedplan.storage.append_log import AppendLog
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.locks import locked_folder, sync_folder
+from fedplan.storage.files import make_folder
 
 REPLIES = "replies.jsonl"
 """File of an account: one JSON line for each reply."""
@@ -71,7 +69,8 @@ class Account:
         self, folder: Path, limits: Limits | None = None, *, encryption: Encryption | None = None
     ) -> None:
         self.folder, self.limits, self.encryption = folder, limits or Limits(), encryption
-        make_private_folder(folder)
+        make_folder(folder)
+        self._log = AppendLog(folder / REPLIES)
         self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
 
     def charge(self, answer: Answer) -> None:
@@ -79,21 +78,13 @@ class Account:
 
         Call this before computing the reply. A reply with the same content as an earlier reply adds
         only bytes. An empty content stands for the content of the last reply to the same request.
-        Waits up to 60 s for the folder's lock. Raises RequestRefused, and appends nothing, if a
-        limit would be exceeded, or if the site limits epsilon and this reply or an earlier one is
-        not protected. Raises StoreError if the folder stays locked or the file cannot be written,
-        and FedplanError if the file is damaged.
+        Waits up to 60 s for the file's lock. Raises RequestRefused, and appends nothing, if a limit
+        would be exceeded, or if the site limits epsilon and this reply or an earlier one is not
+        protected. Raises StoreError if the file stays locked or cannot be written, and DamagedLog
+        if the file is damaged.
         """
-        file, remedy = self.folder / REPLIES, "nothing is sent; repair the disk, then continue"
-        with (
-            locked_folder(self.folder, require_locks=True, timeout=60.0),
-            wrap_disk_errors(f"{file} cannot be written", remedy),
-        ):
-            file.touch(mode=0o600)
-            written = file.read_bytes()
-            if not written.endswith(b"\n"):  # cut off the incomplete last line of a crash
-                os.truncate(file, written.rfind(b"\n") + 1)
-            lines, of_request = read_replies(self.folder), (answer.request, answer.kind)
+        with self._log.locked():
+            lines, of_request = self._log.read(), (answer.request, answer.kind)
             earlier = [x["content"] for x in lines if (x["request"], x["kind"]) == of_request]
             inputs = answer.content or answer.request
             content = derive_key(self._secret, "content", answer.kind, inputs).hex()[:32]
@@ -105,12 +96,7 @@ class Account:
                 "protected": answer.protected,
             }
             self._require_within_limits(line, lines)
-            encoded = json.dumps(line, sort_keys=True).encode() + b"\n"
-            with file.open("ab", buffering=0) as out:
-                while encoded:
-                    encoded = encoded[out.write(encoded) or 0 :]
-                os.fsync(out.fileno())
-                sync_folder(file.parent)
+            self._log.append(line)
 
     def _require_within_limits(self, line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
         """Raise RequestRefused if a new line of the file exceeds a limit, given earlier `lines`.
@@ -141,24 +127,8 @@ def read_replies(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of an account folder's file of replies as dicts, oldest first.
 
     Keys: kind, request, content (keyed digest), bytes, protected. An incomplete last line is
-    left out; a missing file gives []. Raises FedplanError if the file cannot be read or parsed.
+    left out; a missing file gives []. Raises StoreError if the file
+    cannot be read, DamagedLog if a line was edited.
     """
-    try:
-        content = (folder / REPLIES).read_bytes() if (folder / REPLIES).exists() else b""
-        return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-    except (OSError, ValueError) as error:
-        raise FedplanError(
-            f"{folder / REPLIES} cannot be read: {error}; restore a copy of it"
-        ).with_code("disk") from error
-
-
-def make_private_folder(folder: Path) -> None:
-    """Create a folder and all missing parents with mode 0700, and sync each to disk.
-
-    An existing folder is not changed. Raises StoreError if a folder cannot be created.
-    """
-    with wrap_disk_errors(f"{folder} cannot be created", "name a folder that you may write to"):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        for path in reversed(missing):
-            path.mkdir(mode=0o700, exist_ok=True)
-            sync_folder(path.parent)
+    with wrap_disk_errors(f"{folder / REPLIES} cannot be read", "restore a copy of it"):
+        return AppendLog(folder / REPLIES).read()

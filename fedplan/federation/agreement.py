@@ -213,7 +213,8 @@ class Agreement:
         """Return the params that may be shared in any of `turns`.
 
         A turn with scores shares the params that the scores choose, a turn without scores shares
-        all permitted params.
+        all permitted params. All turns with scores must have the same scores: of turns with the
+        same active steps only one is resolved.
         """
         distinct = {(self.method.plan.active_steps(t), bool(t.scores)): t for t in turns}
         roles = [self.resolved(t) if t.scores else self.permitted(t) for t in distinct.values()]

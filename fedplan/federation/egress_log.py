@@ -18,8 +18,9 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.error_codes import APPROVAL, error_fields
-from fedplan.storage.chain import ChainFile, ChainHead, head_file, read_chain
+from fedplan.storage.append_log import AppendLog, LogHead, head_file, timestamp
 from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.files import make_folder
 from fedplan.tensors.message import Message
 
 EGRESS_LOG, AGREEMENT = "egress.jsonl", "agreement.json"
@@ -92,17 +93,14 @@ class EgressLog:
     """
 
     def __init__(self, state_folder: Path) -> None:
-        with wrap_disk_errors(
-            f"{state_folder} cannot be created", "name a folder that you may write to"
-        ):
-            state_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._chain = ChainFile(state_folder / EGRESS_LOG)
+        make_folder(state_folder)
+        self._log = AppendLog(state_folder / EGRESS_LOG, chained=True)
         self._repeats = dict[_Refusal, tuple[float, int]]()
 
     @property
-    def head(self) -> ChainHead:
+    def head(self) -> LogHead:
         """Length and hash of the log; with these a later truncation can be detected."""
-        return self._chain.head
+        return self._log.head
 
     def append(self, entry: EgressEntry, authorization: Authorization | None = None) -> None:
         """Append an entry with an authorization to the file; a repeated refusal is only counted.
@@ -130,7 +128,7 @@ class EgressLog:
         fields = asdict(entry)
         if not entry.clients:
             del fields["clients"]
-        self._chain.append({**fields, **asdict(authorization)})
+        self._log.append({**fields, **asdict(authorization), "time": timestamp()})
 
     def flush(self) -> None:
         """Write an entry for the refusals that were only counted so far."""
@@ -171,7 +169,7 @@ def read_egress(state_folder: Path) -> list[dict[str, Any]]:
     if not file.exists() and not head_file(file).exists():
         raise FedplanError(f"{state_folder} has no egress log")
     with wrap_disk_errors(f"{file} cannot be read", "restore a copy of it"):
-        return read_chain(file)
+        return AppendLog(file, chained=True).read()
 
 
 def read_agreement(folder: Path) -> dict[str, Any]:

@@ -7,16 +7,17 @@ Tracebacks may reveal examples, so they are encrypted if the site has a key.
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from base64 import b64decode, b64encode
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.error_codes import encode_code, error_code_of
+from fedplan.storage.append_log import AppendLog
 from fedplan.storage.encryption import Encryption
+from fedplan.storage.files import make_folder
+from fedplan.storage.logs import utc_now
 
 LOG = "faults.log"
 MAX_LOG_BYTES = 4 << 20
@@ -38,27 +39,20 @@ class FaultLog:
     def append(self, error: BaseException) -> str:
         """Append the time, error code and traceback of an error, and return the error code.
 
-        An OSError while writing is ignored, so that the caller can still report the error.
+        A disk error while writing is ignored, so that the caller can still report the error.
         """
-        code, now = error_code_of(error), datetime.now(UTC).isoformat(timespec="seconds")
+        code = error_code_of(error)
         text = "".join(traceback.format_exception(error))
-        line = json.dumps({"time": now, "code": code, "text": text}).encode()
+        line = {"time": utc_now(), "code": code, "text": text}
         if self._encryption is not None:
-            line = b64encode(self._encryption.encrypt(line, _PURPOSE))
-        line += b"\n"
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            encrypted = self._encryption.encrypt(json.dumps(line).encode(), _PURPOSE)
+            line = {"encrypted": b64encode(encrypted).decode()}
+        with suppress(OSError, StoreError):
+            make_folder(self.folder)
             file = self.folder / LOG
             if file.exists() and file.stat().st_size > MAX_LOG_BYTES:
                 file.replace(file.with_suffix(".old"))
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                size = os.fstat(descriptor).st_size
-                # After an incomplete line, which a full disk leaves, a new line starts.
-                complete = not size or os.pread(descriptor, 1, size - 1) == b"\n"
-                os.write(descriptor, line if complete else b"\n" + line)
-            finally:
-                os.close(descriptor)
+            AppendLog(file).append(line)
         return code
 
 
@@ -75,13 +69,12 @@ def read_faults(folder: Path, encryption: Encryption | None = None) -> list[str]
     texts = list[str]()
     for line in lines:
         try:
-            if line.startswith(b"{"):
-                fields = json.loads(line)
-            elif encryption is not None:
-                fields = json.loads(encryption.decrypt(b64decode(line), _PURPOSE))
-            else:
-                texts.append("an encrypted line: give the site's key (--key)")
-                continue
+            fields = json.loads(line)
+            if "encrypted" in fields:
+                if encryption is None:
+                    texts.append("an encrypted line: give the site's key (--key)")
+                    continue
+                fields = json.loads(encryption.decrypt(b64decode(fields["encrypted"]), _PURPOSE))
             texts.append(f"{fields['time']} {encode_code(fields['code'])}\n{fields['text']}")
         except (FedplanError, ValueError, KeyError, TypeError) as error:
             texts.append(f"a line that cannot be read: {error}")

@@ -23,7 +23,7 @@ from fedplan.federation.history import History, Row, join_scores, ledger_rows
 from fedplan.federation.record import Record, RecordError, parse_line, read_record
 from fedplan.federation.resume_checks import last_ledger_round
 from fedplan.federation.round_warnings import DriftByKind, Drifts, recent_drifts
-from fedplan.storage.json_lines import JsonLinesFile, read_json_lines
+from fedplan.storage.append_log import CommittedLog, read_json_lines
 from fedplan.storage.locks import sync_folder
 
 SEGMENT_BYTES = 32 << 20
@@ -99,7 +99,7 @@ def newest_segment(folder: Path) -> Path:
     return folder / segment_name(max(map(segment_number, names), default=0) or 1)
 
 
-def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> JsonLinesFile:
+def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> CommittedLog:
     """Open the last committed segment of the ledger in `folder`, to append round `number + 1`.
 
     `number`: last committed round. `files`: [length, digest] by name of each file at that commit.
@@ -117,7 +117,7 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> JsonLine
             f"{newest} records round {last}, but the stored global model is of round {number}: the "
             "server has lost its newest global model; restore a copy of it, or start another run"
         )
-    ledger = JsonLinesFile(file, length=length, sha256=sha256)
+    ledger = CommittedLog(file, length=length, sha256=sha256)
     if current > 1 and ledger.length:
         before, (before_length, _) = folder / segment_name(current - 1), _header_of(file).before
         if not before.is_file() or before.stat().st_size != before_length:
@@ -131,8 +131,8 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> JsonLine
 
 
 def next_segment(
-    ledger: JsonLinesFile, history: History
-) -> tuple[JsonLinesFile, list[dict[str, Any]]]:
+    ledger: CommittedLog, history: History
+) -> tuple[CommittedLog, list[dict[str, Any]]]:
     """Return (segment for the next round's lines, lines to append before these lines).
 
     While `ledger`, the open segment, is below SEGMENT_BYTES: `ledger` and no lines. Else a new
@@ -146,12 +146,12 @@ def next_segment(
     number = segment_number(ledger.file.name) + 1
     before = ledger.length, ledger.sha256
     header = SegmentHeader(number, before, list(history.ledger_rows), list(history.drifts))
-    segment = JsonLinesFile(ledger.file.with_name(segment_name(number)), length=0)
+    segment = CommittedLog(ledger.file.with_name(segment_name(number)), length=0)
     sync_folder(segment.file.parent)
     return segment, [header.json()]
 
 
-def read_history(ledger: JsonLinesFile, metrics: Path) -> History:
+def read_history(ledger: CommittedLog, metrics: Path) -> History:
     """Return the history of all rounds, from the open segment `ledger` and the file of metrics.
 
     Rounds of earlier segments are read from the header of the open segment. Raises RecordError if a

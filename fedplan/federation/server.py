@@ -43,9 +43,9 @@ from fedplan.federation.rounds import (
 )
 from fedplan.models.params import Block
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
+from fedplan.storage.append_log import CommittedLog, read_json_lines
 from fedplan.storage.failpoints import failpoint
 from fedplan.storage.files import file_size_and_digest
-from fedplan.storage.json_lines import JsonLinesFile, read_json_lines
 from fedplan.storage.store import Store
 from fedplan.tensors.named import DigestCache, digests
 from fedplan.training.probes import data_independent_input
@@ -124,7 +124,7 @@ class Server:
         self._study_digest: list[int | str] | None = files.get(STUDY)
         self.ledger = open_ledger(folder, files, self.global_state.round)
         length, sha256 = files.get(METRICS, (0, ""))
-        self.metrics = JsonLinesFile(folder / METRICS, length=length, sha256=sha256)
+        self.metrics = CommittedLog(folder / METRICS, length=length, sha256=sha256)
 
     def record_study(self) -> None:
         """Put the digest of a rewritten study file into the newest checkpoint, if there is one."""

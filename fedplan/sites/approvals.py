@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import make_private_folder
 from fedplan.federation.messages import RequestRefused
 from fedplan.language.turn import Turn
 from fedplan.models.layer_maps import restore_layer_maps
@@ -27,7 +26,8 @@ from fedplan.sites.policy import (
     site_in_study,
 )
 from fedplan.sites.review import StudyReview, review_study
-from fedplan.storage.chain import ChainFile, ChainHead, read_chain
+from fedplan.storage.append_log import AppendLog, LogHead, timestamp
+from fedplan.storage.files import make_folder
 from fedplan.studies.experiment import outline_agreement
 from fedplan.studies.schema import Study
 
@@ -76,8 +76,8 @@ class Approvals:
     ) -> None:
         self.inbox = Inbox(state_folder, allow)
         self._policy_file, self._site, self._allow = policy_file, site, allow
-        self._state_folder, self._chain = state_folder, ChainFile(state_folder / APPROVALS_FILE)
-        self._cached_entries: tuple[ChainHead, list[dict[str, Any]]] = ChainHead(), []
+        self._state_folder = state_folder
+        self._log = AppendLog(state_folder / APPROVALS_FILE, chained=True)
         self._cached_violations = dict[tuple[str, str], list[str]]()
 
     @property
@@ -86,9 +86,9 @@ class Approvals:
         return read_policy(self._policy_file)
 
     @property
-    def head(self) -> ChainHead:
+    def head(self) -> LogHead:
         """Length and hash of the file of approvals."""
-        return self._chain.head
+        return self._log.head
 
     def require_approval(self, study: Study, server: str = "", run: str = "") -> str:
         """Record that the study was offered, and return the name of its approver.
@@ -141,10 +141,10 @@ class Approvals:
         RequestRefused if the inbox is full.
         """
         digest = self._digest(study)
-        entries = [entry for entry in self._entries() if entry["study"] == digest]
+        entries = [entry for entry in self._log.read() if entry["study"] == digest]
         # The offer is recorded once; a deleted file of the inbox is written again.
         decided = {
-            entry["study"] for entry in self._entries() if entry["decision"] not in UNDECIDED
+            entry["study"] for entry in self._log.read() if entry["decision"] not in UNDECIDED
         }
         self.inbox.add(study, server=server, decided=decided)
         if not entries:
@@ -160,7 +160,7 @@ class Approvals:
     def _started_run(self, digest: str) -> str:
         """Return the id of the run that uses a study's last approval; "" if no run has started."""
         run = ""
-        for entry in self._entries():
+        for entry in self._log.read():
             if entry["study"] == digest and entry["decision"] in (APPROVED, STARTED):
                 run = str(entry.get("run", ""))
         return run
@@ -272,7 +272,7 @@ class Approvals:
         deleted or named code has changed, are skipped.
         """
         digest, offers = self._digest(study), list[Offer]()
-        for entry in reversed(self._entries()):
+        for entry in reversed(self._log.read()):
             if entry["decision"] == APPROVED and entry["study"] != digest:
                 with suppress(FedplanError):  # its file was deleted, or its code has changed since
                     offers.append(self.inbox.read_offer(entry["study"]))
@@ -314,18 +314,8 @@ class Approvals:
 
     def _last_decision_entry(self, digest: str) -> dict[str, Any] | None:
         """Return the last entry of the approvals file that decides on a study, or None."""
-        entries = (entry for entry in reversed(self._entries()) if entry["study"] == digest)
+        entries = (entry for entry in reversed(self._log.read()) if entry["study"] == digest)
         return next((entry for entry in entries if entry["decision"] not in UNDECIDED), None)
-
-    def _entries(self) -> list[dict[str, Any]]:
-        """Return all entries of the approvals file, cached until the head of the chain changes.
-
-        Raises BrokenChain if the file was tampered with.
-        """
-        head = self._chain.head
-        if head != self._cached_entries[0]:
-            self._cached_entries = head, read_chain(self._chain.file)
-        return self._cached_entries[1]
 
     def _append(
         self,
@@ -342,8 +332,8 @@ class Approvals:
         `decision` is OFFERED, APPROVED and so on; `approver` a user name or ""; `server` the digest
         of the server's TLS certificate; `reason` and `run` are empty where not applicable.
         """
-        make_private_folder(self._state_folder)
-        self._chain.append(
+        make_folder(self._state_folder)
+        self._log.append(
             {
                 "decision": decision,
                 "study": self._digest(study),
@@ -354,6 +344,7 @@ class Approvals:
                 "server": server,
                 "reason": reason,
                 "run": run,
+                "time": timestamp(),
             }
         )
 

@@ -27,7 +27,7 @@ from fedplan.reports.privacy_statements import read_privacy_statement
 from fedplan.reports.units import byte_unit, megabytes
 from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, UNDECIDED
 from fedplan.sites.egress_audit import RunEgress, read_decisions
-from fedplan.storage.chain import head_file, read_head
+from fedplan.storage.append_log import head_file, read_head
 from fedplan.storage.logs import utc_now
 
 MAX_LISTED = 60
@@ -49,7 +49,7 @@ UNDECIDED_TEXT = "Nobody has decided on this study."
 def compliance_page(state_folder: Path) -> Page:
     """Return a page on all data that left a site, from the files in the site's state folder.
 
-    `faults` of the page lists all faults that the audit found. Writes nothing. Raises BrokenChain
+    `faults` of the page lists all faults that the audit found. Writes nothing. Raises DamagedLog
     if the egress log, the approvals or a dataset's privacy account were tampered with.
     """
     report = read_egress_report(state_folder)

@@ -18,7 +18,7 @@ from fedplan.naming import allow_imports
 from fedplan.reports.egress_report import DatasetAccount, SiteRecord
 from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, STARTED, UNDECIDED
 from fedplan.sites.inbox import Inbox
-from fedplan.storage.chain import BrokenChain, head_file, read_chain
+from fedplan.storage.append_log import AppendLog, DamagedLog, head_file
 from fedplan.studies.run_folder import read_run_agreement, read_run_study
 
 DECISION_FIELDS = ("decision", "time", "study", "name", "approver", "run")
@@ -155,12 +155,12 @@ def is_site_state(folder: Path) -> bool:
 def read_decisions(state_folder: Path) -> list[dict[str, Any]]:
     """Return all entries of the approvals file in a site's state folder, oldest first.
 
-    Empty without a file. Raises BrokenChain if the hash chain is broken or an entry lacks a field.
+    Empty without a file. Raises DamagedLog if the hash chain is broken or an entry lacks a field.
     """
     file = state_folder / APPROVALS_FILE
-    entries = read_chain(file) if file.exists() or head_file(file).exists() else []
+    entries = AppendLog(file, chained=True).read()
     for number, entry in enumerate(entries, 1):
         missing = [name for name in DECISION_FIELDS if not isinstance(entry.get(name), str)]
         if missing:
-            raise BrokenChain(f"line {number} of {file} has no {missing[0]}: it was changed")
+            raise DamagedLog(f"line {number} of {file} has no {missing[0]}: it was changed")
     return entries

@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import make_private_folder
 from fedplan.federation.messages import RequestRefused
 from fedplan.naming import allow_imports
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import make_folder, write_atomic
 from fedplan.studies.schema import Study, study_from_dict
 
 INBOX_FOLDER = "inbox"
@@ -74,7 +73,7 @@ class Inbox:
             ).with_code("not-approved")
         if len(present) >= MAX_STUDIES:
             self._file(removable[0]).unlink(missing_ok=True)
-        make_private_folder(self.folder)
+        make_folder(self.folder)
         write_atomic(file, text, mode=0o600)
         return True
 

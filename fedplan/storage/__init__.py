@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that survive a kill, a full disk and a flipped bit: checkpoints, journals, chains, logs."""
+"""Files that survive a kill, a full disk and a flipped bit: checkpoints, journals, logs."""
 
 from typing import TYPE_CHECKING
 
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fedplan.storage.append_log import AppendLog, CommittedLog
     from fedplan.storage.encryption import Encryption
     from fedplan.storage.journal import Journal
-    from fedplan.storage.json_lines import JsonLinesFile
     from fedplan.storage.logs import Log, follow_log, read_log
     from fedplan.storage.store import Store
 
-__all__ = ["Encryption", "Journal", "JsonLinesFile", "Log", "Store", "follow_log", "read_log"]
+__all__ = [
+    "AppendLog",
+    "CommittedLog",
+    "Encryption",
+    "Journal",
+    "Log",
+    "Store",
+    "follow_log",
+    "read_log",
+]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "append_log": "AppendLog CommittedLog",
         "encryption": "Encryption",
         "journal": "Journal",
-        "json_lines": "JsonLinesFile",
         "logs": "Log follow_log read_log",
         "store": "Store",
     },

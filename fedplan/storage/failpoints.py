@@ -21,7 +21,7 @@ POINTS = (
     *("store.begun", "store.tensors_written", "store.tensors_synced", "store.tensors_renamed"),
     *("store.manifest_written", "store.manifest_renamed", "store.folder_synced", "store.pruned"),
     *("journal.before_commit", "journal.after_commit"),
-    *("budget.before", "budget.written", "budget.synced"),
+    *("log.begun", "log.written", "log.synced", "log.head_written"),
     *("secagg.roster", "secagg.encrypted_shares", "secagg.survivors", "secagg.signed"),
     "secagg.unmask_shares",
     "round.answered",

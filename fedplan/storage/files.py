@@ -12,6 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from fedplan.errors import StoreError
+from fedplan.storage.errors import wrap_disk_errors
 from fedplan.storage.locks import sync_folder
 
 STALE = 3600.0
@@ -19,14 +20,16 @@ STALE = 3600.0
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder, and parents, with mode 700 and synced to disk; keep an existing one."""
-    if folder.is_dir():
-        return
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
-        sync_folder(path.parent)
-    folder.mkdir(exist_ok=True)
+    """Create a folder and its missing parents with mode 0700, each synced to disk.
+
+    An existing folder is not changed. Raises StoreError if a folder cannot be created.
+    """
+    with wrap_disk_errors(f"{folder} cannot be created", "name a folder that you may write to"):
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(path.parent)
+        folder.mkdir(exist_ok=True)
 
 
 def write_atomic(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:

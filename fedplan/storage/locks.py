@@ -82,19 +82,24 @@ def locked_folder(
 def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
     """Open `file` with an exclusive lock for the body of a `with` statement; yield the descriptor.
 
-    Creates the file with mode 600 if it is missing; closes the descriptor at the end. Raises
-    StoreError if another process keeps the lock for over `timeout` seconds.
+    Creates the file with mode 600 if it is missing, without a sync; closes the descriptor at the
+    end. Raises
+    StoreError if another process keeps the lock for over `timeout` seconds, or the disk has no
+    locks.
     """
-    is_new = not file.exists()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + timeout
     try:
-        if is_new:
-            sync_folder(file.parent)
-        _lock_until(descriptor, deadline)
-        yield descriptor
-    except BlockingIOError as error:
-        raise StoreError(f"another process writes to {file}: wait until it ends") from error
+        try:
+            _lock_until(descriptor, deadline)
+        except BlockingIOError as error:
+            raise StoreError(f"another process writes to {file}: wait until it ends") from error
+        except OSError as error:
+            raise StoreError(f"{file} is on a disk without locks: choose another") from error
+        try:
+            yield descriptor
+        finally:  # unlocked at once: a process forked meanwhile would keep the lock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 

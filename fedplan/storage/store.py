@@ -91,8 +91,7 @@ class Store:
 
     def make_folder(self) -> Path:
         """Create the folder if it is missing, and return its path; StoreError if that fails."""
-        with wrap_disk_errors(f"{self._folder} cannot be made", "name a folder you may write to"):
-            make_folder(self._folder)
+        make_folder(self._folder)
         return self._folder
 
     def lock(self) -> None:

@@ -311,7 +311,11 @@ def _find_labels(study: Study, tables: list[Dataset]) -> list[str | int]:
 
 
 def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
-    """Return the task of a study with these labels, and with tokenizer or image settings."""
+    """Return the task of a study with these labels; all other settings are those of the study.
+
+    Only names the tokenizer or image processor: neither is loaded yet. Raises as `make_task` and
+    `metric_named`.
+    """
     section, privacy = study.task, study.privacy
     return make_task(
         section.kind,

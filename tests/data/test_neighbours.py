@@ -28,7 +28,7 @@ from fedplan.privacy.dpsgd.per_example import (
     add_clipped_one_by_one,
     trained_tensors,
 )
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.experiment import build_experiment
 from fedplan.studies.federated_data import FederatedData, load_federated_data
 from fedplan.studies.schema import Study

@@ -16,8 +16,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import client_state_folder
-from fedplan.storage.json_lines import read_json_lines
 from fedplan.training.fit import TrainConfig
 
 PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)

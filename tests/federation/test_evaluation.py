@@ -59,7 +59,7 @@ from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
 from fedplan.sites.policy import policy_from_dict
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import Experiment, build_experiment, make_eval_set
 from fedplan.studies.export import export_run

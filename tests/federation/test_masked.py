@@ -49,7 +49,7 @@ from fedplan.privacy.secagg.simulation import ClientInput, simulate_secagg_round
 from fedplan.privacy.secagg.terms import MAX_CLIENT_WEIGHT, Slot, Terms
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, same_bits
 from fedplan.tensors.sums import MAX_WEIGHT

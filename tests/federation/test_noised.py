@@ -44,7 +44,7 @@ from fedplan.privacy.guard import DistributedGuard, ServerGuard
 from fedplan.privacy.mechanisms.clipping import clip_change
 from fedplan.privacy.statement import Statement
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import same_bits

@@ -41,7 +41,7 @@ from fedplan.privacy import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage import failpoints
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.model_builder import add_method_adapter as checked
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import digests

@@ -189,7 +189,7 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_after_it(
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{point}:enospc@{time_}")
     failpoints.reset_failpoints()
-    name = "cloaked" if point.startswith("budget") else "fedper"
+    name = "cloaked" if point.startswith("log.") else "fedper"
     with pytest.raises(FedplanError, match="No space left"):
         play(tmp_path, name, replies=True)
     monkeypatch.delenv(VARIABLE)

@@ -43,7 +43,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.schema import ConfigError, study_from_dict
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import digests

@@ -31,8 +31,8 @@ from fedplan.methods.server_optimizer import adam
 from fedplan.models.description import describe
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import client_state_folder
-from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainConfig
 

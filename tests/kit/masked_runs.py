@@ -33,8 +33,8 @@ from fedplan.models.values import get_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
-from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainConfig

@@ -36,7 +36,8 @@ from fedplan.errors import FedplanError
 from fedplan.federation import identity
 from fedplan.federation.server import Server
 from fedplan.privacy import guard
-from fedplan.privacy.accounting.events import Charge, charge_from_json
+from fedplan.privacy.accounting.budget import Budget, read_budget_unit
+from fedplan.privacy.accounting.events import Charge
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.privacy.mechanisms.secret import derive_key
@@ -45,8 +46,8 @@ from fedplan.runners.flower.records import from_records, to_records
 from fedplan.runners.flower.server import run_server
 from fedplan.runners.site import Site
 from fedplan.sites.gateway import SiteGateway
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal
-from fedplan.storage.json_lines import read_json_lines
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpack_message
@@ -411,8 +412,7 @@ class World:
         for state in (self.folder / "state").rglob("state"):
             seen.kept |= Journal(state, keep_replies=True).client_state()[0]
         for file in sorted(self.folder.rglob(guard.CHARGES_FILE)):
-            _, *lines = file.read_text().splitlines()
-            seen.charges += [charge_from_json(json.loads(line)["line"]) for line in lines]
+            seen.charges += Budget(file, delta=1e-5, unit=read_budget_unit(file)).charges
         return seen
 
 
@@ -448,7 +448,7 @@ def coupled() -> Generator[None]:
     """No noise, the same draws whatever is drawn for, votes with the same winners, one run's id."""
     choose = Server.choose_blocks
 
-    def silent(self: NoiseStream, shape: tuple[int, ...], scale: float) -> Tensor:
+    def silent(self: NoiseStream, shape: tuple[int, ...], stddev: float) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64)
 
     def source(secret: bytes, about: str, *_: str | int | bytes) -> NoiseStream:

@@ -24,7 +24,7 @@ from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.privacy import Guarantee, PrivacyError
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.testing import check_method
 from fedplan.training.fit import TrainConfig
 from fedplan.training.optimizers import sgd

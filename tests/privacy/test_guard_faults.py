@@ -21,7 +21,6 @@ from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.privacy.accounting import budget
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.accounting.events import Release, combined_noise
@@ -41,6 +40,8 @@ from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.privacy.mechanisms.secret import load_or_create_secret
 from fedplan.privacy.mechanisms.vote import NoisyVote
+from fedplan.storage import append_log
+from fedplan.storage.append_log import LogHead, head_file
 from fedplan.tensors.sums import GRID, ExactSum
 from fedplan.training.fit import Job, TrainConfig
 from fedplan.training.optimizers import sgd
@@ -249,11 +250,11 @@ def test_an_interrupt_loses_no_charge(tmp_path: Path, monkeypatch: pytest.Monkey
     held.charge(Release(2.0), "round 1")
 
     def interrupt(name: str) -> None:
-        if name == "budget.synced":
+        if name == "log.synced":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(budget, "failpoint", interrupt)
+        patch.setattr(append_log, "failpoint", interrupt)
         with pytest.raises(KeyboardInterrupt):
             held.charge(Release(2.0), "round 2")
     assert [charge.name for charge in held.charges] == ["round 1", "round 2"]
@@ -265,7 +266,14 @@ def test_a_file_with_fewer_charges_than_there_were_is_refused(tmp_path: Path) ->
     for i in range(3):
         guard.make_fit(i + 1, f"round {i}", "")
     file = tmp_path / "charges.jsonl"
-    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
+    lines = file.read_bytes().splitlines(keepends=True)[:3]
+    file.write_bytes(b"".join(lines))
+    with pytest.raises(PrivacyError, match="does not hold line 4"):
+        ClientGuard(guarantee, tmp_path)
+    head = LogHead()
+    for line in lines:
+        head = head.extended_by(line)
+    head_file(file).write_text(head.text)  # somebody who puts back an older copy of both files
     again = ClientGuard(guarantee, tmp_path)
     again.require_charge_count(2)
     with pytest.raises(PrivacyError, match="holds 2 charges, and there were 3"):

@@ -23,7 +23,7 @@ from fedplan.tensors.named import digest
 
 ALWAYS = ("round.before_close", "round.ledger_written", "round.before_commit", "store.begun")
 """Points of every round, before it is for good: whoever dies there plays it again."""
-BEFORE = (*ALWAYS, "budget.before", "budget.written", "budget.synced")
+BEFORE = (*ALWAYS, "log.begun", "log.written", "log.synced", "log.head_written")
 """The same, and those of a charge that is not on disk yet."""
 AFTER = ("store.manifest_renamed", "round.committed")
 

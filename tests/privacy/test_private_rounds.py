@@ -18,7 +18,7 @@ from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.accounting.events import DPSGDSteps
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.experiment import build_experiment, privacy_guarantee
 from fedplan.studies.schema import read_study
 

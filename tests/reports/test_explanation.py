@@ -35,7 +35,7 @@ from fedplan.models.values import get_values, set_values
 from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForecast
 from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.aux_tensors import aux_name
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import nbytes

@@ -24,9 +24,9 @@ from fedplan.federation.identity import is_run_id
 from fedplan.runners.flower.keys import make_site_keys
 from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
 from fedplan.runners.site_runtime import site_study_folder
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.journal import Journal, client_state_folder
-from fedplan.storage.json_lines import read_json_lines
 from fedplan.storage.store import Store
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digests

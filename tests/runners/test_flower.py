@@ -49,8 +49,8 @@ from fedplan.runners.flower.records import from_records, to_records
 from fedplan.runners.flower.rpc import SiteRpc
 from fedplan.runners.flower.server_loop import ServerLoop, hello_message
 from fedplan.runners.local import Federation
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
-from fedplan.storage.json_lines import read_json_lines
 from fedplan.tensors import serialization
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.named import digests

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedplan.federation.endpoint import open_journal
 from fedplan.federation.identity import is_run_id
 from fedplan.runners.site_runtime import site_study_folder
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.schema import read_study
 
 LEAKY = """

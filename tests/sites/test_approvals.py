@@ -17,7 +17,7 @@ from fedplan.federation.messages import RequestRefused
 from fedplan.sites import approvals as module
 from fedplan.sites import inbox
 from fedplan.sites.approvals import APPROVALS_FILE, Approvals, current_user
-from fedplan.storage.chain import BrokenChain, read_chain
+from fedplan.storage.append_log import AppendLog, DamagedLog
 from fedplan.studies.schema import Study, study_from_dict
 from fedplan.studies.toml_values import parse_toml
 
@@ -89,7 +89,10 @@ def test_a_study_waits_is_approved_and_can_be_withdrawn(tmp_path: Path) -> None:
     assert refused(approvals, study) == "study-refused"
     approvals.approve(study.full_digest)
     assert approvals.require_approval(study) == current_user()
-    words = [line["decision"] for line in read_chain(tmp_path / "state" / APPROVALS_FILE)]
+    words = [
+        line["decision"]
+        for line in AppendLog(tmp_path / "state" / APPROVALS_FILE, chained=True).read()
+    ]
     assert words == ["offered", "approved", "withdrawn", "refused", "approved"]
 
 
@@ -200,7 +203,7 @@ def test_what_was_edited_admits_nothing(tmp_path: Path) -> None:
     approvals.refuse(study.full_digest)
     file = tmp_path / "state" / APPROVALS_FILE
     file.write_bytes(file.read_bytes().replace(b'"refused"', b'"approved"'))
-    with pytest.raises(BrokenChain):
+    with pytest.raises(DamagedLog):
         approvals_in(tmp_path).require_approval(study)
 
 

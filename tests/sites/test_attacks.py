@@ -15,7 +15,7 @@ from fedplan.federation.evaluation import metrics_from_json
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.sites.gateway import SiteGateway, site_approvals
-from fedplan.storage.chain import ChainFile, read_chain
+from fedplan.storage.append_log import AppendLog
 from fedplan.studies.schema import study_from_dict
 from fedplan.studies.toml_values import parse_toml
 from fedplan.tensors.serialization import SerializationError, pack_message, unpack_message
@@ -116,9 +116,9 @@ def test_a_record_outlives_a_disk_that_was_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line fitted, and the head beside it did not: three times."""
-    from fedplan.storage import chain
+    from fedplan.storage import append_log as chain
 
-    record, whole = ChainFile(tmp_path / "record.jsonl"), chain.write_atomic
+    record, whole = AppendLog(tmp_path / "record.jsonl", chained=True), chain.write_atomic
     record.append({"a": 0})
 
     def full(*_: Any, **__: Any) -> None:
@@ -130,4 +130,7 @@ def test_a_record_outlives_a_disk_that_was_full(
             record.append({"a": 1})
     monkeypatch.setattr(chain, "write_atomic", whole)
     record.append({"a": 2})
-    assert [line["a"] for line in read_chain(tmp_path / "record.jsonl")] == [0, 2]
+    assert [line["a"] for line in AppendLog(tmp_path / "record.jsonl", chained=True).read()] == [
+        0,
+        2,
+    ]

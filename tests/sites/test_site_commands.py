@@ -120,7 +120,7 @@ def test_one_record_has_all_studies_and_runs_refusals_and_failures(tmp_path: Pat
     assert code == 0 and "approved by ada" in out and "refused limit-rounds" in out
     (home / EGRESS_LOG).write_bytes((home / EGRESS_LOG).read_bytes().replace(b'"ada"', b'"bob"', 1))
     code, out = run("egress", str(home))
-    assert code == 1 and "broken at line 2" in " ".join(out.split())
+    assert code == 1 and "damaged at line 2" in " ".join(out.split())
 
 
 def test_the_same_answer_has_the_same_content_and_another_has_not(tmp_path: Path) -> None:

@@ -498,7 +498,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path) -> None:
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match="cannot be made"):
+        with pytest.raises(StoreError, match="cannot be created"):
             Store(folder).lock()
     with pytest.raises(StoreError, match="keep is 0"):
         Store(tmp_path, keep=0)

@@ -22,7 +22,7 @@ from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.chain import head_file
+from fedplan.storage.append_log import head_file
 from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digests
@@ -114,16 +114,16 @@ def test_a_run_whose_last_write_was_cut_ends_with_the_same_bits(
 
 
 def test_a_ledger_writes_over_what_a_full_disk_left_behind(tmp_path: Path) -> None:
-    from fedplan.storage.json_lines import JsonLinesFile, read_json_lines
+    from fedplan.storage.append_log import CommittedLog, read_json_lines
 
-    ledger = JsonLinesFile(tmp_path / "lines")
+    ledger = CommittedLog(tmp_path / "lines")
     ledger.append([{"a": 1}])
     with (tmp_path / "lines").open("ab") as file:
         file.write(b'{"half')
     assert read_json_lines(tmp_path / "lines") == [{"a": 1}]
     ledger.append([{"b": 2}])
     assert read_json_lines(tmp_path / "lines") == [{"a": 1}, {"b": 2}]
-    assert JsonLinesFile(tmp_path / "lines").length_and_digest == ledger.length_and_digest
+    assert CommittedLog(tmp_path / "lines").length_and_digest == ledger.length_and_digest
 
 
 def stores(folder: Path) -> list[Path]:

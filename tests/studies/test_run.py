@@ -42,7 +42,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.json_lines import JsonLinesFile
+from fedplan.storage.append_log import CommittedLog
 from fedplan.studies.schema import read_study
 
 simulation = Simulation(read_study(Path(sys.argv[1])), Path(sys.argv[2]))
@@ -54,7 +54,7 @@ def torn(self, lines):
         out.write(b'{"kind": "turn", "ver')
     os.kill(os.getpid(), signal.SIGKILL)
 
-JsonLinesFile.append = torn
+CommittedLog.append = torn
 federation.commit(federation.run_round(), {"score": 1.0})
 """
 

@@ -30,7 +30,7 @@ from fedplan.models.values import get_values
 from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
-from fedplan.storage.json_lines import read_json_lines
+from fedplan.storage.append_log import read_json_lines
 from fedplan.testing import check_method
 from fedplan.training import (
     ExamplesDataset,

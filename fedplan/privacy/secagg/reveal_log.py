@@ -9,17 +9,14 @@ average out.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedplan.privacy.secagg.crypto import SecAggError, sha256_of
 from fedplan.privacy.secagg.terms import Terms
-from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.append_log import AppendLog, DamagedLog
 from fedplan.storage.files import make_folder
-from fedplan.storage.locks import locked_folder
 
 SlotSenders = Mapping[str, tuple[str, ...]]
 """The senders of each slot that is unmasked."""
@@ -33,7 +30,7 @@ class RevealLog:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self._log = AppendLog(file)
 
     def require_consistent(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
         """Raise a SecAggError if unmasking these sums could reveal a difference of two sums.
@@ -59,7 +56,7 @@ class RevealLog:
                             "a sum of other clients was unmasked from the same values: the "
                             f"difference of both is what {', '.join(sorted(difference))} sent; "
                             "wait for the same clients, or, if that may be revealed, remove "
-                            f"{self._file}"
+                            f"{self._log.file}"
                         )
 
     def record(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
@@ -67,8 +64,8 @@ class RevealLog:
 
         terms: of the round; input_digest: of everything that this client's input depends on;
         senders: of each slot. A round that is in the file is not written again; a torn last line is
-        cut off. Waits up to 60 s for the folder's lock. Raises a SecAggError as
-        `require_consistent` does, and a storage error if the file cannot be written.
+        cut off. Waits up to 60 s for the file's lock. Raises a SecAggError as
+        `require_consistent` does, and a StoreError if the file cannot be written.
         """
         by_senders = dict[tuple[str, ...], list[str]]()
         for slot, clients in senders.items():
@@ -76,33 +73,21 @@ class RevealLog:
         sums = [[list(clients), sorted(slots)] for clients, slots in sorted(by_senders.items())]
         line = {"input_digest": input_digest, "sums": sums}
         line |= {"reveal_id": terms.reveal_id, "terms": terms.digest.hex()}
-        with wrap_disk_errors(
-            f"{self._file} cannot be written", "nothing is unmasked; repair the disk"
-        ):
-            make_folder(self._file.parent)
-            with locked_folder(self._file.parent, require_locks=True, timeout=60.0):
-                self.require_consistent(terms, input_digest, senders)
-                if line in self._lines():
-                    return
-                content = self._file.read_bytes() if self._file.exists() else b""
-                self._file.touch(mode=0o600)
-                with self._file.open("r+b") as out:
-                    out.truncate(content.rfind(b"\n") + 1)
-                    out.seek(0, os.SEEK_END)
-                    out.write(json.dumps(line).encode() + b"\n")
-                    out.flush()
-                    os.fsync(out.fileno())
+        make_folder(self._log.file.parent)
+        with self._log.locked():
+            self.require_consistent(terms, input_digest, senders)
+            if line not in self._lines():
+                self._log.append(line)
 
     def _lines(self) -> list[dict[str, Any]]:
-        """Parse all whole lines; [] without a file. Raises a SecAggError if one is unreadable."""
+        """Return all whole lines; [] without a file. Raises a SecAggError if one is unreadable."""
         # A torn line belongs to sums that were never unmasked.
         try:
-            content = self._file.read_bytes() if self._file.exists() else b""
-            return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-        except (OSError, ValueError) as error:
+            return self._log.read()
+        except (DamagedLog, OSError) as error:
             raise SecAggError(
-                f"{self._file} cannot be read: {error}; restore a copy of it: without it two sums "
-                "could be compared"
+                f"{error}; restore a copy of {self._log.file}: without it two sums could be "
+                "compared"
             ) from error
 
 

@@ -61,8 +61,12 @@ class SecAggRound:
 
     `rpc` reaches the sites, `server` is the run's server, with the checkpoint in its folder.
     `total` receives the result: the aggregator of `round_state`, or with `poll` the sum of layer
-    scores. Clients in `late` have trained, but are not summed. While `begin_attempt` returns True,
-    collect the sites' key adverts and call `run_attempt`; then `record_result`.
+    scores. Clients in `late` have trained, but are not summed.
+
+    While `begin_attempt` returns True, send the requests in `round_state`, and give the key adverts
+    in the replies to `run_attempt`. If the sum fails, `total.failure` is set, and `begin_attempt`
+    returns True again while attempts are left. After the loop call `record_result`, also without a
+    sum, but not with `poll`.
     """
 
     def __init__(

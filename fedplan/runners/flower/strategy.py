@@ -93,7 +93,8 @@ class Partial(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the updates in `replies` by param; return the whole new model, and mean metrics.
 
-        Invalid updates are left out with a warning. The metrics are None if no client has any.
+        Invalid updates are left out with a warning. The model is never None: a param without a
+        valid update is unchanged. The metrics are None if no client has any.
         """
         sums, counted = ExactSum(), dict[str, RecordDict]()
         for reply in replies:

@@ -160,8 +160,9 @@ class StalledPullGuard:
     def wrap(self, pull: Pull) -> Pull:
         """Return a pull function that ends the wait for an object at a stop or another task.
 
-        The object is then reported as not found. While an object is not available, another task is
-        looked for once per STALL_INTERVAL.
+        The object is then reported as not found. While an object is not available, `acquire` is
+        called once per STALL_INTERVAL, until it has taken a task: the caller must then run the task
+        in `next_token`.
         """
 
         def guarded_pull(request: PullObjectRequest) -> PullObjectResponse:
