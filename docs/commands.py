@@ -62,7 +62,6 @@ FUNCTIONS = {
     "logs": "fedplan.storage.read_log",
     "sweep": "fedplan.sweep",
     "compare": "fedplan.compare",
-    "estimate": "fedplan.estimate",
     "report": "fedplan.report",
     "explain": "fedplan.explain",
     "parts": "fedplan.params_of",

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
     from fedplan.sweeps.comparisons import compare
-    from fedplan.sweeps.cost_estimate import estimate
     from fedplan.sweeps.sweeping import sweep
     from fedplan.training.freezing import trainable
     from fedplan.training.loops import attach
@@ -78,7 +77,6 @@ __all__ = [
     "permitted_roles",
     "phase",
     "read_study",
-    "estimate",
     "report",
     "resolve",
     "run_study",
@@ -106,7 +104,6 @@ __getattr__, __dir__ = lazy_exports(
         "studies.run": "open_run",
         "studies.schema": "Study read_study",
         "sweeps.comparisons": "compare",
-        "sweeps.cost_estimate": "estimate",
         "sweeps.sweeping": "sweep",
         "training.freezing": "trainable",
         "training.loops": "attach",

@@ -46,7 +46,7 @@ from fedplan.report_commands import report_command
 from fedplan.server_commands import server_commands
 from fedplan.site_commands import site_commands
 from fedplan.study_commands import data_command, digest_command, study_command
-from fedplan.sweep_commands import compare_command, estimate_command, sweep_command
+from fedplan.sweep_commands import compare_command, sweep_command
 
 app = typer.Typer(
     help="Federated fine-tuning of Transformers: plan which part each client trains and shares.",
@@ -99,7 +99,6 @@ command(app, "verify run")(verify_command)
 command(app, "report run -o report.html", "report state -o compliance.html")(report_command)
 command(app, "sweep study.toml --set method.name=fedavg,fedper --seeds 3 -o sweep")(sweep_command)
 command(app, "compare sweep", "compare sweep --html comparison.html")(compare_command)
-command(app, "estimate study.toml --methods fedavg,fedper --rounds 2")(estimate_command)
 command(app, "export run model", "export run model-of-north --client north")(export_command)
 command(app, "privacy study.toml", "privacy run")(privacy_command)
 command(app, "egress state")(egress_command)

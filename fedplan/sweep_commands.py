@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands about several runs: sweep, compare and estimate."""
+"""Commands about several runs: sweep and compare."""
 
 from __future__ import annotations
 
@@ -96,31 +96,3 @@ def compare_command(
             Console(soft_wrap=True, highlight=False).print(f"Written: {html}", markup=False)
         else:
             print(comparison.markdown(), end="")
-
-
-def estimate_command(
-    study: StudyArgument,
-    methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas: fedavg,fedper; default: the study's.")
-    ] = "",
-    rounds: Annotated[
-        int, typer.Option(help="Number of rounds to simulate per method.", min=1)
-    ] = 2,
-    line: Annotated[
-        str, typer.Option(help="Network speed of a site: 10Mbit, 100Mbit, 1Gbit.")
-    ] = "100Mbit",
-    as_json: JsonOption = False,
-) -> None:
-    """Simulate a few rounds of each method, and estimate the cost of the whole study.
-
-    Prints the metric so far, bytes, epsilon, time and memory for each method. No run is kept. The
-    exit code is 1 if a method failed.
-    """
-    from fedplan.sweeps.cost_estimate import estimate
-
-    with print_errors():
-        with Console(stderr=True).status("Simulating a few rounds"):
-            estimates = estimate(study, methods or (), rounds=rounds, line=line)
-        print(json.dumps(estimates.json(), indent=1) if as_json else estimates.markdown().rstrip())
-    if any(price.error for price in estimates.costs):
-        raise typer.Exit(1)

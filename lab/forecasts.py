@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far forecasts were off: bytes of the result files, epsilon and time of small studies here.
+"""How far forecasts were off: bytes of the result files, epsilon of a small study here.
 
 Bytes: a result file says what a run sent, and today's code forecasts it from the study in it. Models
-that are made from settings are here; those of a folder need a --place. Epsilon and time: a small
+that are made from settings are here; those of a folder need a --place. Epsilon: a small
 study (after `python examples/digits.py`) is forecast, then played whole. Writes lab/results/forecasts.json and prints a table.
 """
 
@@ -24,12 +24,10 @@ from fedplan.reports.privacy_statements import read_privacy_statement
 from fedplan.runners.api import run_study
 from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import read_study, study_from_dict
-from fedplan.sweeps.cost_estimate import estimate
 from fedplan.sweeps.tables import markdown_table
 
 RESULTS = LAB / "results"
 STUDY = LAB.parent / "examples" / "digits.toml"
-METHODS = ("fedavg", "fedper", "head-only", "fedprox")
 GONE = {"train": ("bf16",), "method": ()}
 """Fields that the schema no longer has; none of them changes a byte."""
 
@@ -101,20 +99,6 @@ def epsilon() -> dict[str, float]:
     return {"forecast": statement.guarantee.forecast_epsilon(5), "spent": spent}
 
 
-def seconds() -> list[dict[str, Any]]:
-    """Seconds a step by two rounds, and by all rounds of the same study."""
-    found = list[dict[str, Any]]()
-    rounds = read_study(STUDY).train.rounds
-    for method in METHODS:
-        short, whole = (estimate(STUDY, [method], rounds=n).costs[0] for n in (2, rounds))
-        assert short.measured is not None and whole.measured is not None
-        steps = (short.measured.step_seconds, whole.measured.step_seconds)
-        found.append({"method": method, "rounds": rounds, "forecast": steps[0], "measured": steps[1],
-                      "off": steps[0] / steps[1] - 1, "score_after_2": short.measured.score,
-                      "score_after_all": whole.measured.score})  # fmt: skip
-    return found
-
-
 def lines(found: dict[str, Any]) -> list[list[str]]:
     """The table of lab/pages/forecasts.md."""
     told = [each for each in found["bytes"].values() if "left_out" not in each]
@@ -127,14 +111,6 @@ def lines(found: dict[str, Any]) -> list[list[str]]:
             rows.append([f"bytes {way}, {kind}", f"{len(held)} variants", f"{inside} as forecast"])
     spent = found["epsilon"]
     rows.append(["epsilon", "1 study", f"{abs(spent['spent'] / spent['forecast'] - 1):.2%}"])
-    for each in found["seconds"]:
-        rows.append(
-            [
-                f"seconds a step, {each['method']}",
-                f"2 of {each['rounds']} rounds",
-                f"{each['off']:+.0%}",
-            ]
-        )
     return rows
 
 
@@ -153,7 +129,7 @@ def main() -> None:
         found["command"] = f"python lab/forecasts.py {named}"
         found["bytes"] = {name: judged(results, places) for name, results in variants()}
         if not said.bytes:
-            found |= {"epsilon": epsilon(), "seconds": seconds()}
+            found["epsilon"] = epsilon()
         kept.write_text(json.dumps(found, indent=1) + "\n")
     print(markdown_table(["forecast", "of", "off by"], lines(found)), end="")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many runs of one study: sweeps over settings and seeds, comparisons, and cost estimates."""
+"""Many runs of one study: sweeps over settings and seeds, and comparisons."""
 
 from typing import TYPE_CHECKING
 
@@ -7,16 +7,10 @@ from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.sweeps.comparisons import Comparison, compare
-    from fedplan.sweeps.cost_estimate import Estimate, estimate
     from fedplan.sweeps.sweeping import Sweep, sweep
 
-__all__ = ["Comparison", "Estimate", "Sweep", "compare", "estimate", "sweep"]
+__all__ = ["Comparison", "Sweep", "compare", "sweep"]
 
 __getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "comparisons": "Comparison compare",
-        "cost_estimate": "Estimate estimate",
-        "sweeping": "Sweep sweep",
-    },
+    __name__, {"comparisons": "Comparison compare", "sweeping": "Sweep sweep"}
 )
