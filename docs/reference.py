@@ -263,11 +263,11 @@ def first(node: ast.FunctionDef) -> str:
 
 
 def packages() -> dict[str, list[str]]:
-    """Each package with the packages in it that have a face."""
+    """Each package with the packages in it that have a face; commands have a page of their own."""
     faces = sorted(
         ".".join(f.parent.relative_to(ROOT).parts)
         for f in (ROOT / "fedplan").rglob("__init__.py")
-        if "templates" not in f.parts and "__all__" in f.read_text(encoding="utf-8")
+        if not {"templates", "cli"} & {*f.parts} and "__all__" in f.read_text(encoding="utf-8")
     )
     found: dict[str, list[str]] = {}
     for package in faces:

@@ -37,11 +37,9 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 import fedplan
-from fedplan.cli import app, new_commands
+from fedplan.cli import app
 from fedplan.methods import METHODS
 from fedplan.runners.site import Site
-from fedplan.server_commands import server_commands
-from fedplan.site_commands import site_commands
 from fedplan.sites.policy import Policy
 from fedplan.studies.schema import Study
 from fedplan.tensors import parse_codec
@@ -252,9 +250,9 @@ def test_the_errors_of_forecasts_are_those_of_their_result_file() -> None:
 def test_every_command_has_a_function_with_a_documented_name() -> None:
     named = runpy.run_path(str(ROOT / "docs" / "commands.py"))["FUNCTIONS"]
     commands = {str(c.name) for c in app.registered_commands}
-    commands |= {f"new {c.name}" for c in new_commands.registered_commands}
-    for group, under in (("site", site_commands), ("server", server_commands)):
-        commands |= {f"{group} {c.name}" for c in under.registered_commands}
+    for group in app.registered_groups:
+        under = group.typer_instance.registered_commands if group.typer_instance else []
+        commands |= {f"{group.name} {c.name}" for c in under}
     assert commands == named.keys()
     for name in named.values():
         module, _, attribute = name.rpartition(".")

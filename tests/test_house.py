@@ -24,9 +24,7 @@ ORDER = (
     *("errors", "seeds", "lazy", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
-    *("__init__", "parts", "testing", "console", "model_commands", "study_commands"),
-    *("operation_commands", "audit_commands", "report_commands", "server_commands"),
-    *("site_commands", "sweep_commands", "cli"),
+    *("__init__", "parts", "testing", "cli"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""

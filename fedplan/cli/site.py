@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedplan.console import JsonOption, command, command_group, print_errors, print_json
+from fedplan.cli.console import JsonOption, command, command_group, print_errors, print_json
 from fedplan.errors import FedplanError
 from fedplan.naming import allow_imports
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedplan.sites.approvals import Approvals
 
 site_commands = command_group(
-    "At a site: take part, and approve the studies that may run on its data."
+    "site", "At a site: take part, and approve the studies that may run on its data."
 )
 SiteOption = Annotated[Path, typer.Option("--site", help="Folder of the site, with site.toml.")]
 DigestArgument = Annotated[

@@ -10,10 +10,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import JsonLinesOption, JsonOption, StudyArgument, print_errors
+from fedplan.cli.console import (
+    JsonLinesOption,
+    JsonOption,
+    StudyArgument,
+    app,
+    command,
+    print_errors,
+)
 from fedplan.errors import FedplanError
 
 
+@command(app, "sweep study.toml --set method.name=fedavg,fedper --seeds 3 -o sweep")
 def sweep_command(
     study: StudyArgument,
     change: Annotated[
@@ -60,6 +68,7 @@ def sweep_command(
         raise typer.Exit(1)
 
 
+@command(app, "compare sweep", "compare sweep --html comparison.html")
 def compare_command(
     places: Annotated[list[Path], typer.Argument(help="Folders of runs and of sweeps.")],
     score: Annotated[

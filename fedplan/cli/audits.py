@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands to check a run or a site: verify, export, privacy, egress, faults and attack."""
+"""Commands about what leaves a run or a site: export, privacy, egress, faults and attack."""
 
 from __future__ import annotations
 
@@ -9,32 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import JsonOption, print_errors, print_json
+from fedplan.cli.console import JsonOption, app, command, print_errors, print_json
 
 
-def verify_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Verify a run: frozen tensors unchanged, private tensors not sent, bytes as forecast.
-
-    The exit code is 1 if a check fails.
-    """
-    from fedplan.audits.run import verify_run
-
-    with print_errors():
-        faults, summary = verify_run(folder)
-    if as_json:
-        print_json({"passed": not faults, "faults": list(faults), "summary": summary})
-    else:
-        for fault in faults[:20]:
-            Console(stderr=True).print(fault, style="red", markup=False)
-    if faults:
-        raise typer.Exit(1)
-    if not as_json:
-        Console().print(summary, markup=False)
-
-
+@command(app, "export run model", "export run model-of-north --client north")
 def export_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, or of a site's experiment.")],
     output: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
@@ -66,6 +44,7 @@ def export_command(
         )
 
 
+@command(app, "privacy study.toml", "privacy run")
 def privacy_command(
     place: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
     as_json: JsonOption = False,
@@ -84,6 +63,7 @@ def privacy_command(
             Console(soft_wrap=True, highlight=False).print(statement.text(), markup=False)
 
 
+@command(app, "egress state")
 def egress_command(
     folder: Annotated[Path, typer.Argument(help="A site's state folder.")],
     as_json: JsonOption = False,
@@ -103,6 +83,7 @@ def egress_command(
         Console(width=max(Console().width, report.width)).print(report)
 
 
+@command(app, "faults state --key state.key")
 def faults_command(
     folder: Annotated[Path, typer.Argument(help="A site's state folder.")],
     key: Annotated[
@@ -122,6 +103,7 @@ def faults_command(
             Console(soft_wrap=True, highlight=False).print(fault, markup=False)
 
 
+@command(app, "attack --clients 8")
 def attack_command(
     draws: Annotated[
         int, typer.Option(help="Releases drawn with and without the target.", min=100)

@@ -9,13 +9,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import (
+from fedplan.cli.console import (
     DtypeOption,
     JsonOption,
     LabelsOption,
     ModelArgument,
     PlanArgument,
     TaskOption,
+    app,
+    command,
     print_errors,
     print_json,
 )
@@ -28,6 +30,7 @@ from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import TrainingStep
 
 
+@command(app, "parts vit-base-16")
 def parts_command(
     model: ModelArgument,
     task: TaskOption = "",
@@ -44,6 +47,12 @@ def parts_command(
         Console().print(parts_table(params))
 
 
+@command(
+    app,
+    "explain vit-base-16 'chain(share(), keep(head))'",
+    "explain bert-base --method fedfrozen --setting warmup=5",
+    "explain study.toml",
+)
 def explain_command(
     context: typer.Context,
     model: ModelArgument,
@@ -140,6 +149,7 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
             Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
 
 
+@command(app, "propose granite")
 def propose_command(
     model: Annotated[
         str, typer.Argument(help="A model type (granite), a folder, or hub:org/name.")
@@ -169,6 +179,7 @@ def propose_command(
     raise typer.Exit(1 if proposal.faults else 0)
 
 
+@command(app, "draw vit-base-16 'chain(share(), keep(head))' roles.svg")
 def draw_command(
     model: ModelArgument,
     plan: PlanArgument,
@@ -187,6 +198,7 @@ def draw_command(
         print_json({"file": str(output)})
 
 
+@command(app, "methods", "methods fedper")
 def methods_command(
     name: Annotated[str, typer.Argument(help="Show this method in detail.")] = "",
     as_json: JsonOption = False,

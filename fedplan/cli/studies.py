@@ -9,9 +9,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.console import JsonOption, StudyArgument, print_errors, print_json
+from fedplan.cli.console import (
+    JsonOption,
+    StudyArgument,
+    app,
+    command,
+    command_group,
+    print_errors,
+    print_json,
+)
+
+new_commands = command_group("new", "Write a study file, or the folders of a federation.")
 
 
+@command(
+    new_commands,
+    "new study reviews.csv --model ./model",
+    "new study scans.parquet --model vit-base-16 --client hospital -o scans.toml",
+)
 def study_command(
     data: Annotated[
         str,
@@ -53,6 +68,7 @@ def study_command(
     print(f"Written. Inspect it: fedplan data {output}. Run it: fedplan run {output} --output run")
 
 
+@command(app, "data study.toml", "data study.toml --svg who.svg")
 def data_command(
     study: StudyArgument,
     svg: Annotated[Path | None, typer.Option(help="Write a figure to this .svg file, too.")] = None,
@@ -74,6 +90,7 @@ def data_command(
         print(f"Written: {svg}")
 
 
+@command(app, "digest study.toml")
 def digest_command(study: StudyArgument, as_json: JsonOption = False) -> None:
     """Print the digest of the study's initial model, to be set as model.digest in the study."""
     from fedplan.studies.experiment import build_experiment

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands to operate a run: run, status, stop, attach and logs."""
+"""Commands of a run: run, status, stop, attach, logs, verify and report."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from fedplan.console import (
+from fedplan.cli.console import (
     JsonLinesOption,
     JsonOption,
+    app,
+    command,
     print_errors,
     print_json,
     replace_nonfinite,
@@ -23,6 +27,9 @@ from fedplan.errors import FedplanError
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 
 
+@command(
+    app, "run study.toml --output run", "run study.toml --set train.rounds=5", "run run --resume"
+)
 def run_command(
     study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
     change: Annotated[
@@ -103,6 +110,7 @@ def run_command(
             print_json({"folder": str(folder), **run_snapshot(folder).json()})
 
 
+@command(app, "status run", "status run --watch")
 def status_command(
     folder: RunFolder,
     as_json: JsonLinesOption = False,
@@ -128,6 +136,7 @@ def status_command(
             make_console().print(run_snapshot(folder))
 
 
+@command(app, "stop run")
 def stop_command(
     folder: RunFolder,
     now: Annotated[
@@ -147,6 +156,7 @@ def stop_command(
     Console(soft_wrap=True, highlight=False).print(message, markup=False)
 
 
+@command(app, "attach run")
 def attach_command(folder: RunFolder, as_json: JsonOption = False) -> None:
     """Follow a run's rounds to its end. Ctrl-C stops following, not the run."""
     from fedplan.reports.status import follow_run
@@ -166,6 +176,7 @@ def attach_command(folder: RunFolder, as_json: JsonOption = False) -> None:
         )
 
 
+@command(app, "logs run --since 10m --follow")
 def logs_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, or a site's state folder.")],
     site: Annotated[str, typer.Option(help="Only events of this site.")] = "",
@@ -198,3 +209,114 @@ def logs_command(
             raise FedplanError(
                 f"no event of {site!r} in that time; there are events of {', '.join(sites)}"
             )
+
+
+@command(app, "verify run")
+def verify_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Verify a run: frozen tensors unchanged, private tensors not sent, bytes as forecast.
+
+    The exit code is 1 if a check fails.
+    """
+    from fedplan.audits.run import verify_run
+
+    with print_errors():
+        faults, summary = verify_run(folder)
+    if as_json:
+        print_json({"passed": not faults, "faults": list(faults), "summary": summary})
+    else:
+        for fault in faults[:20]:
+            Console(stderr=True).print(fault, style="red", markup=False)
+    if faults:
+        raise typer.Exit(1)
+    if not as_json:
+        Console().print(summary, markup=False)
+
+
+@command(app, "report run -o report.html", "report state -o compliance.html")
+def report_command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders of runs and sweeps; or a site's state folder, for its compliance report."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
+    watch: Annotated[
+        float,
+        typer.Option(
+            help="Rewrite the report every so many seconds, until the run ends; 0: once.", min=0
+        ),
+    ] = 0.0,
+    csv: Annotated[
+        Path | None, typer.Option(help="Folder for the numbers of each figure, as CSV.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Folder for each figure as PNG (needs matplotlib).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML file that reports on runs, or on the data that left a site.
+
+    The file is self-contained: open it in any browser, without a server or network. The exit code
+    is 1 if the compliance report of a site lists faults.
+    """
+    from fedplan.sites.compliance_report import compliance_page
+    from fedplan.sites.egress_audit import is_site_state
+
+    with print_errors():
+        if not isfinite(watch):
+            raise FedplanError(f"--watch is {watch}: give a number of seconds, as in --watch 10")
+        faults: tuple[str, ...] = ()
+        if any(map(is_site_state, runs)):
+            if len(runs) > 1:
+                raise FedplanError(f"{runs[0]} is a site's state folder: report it alone")
+            if watch:
+                raise FedplanError(f"--watch is for runs, but {runs[0]} is a site's state folder")
+            page = compliance_page(runs[0])
+            page.write(output, csv=csv, png=png)
+            faults = page.faults
+        else:
+            _report_runs(runs, output, watch, csv, png)
+    if as_json:
+        print(json.dumps({"file": str(output), "fault_count": len(faults)}))
+    else:
+        fault_count = f"; it lists {len(faults)} faults" if faults else ""
+        Console(soft_wrap=True, highlight=False).print(
+            f"Written: {output}{fault_count}", markup=False
+        )
+    if faults:
+        raise typer.Exit(1)
+
+
+def _report_runs(
+    runs: Sequence[Path], output: Path, watch: float, csv: Path | None, png: Path | None
+) -> None:
+    """Write the HTML report of runs to `output`, once or every `watch` seconds until the runs end.
+
+    Folders of sweeps stand for their runs. `csv` and `png` are folders for the numbers and images
+    of the figures. Ctrl-C while watching raises typer.Exit(0).
+    """
+    from fedplan.reports.figures.drawing import replace_control_chars
+    from fedplan.reports.pages.run_report import report, watch_report
+    from fedplan.sweeps.records import is_sweep
+    from fedplan.sweeps.results import find_run_folders
+
+    if any(map(is_sweep, runs)):
+        runs, notes = find_run_folders(runs)
+        for note in notes:
+            Console(stderr=True, soft_wrap=True).print(
+                f"Note: {replace_control_chars(note)}.", markup=False
+            )
+    if not watch:
+        report(runs, output, csv=csv, png=png)
+        return
+    try:
+        for _ in watch_report(runs, output, watch, csv=csv, png=png):
+            pass
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the command line: common options, command registration, error messages."""
+"""The app that holds all commands, and what they share: options, registration, error messages."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from inspect import unwrap
@@ -16,6 +17,7 @@ from rich.console import Console
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
+from fedplan import __version__
 from fedplan.errors import FedplanError
 
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
@@ -69,15 +71,49 @@ class Group(TyperGroup):
                     param.help = help_texts[0]
 
 
-def command_group(help_text: str) -> typer.Typer:
-    """Return an empty group of commands with a help text; add commands by `command`."""
-    return typer.Typer(help=help_text, cls=Group, no_args_is_help=True)
+app = typer.Typer(
+    help="Federated fine-tuning of Transformers: plan which part each client trains and shares.",
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the `fedplan` command and exit with its status."""
+    sys.exit(app())
+
+
+def _print_version(requested: bool) -> None:
+    """Print the version and exit, if --version was given."""
+    if requested:
+        print(f"fedplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_callback(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Federated fine-tuning of Transformers: plan which part each client trains and shares."""
+
+
+def command_group(name: str, help_text: str) -> typer.Typer:
+    """Add an empty group of commands to the app and return it; add commands by `command`."""
+    group = typer.Typer(help=help_text, cls=Group, no_args_is_help=True)
+    app.add_typer(group, name=name)
+    return group
 
 
 def command(
-    app: typer.Typer, *examples: str, name: str = ""
+    group: typer.Typer, *examples: str, name: str = ""
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Return a decorator that adds a function as a command of an app or group, and returns it.
+    """Return a decorator that adds a function as a command of the app or a group, and returns it.
 
     The command is called `name`, by default the function's name without `_command` and with `-` for
     `_`. The help of the command ends in `examples`, each written as typed after `fedplan`.
@@ -87,7 +123,7 @@ def command(
 
     def add(function: CommandFunction) -> CommandFunction:
         own = cast("Any", function).__name__.removesuffix("_command").replace("_", "-")
-        return app.command(name or own, epilog=epilog)(function)
+        return group.command(name or own, epilog=epilog)(function)
 
     return add
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of a federation's operator: new federation, new site, keys and server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedplan.cli.console import (
+    JsonOption,
+    SitesOption,
+    app,
+    command,
+    command_group,
+    print_errors,
+    print_json,
+)
+from fedplan.cli.studies import new_commands
+
+server_commands = command_group("server", "Run the server of a federation, and register its sites.")
+ServerOption = Annotated[Path, typer.Option("--server", help="Folder of the server.")]
+
+
+@command(app, "keys federation --host fl.example.org --site north --site south")
+def keys_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of the keys, or of a federation.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Host name or address of the server; repeatable.")
+    ] = None,
+    site: SitesOption = None,
+    days: Annotated[int, typer.Option(help="Validity of the server's certificate, in days.")] = 365,
+    as_json: JsonOption = False,
+) -> None:
+    """Create the missing keys of a federation. Existing files are kept: repeat it to add sites."""
+    with print_errors():
+        from fedplan.runners.flower.keys import make_keys
+
+        files = list(map(str, make_keys(folder, host or [], site or [], days)))
+    if as_json:
+        return print_json({"files": files})
+    for path in files:
+        print(path)
+
+
+@command(new_commands, "new federation ward --site north --site south --host fl.example.org")
+def federation_command(
+    folder: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
+    site: SitesOption = None,
+    host: Annotated[str, typer.Option(help="Host name or address of the server.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port of the server for the sites.")] = 9100,
+    inner: Annotated[
+        int, typer.Option(help="Internal port of the SuperLink; 0: the next after --port.")
+    ] = 0,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="For this machine only: without TLS and keys.")
+    ] = False,
+    no_keys: Annotated[
+        bool, typer.Option("--no-keys", help="Do not create keys: bring your own.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the folders of a federation: the server and its sites. Start with its README."""
+    with print_errors():
+        from fedplan.runners.flower.starter import new_federation
+
+        new_federation(
+            folder,
+            site or [],
+            host=host,
+            port=port,
+            inner=inner,
+            insecure=insecure,
+            keys=not no_keys,
+        )
+    if as_json:
+        return print_json({"folder": str(folder), "readme": str(folder / "README.md")})
+    Console(soft_wrap=True).print(f"Written. Continue with {folder / 'README.md'}", highlight=False)
+
+
+@command(new_commands, "new site west --federation ward")
+def site_command(
+    name: Annotated[str, typer.Argument(help="Name of the site.")],
+    federation: Annotated[Path, typer.Option(help="Folder of the federation.")] = Path(),
+    as_json: JsonOption = False,
+) -> None:
+    """Add the folder of one more site to a federation."""
+    with print_errors():
+        from fedplan.runners.flower.starter import new_site
+
+        new_site(federation, name)
+    site_folder = federation / "sites" / name
+    if as_json:
+        return print_json({"folder": str(site_folder)})
+    print(f"Written. Copy {site_folder} to the site, and follow its README.")
+
+
+@command(server_commands, "server link --server server")
+def link_command(server: ServerOption = Path("server")) -> None:
+    """Run Flower's SuperLink. Only users who can read the operator's token may control it."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import run_superlink
+
+        run_superlink(server.absolute())
+
+
+@command(server_commands, "server register north north/node.pub")
+def register_command(
+    name: Annotated[str, typer.Argument(help="Name of the site, as in the study's clients.names.")],
+    key: Annotated[Path, typer.Argument(help="Public key of the site: node.pub.")],
+    server: ServerOption = Path("server"),
+    as_json: JsonOption = False,
+) -> None:
+    """Register a site: its name belongs to this key from now on."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import read_public_key, read_superlink
+
+        read_superlink(server.absolute()).register(name, read_public_key(key))
+    if as_json:
+        return print_json({"site": name, "key": str(key)})
+    print(f"{name} is registered with {key}")
+
+
+@command(server_commands, "server revoke north")
+def revoke_command(
+    name: Annotated[str, typer.Argument(help="Name of the site.")],
+    server: ServerOption = Path("server"),
+    as_json: JsonOption = False,
+) -> None:
+    """Revoke a site's keys: it can no longer connect. Its past updates stay in the global model."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import read_superlink
+
+        revoked = read_superlink(server.absolute()).revoke(name)
+    if as_json:
+        return print_json({"site": name, "revoked_keys": revoked})
+    print(f"{name}: {revoked} keys revoked")
+
+
+@command(server_commands, "server sites")
+def sites_command(server: ServerOption = Path("server"), as_json: JsonOption = False) -> None:
+    """List the registered sites, and whether each is connected."""
+    with print_errors():
+        from fedplan.runners.flower.superlink import read_superlink
+
+        nodes = read_superlink(server.absolute()).nodes()
+        if as_json:
+            named = [(node.name or str(node.node_id), node) for node in nodes]
+            return print_json(
+                [
+                    {"site": name, "state": node.status, "since": node.last_activated_at}
+                    for name, node in named
+                ]
+            )
+        for node in nodes:
+            since = (
+                f"since {node.last_activated_at}" if node.last_activated_at else "never connected"
+            )
+            print(f"{node.name or node.node_id}  {node.status}  {since}")
