@@ -90,7 +90,6 @@ FUNCTIONS = {
     "site serve": "fedplan.sites.serving.serve_site",
     "site rejoin": "fedplan.sites.gateway.allow_rejoin",
     "site doctor": "fedplan.sites.doctor.check_site",
-    "site lock": "fedplan.sites.lock.write_requirements_lock",
     "server link": "fedplan.runners.flower.superlink.run_superlink",
     "server register": "fedplan.runners.flower.superlink.SuperLink",
     "server revoke": "fedplan.runners.flower.superlink.SuperLink",

@@ -171,18 +171,6 @@ def doctor_command(site: SiteOption = Path(), as_json: JsonOption = False) -> No
         raise typer.Exit(1)
 
 
-@command(site_commands, "site lock --site sites/north")
-def lock_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
-    """Write requirements.lock with hashes of the installed packages, and their wheels beside it."""
-    with print_errors(), Console(stderr=True).status("Downloading wheels with pip."):
-        from fedplan.sites.lock import write_requirements_lock
-
-        file = write_requirements_lock(site)
-    if as_json:
-        return print_json({"file": str(file)})
-    print(f"Written: {file}")
-
-
 def _only_waiting_study(approvals: Approvals) -> str:
     """Return the digest of the only study that waits for approval.
 
