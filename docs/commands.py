@@ -23,7 +23,7 @@ commands; `fedplan COMMAND --help` prints the same.
 | all commands | meaning |
 | --- | --- |
 | `--json` | One JSON document on stdout and nothing else; errors and progress go to stderr. `status`, `logs` and `sweep` print one line of JSON for each item. |
-| Exit code | 0: done. 1: the check failed (`verify`, `egress`, `report` of a site, `propose`, `attack`, `site doctor`). 2: invalid arguments or study; the message names the remedy. 130: stopped by Ctrl-C. |
+| Exit code | 0: done. 1: the check failed (`verify`, `egress`, `report` of a site, `propose`, `site doctor`). 2: invalid arguments or study; the message names the remedy. 130: stopped by Ctrl-C. |
 | Progress | `run` shows a bar with the clients done in the open round and the time left. Without a terminal it prints one line for each round. |
 | `--version` | Print the version. |
 | Completion | `fedplan --install-completion` for bash, zsh, fish and PowerShell; then start a new shell. `--show-completion` prints the script. |
@@ -71,7 +71,6 @@ FUNCTIONS = {
     "privacy": "fedplan.reports.privacy_statements.read_privacy_statement",
     "egress": "fedplan.reports.egress_report.read_egress_report",
     "faults": "fedplan.federation.fault_log.read_faults",
-    "attack": "fedplan.audits.attacks.report.run_attacks",
     "digest": "fedplan.studies.build_experiment",
     "methods": "fedplan.methods.method_info.method_info",
     "data": "fedplan.reports.data_distribution.data_distribution",

@@ -87,14 +87,13 @@ LENT = {
     """,
     "privacy": """
         CHARGES_FILE CLIPPING_NORMS Change ClientInput DiskProgressStore
-        DistributedGuard EncryptedShares ForwardedShares GaussianMechanism GroupVector
-        Guard KeyAdvert KeyDirectory KeyRoster MaskedInput MemoryProgressStore
-        NOISE_MULTIPLIERS NodeKey NoiseStream NoisyVote ProtocolClient ProtocolServer
-        RevealLog RoundProgress SECRET_FILE SPENT SecAggError SignatureList Slot
-        SurvivorList SurvivorSignature Terms Unit UnmaskShares UnmaskedSums aggregate
-        capped_weight count_ballots derive_key group_slots import_extra
-        load_or_create_secret make_ballot node_public_key read_budget_unit read_secret
-        require_train_config sha256_of simulate_secagg_round
+        DistributedGuard EncryptedShares ForwardedShares GaussianMechanism Guard
+        KeyAdvert KeyDirectory KeyRoster MaskedInput NOISE_MULTIPLIERS NodeKey
+        ProtocolClient ProtocolServer RevealLog RoundProgress SECRET_FILE SPENT
+        SecAggError SignatureList Slot SurvivorList SurvivorSignature Terms Unit
+        UnmaskShares UnmaskedSums capped_weight derive_key load_or_create_secret
+        make_ballot read_budget_unit read_secret require_train_config sha256_of
+        simulate_secagg_round
     """,
     "federation": """
         AGGREGATION_KINDS AGREEMENT APPROVAL Account Authorization BEST BestBy
@@ -158,7 +157,7 @@ LENT = {
     """,
     "sites": """
         allow_rejoin check_site compliance_page doctor_table is_site_state serve_site
-        site_approvals write_requirements_lock
+        site_approvals
     """,
     "sweeps": """
         find_run_folders is_sweep read_base_study sweep_with_progress

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands about what leaves a run or a site: export, privacy, egress, faults and attack."""
+"""Commands about what leaves a run or a site: export, privacy, egress and faults."""
 
 from __future__ import annotations
 
@@ -101,29 +101,3 @@ def faults_command(
             return print_json(faults)
         for fault in faults:
             Console(soft_wrap=True, highlight=False).print(fault, markup=False)
-
-
-@command(app, "attack --clients 8")
-def attack_command(
-    draws: Annotated[
-        int, typer.Option(help="Releases drawn with and without the target.", min=100)
-    ] = 50_000,
-    clients: Annotated[int, typer.Option(help="Number of attacked clients.", min=2)] = 8,
-    as_json: JsonOption = False,
-) -> None:
-    """Attack small simulated federations: measure leakage with and without differential privacy.
-
-    The exit code is 1 if an attack contradicts a privacy guarantee.
-    """
-    import os
-
-    from fedplan.audits.attacks.report import run_attacks
-
-    with print_errors(), Console(stderr=True).status("Attacking: this takes about a minute."):
-        report = run_attacks(draws, clients, os.urandom(32))
-    if as_json:
-        print_json(report.json())
-    else:
-        Console(width=max(Console().width, report.width), highlight=False).print(report)
-    if not report.sound:
-        raise typer.Exit(1)

@@ -14,6 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from epsilon_bounds import (
+    Column,
+    Draws,
+    gaussian_lower_bound,
+    lower_bound,
+    release_rows,
+    sample_releases,
+)
 from neighbours import (
     BATCH,
     CANARY,
@@ -36,14 +44,6 @@ from neighbours import (
 )
 from torch import Tensor, nn
 
-from fedplan.audits.bounds import (
-    Column,
-    Draws,
-    gaussian_lower_bound,
-    lower_bound,
-    release_rows,
-    sample_releases,
-)
 from fedplan.data.examples import Examples
 from fedplan.data.tables import load_table
 from fedplan.privacy.accounting.accountant import epsilon

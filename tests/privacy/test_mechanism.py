@@ -12,12 +12,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from often import often
-from torch import Tensor
-
-from fedplan.audits.bounds import (
+from epsilon_bounds import (
     Aggregate,
     Draws,
     gaussian_lower_bound,
@@ -25,6 +20,11 @@ from fedplan.audits.bounds import (
     release_rows,
     sample_releases,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from often import often
+from torch import Tensor
+
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.accounting.events import Release
 from fedplan.privacy.errors import PrivacyError

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+from epsilon_bounds import Draws, gaussian_lower_bound, release_rows, sample_releases
 from scipy.special import ndtr
 from torch import Tensor
 
-from fedplan.audits.bounds import Draws, gaussian_lower_bound, release_rows, sample_releases
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.distributed_dp import DistributedDPAggregator
 from fedplan.federation.secagg_aggregator import VALUE_PREFIX

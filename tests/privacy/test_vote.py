@@ -12,9 +12,9 @@ import pytest
 import torch
 import zoo
 from clients import GUARANTEES, few, loss
+from epsilon_bounds import Draws, gaussian_lower_bound
 from torch import Tensor, nn
 
-from fedplan.audits.bounds import Draws, gaussian_lower_bound
 from fedplan.federation.agreement import Agreement
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe

@@ -12,9 +12,9 @@ from typing import NamedTuple, cast
 
 import torch
 
+from attacks import victims
+from attacks.inference import auc_error, distinguishing_auc
 from fedplan import seeds
-from fedplan.audits.attacks import victims
-from fedplan.audits.attacks.inference import auc_error, distinguishing_auc
 from fedplan.models.description import block_modules
 from fedplan.models.params import Block
 from fedplan.privacy.accounting.accountant import calibrate
@@ -46,7 +46,6 @@ class ChoiceLeak:
     raw_error: standard error of `raw` if the AUC is 0.5; error: the same of `random` and `vote`.
     """
 
-    # The field names are keys of the JSON report.
     k: int
     raw: float
     random: float

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -11,21 +10,17 @@ from functools import cache
 
 import pytest
 import torch
-from commands import run
-from torch import Tensor
-
-from fedplan.audits.attacks import report, victims
-from fedplan.audits.attacks.block_choice import ChoiceLeak, attack_block_choices
-from fedplan.audits.attacks.inference import (
+from attacks import victims
+from attacks.block_choice import ChoiceLeak, attack_block_choices
+from attacks.inference import (
     auc,
     distinguishing_auc,
     row_norms,
     span_scores,
     top_scores_recall,
 )
-from fedplan.audits.attacks.neighbors import MECHANISM, NEIGHBOR_PAIRS, EpsilonAudit, audit_epsilon
-from fedplan.audits.attacks.report import AttackReport
-from fedplan.audits.attacks.token_recovery import (
+from attacks.neighbors import MECHANISM, NEIGHBOR_PAIRS, EpsilonAudit, audit_epsilon
+from attacks.token_recovery import (
     CHANCE_RECALL,
     EXAMPLES,
     LENGTH,
@@ -41,6 +36,8 @@ from fedplan.audits.attacks.token_recovery import (
     masked_changes,
     training_setups,
 )
+from torch import Tensor
+
 from fedplan.models.params import Kind
 from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream
@@ -245,41 +242,3 @@ def test_touched_rows_are_those_that_moved() -> None:
     change = torch.zeros(50, 4)
     change[[3, 7]] = 0.1
     assert top_scores_recall(row_norms(change), {3, 7}) == 1.0
-
-
-# The command
-
-
-@BIG
-def test_the_command_says_all_of_it_in_words_and_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = AttackReport(worlds(20_000), choices(12, 250), rows(2))
-    asked = list[tuple[int, int]]()
-
-    def look(draws: int, clients: int, secret: bytes) -> AttackReport:
-        asked.append((draws, clients))
-        assert len(secret) == 32
-        return found
-
-    monkeypatch.setattr(report, "run_attacks", look)
-    code, told = run("attack", "--draws", "1000", "--clients", "2")
-    assert code == 0 and asked == [(1000, 2)]
-    for word in ("claimed", "own choice", "private vote", "fedfrozen B, stage two", "no tokens"):
-        assert word in told
-    said = json.loads(run("attack", "--json")[1])
-    assert (
-        said["passed"]
-        and len(said["epsilon_audits"]) == len(NEIGHBOR_PAIRS)
-        and len(said["choice_leaks"]) == 3
-    )
-    assert {part["part"] for each in said["update_leaks"] for part in each["parts"]} == {
-        *(str(kind) for kind in Kind if kind in ("embed", "query", "key", "value", "out")),
-        *("mlp", "head", "prompt"),
-    }
-
-
-def test_a_claim_that_does_not_stand_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    told_of = [UpdateLeak("m", "DP-SGD", (PartLeak("embed", sent=True, recovered=0.5),))]
-    wrong = AttackReport([EpsilonAudit("zero", 1.0, 0.5, 1.5)], [], told_of)
-    monkeypatch.setattr(report, "run_attacks", lambda *_: wrong)
-    code, told = run("attack")
-    assert code == 1 and "ABOVE THE CLAIM" in told

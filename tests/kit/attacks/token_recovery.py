@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedplan import seeds
-from fedplan.audits.attacks import victims
-from fedplan.audits.attacks.inference import (
+from attacks import victims
+from attacks.inference import (
     row_norms,
     single_token_inputs,
     span_scores,
     top_scores_recall,
 )
+from fedplan import seeds
 from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
 from fedplan.methods.method import Method
@@ -121,7 +121,6 @@ class PartLeak:
     blocks: numbers of the attacked blocks: of each update, the first block with the part.
     """
 
-    # The field names are keys of the JSON report.
     part: str
     sent: bool
     recovered: float | None = None

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 import torch
+from epsilon_bounds import gaussian_lower_bound, lower_bound, release_rows, sample_releases
 
-from fedplan.audits.bounds import gaussian_lower_bound, lower_bound, release_rows, sample_releases
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism, aggregate
 

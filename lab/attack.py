@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run all attacks and report the results as tables and as JSON."""
+"""Attack tiny federations, and print how much leaks with and without privacy.
+
+python lab/attack.py --draws 200000 --clients 32
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedplan.audits.attacks import block_choice, neighbors, token_recovery
-from fedplan.audits.attacks.block_choice import ChoiceLeak, attack_block_choices
-from fedplan.audits.attacks.neighbors import EpsilonAudit, audit_epsilon
-from fedplan.audits.attacks.token_recovery import PARTS, PartLeak, UpdateLeak, attack_updates
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kit"))
+
+from attacks import block_choice, neighbors, token_recovery
+from attacks.block_choice import ChoiceLeak, attack_block_choices
+from attacks.neighbors import EpsilonAudit, audit_epsilon
+from attacks.token_recovery import PARTS, PartLeak, UpdateLeak, attack_updates
 
 VOTES = 500
 """Votes simulated per population, in the attack on block selection."""
@@ -24,7 +32,7 @@ EPSILON = 8.0
 
 @dataclass(frozen=True)
 class AttackReport:
-    """Results of all attacks, by `run_attacks`. Prints as three tables with rich; see also `json`.
+    """Results of all attacks; prints as three tables with rich.
 
     epsilon_audits: epsilon proven from noisy sums; choice_leaks: population inferred from chosen
     blocks; update_leaks: tokens recovered from updates.
@@ -38,36 +46,6 @@ class AttackReport:
     def sound(self) -> bool:
         """Whether no audit found an epsilon above the claimed one."""
         return all(audit.sound for audit in self.epsilon_audits)
-
-    @property
-    def width(self) -> int:
-        """Terminal columns that the tables need."""
-        return 118
-
-    def json(self) -> dict[str, Any]:
-        """All results as a JSON object."""
-        return {
-            "passed": self.sound,
-            "epsilon_audits": [
-                {
-                    "client": audit.client,
-                    "claimed_epsilon": audit.claimed,
-                    "epsilon_lower_bound": audit.lower_bound,
-                    "gaussian_epsilon_lower_bound": audit.gaussian_lower_bound,
-                }
-                for audit in self.epsilon_audits
-            ],
-            "choice_leaks": [asdict(leak) for leak in self.choice_leaks],
-            "update_leaks": [
-                {
-                    **asdict(leak),
-                    "parts": [asdict(p) | {"beyond_chance": p.beyond} for p in leak.parts],
-                }
-                for leak in self.update_leaks
-            ],
-            "chance_recall": token_recovery.CHANCE_RECALL,
-            "epsilon": EPSILON,
-        }
 
     def __rich__(self) -> RenderableType:
         return Group(
@@ -159,15 +137,21 @@ def _section(title: str, table: Table, note: str) -> Iterable[RenderableType]:
     return Text(title, style="bold"), table, Text(note + "\n", style="dim")
 
 
-def run_attacks(draws: int, clients: int, secret: bytes) -> AttackReport:
-    """Run all attacks; takes minutes, writes only to temporary folders, which are removed.
-
-    draws: releases sampled per data set in the epsilon audit; clients: attacked clients per method
-    (twice as many per population in the attack on block selection); secret: 32 bytes, the key of
-    the noise.
-    """
-    return AttackReport(
-        audit_epsilon(draws, secret),
-        attack_block_choices(2 * clients, VOTES, secret),
-        list(attack_updates(clients, EPSILON)),
+def main() -> None:
+    """Run all attacks and print the report; exit with 1 if an attack contradicts a guarantee."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=50_000, help="releases with and without one")
+    parser.add_argument("--clients", type=int, default=8, help="attacked clients of each method")
+    options = parser.parse_args()
+    secret = os.urandom(32)
+    report = AttackReport(
+        audit_epsilon(options.draws, secret),
+        attack_block_choices(2 * options.clients, VOTES, secret),
+        list(attack_updates(options.clients, EPSILON)),
     )
+    Console(width=118, highlight=False).print(report)
+    sys.exit(not report.sound)
+
+
+if __name__ == "__main__":
+    main()
