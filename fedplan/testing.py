@@ -14,7 +14,7 @@ from torch import nn
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.data.examples import Examples, Loss
-from fedplan.federation.aggregation import MeanAggregator
+from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client_round import train_round
 from fedplan.federation.global_state import GlobalState

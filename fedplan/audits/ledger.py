@@ -7,6 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.robust import (
+    find_capped_weights,
+    group_weights,
+    params_by_senders,
+)
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.record import (
     ROLE_BY_LETTER,
@@ -15,7 +20,6 @@ from fedplan.federation.record import (
     read_record,
     split_digests,
 )
-from fedplan.federation.robust import find_capped_weights, group_weights, params_by_senders
 from fedplan.federation.round_warnings import make_warnings, recent_drifts
 from fedplan.language.resolution import resolve
 from fedplan.language.turn import Turn

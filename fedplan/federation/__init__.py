@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.federation.aggregation import Aggregation, PlainAggregation
+    from fedplan.federation.aggregation.defence import Defence
+    from fedplan.federation.aggregation.factory import PlainAggregation
+    from fedplan.federation.aggregation.private import PrivateAggregation
+    from fedplan.federation.aggregation.protocol import Aggregation
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.client import Client
-    from fedplan.federation.client_dp import PrivateAggregation
     from fedplan.federation.client_round import train_round
-    from fedplan.federation.defence import Defence
     from fedplan.federation.endpoint import Endpoint
     from fedplan.federation.global_state import GlobalState
     from fedplan.federation.layer_scoring import score_layers
@@ -58,12 +59,13 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "aggregation": "Aggregation PlainAggregation",
+        "aggregation.protocol": "Aggregation",
+        "aggregation.factory": "PlainAggregation",
         "agreement": "Agreement",
         "client": "Client",
-        "client_dp": "PrivateAggregation",
+        "aggregation.private": "PrivateAggregation",
         "client_round": "train_round",
-        "defence": "Defence",
+        "aggregation.defence": "Defence",
         "endpoint": "Endpoint",
         "global_state": "GlobalState",
         "layer_scoring": "score_layers",

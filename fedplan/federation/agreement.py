@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fedplan.federation.defence import Defence, require_defence
-from fedplan.federation.lora_product_sum import check_product_rule, shared_lora_layers
+from fedplan.federation.aggregation.defence import Defence, require_defence
+from fedplan.federation.aggregation.lora_products import check_product_rule, shared_lora_layers
 from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support, drift_tracked_kinds
 from fedplan.federation.wire_cost import WireCost
 from fedplan.language.canonical import canonical_text

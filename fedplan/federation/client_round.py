@@ -13,7 +13,7 @@ from torch import Tensor
 from fedplan import seeds
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Answer
-from fedplan.federation.aggregation import make_contribution
+from fedplan.federation.aggregation.mean import make_contribution
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     Client,

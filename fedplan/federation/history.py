@@ -86,7 +86,7 @@ def ledger_row(record: RoundRecord, turns: Sequence[TurnRecord]) -> Row:
     `record` is of the round, `turns` of all clients in the round. The row has round, upload_bytes
     and download_bytes, aggregated and rejected (numbers of clients). Only if present: loss (mean
     over clients, weighted by `weight`), warnings (number), and the errors of LoRA products,
-    product_error and product_error_left (`lora_product_sum.Errors`).
+    product_error and product_error_left (`lora_products.Errors`).
     """
     losses = [(turn.loss, turn.weight) for turn in turns if turn.loss is not None]
     weight = sum(weight for _, weight in losses)

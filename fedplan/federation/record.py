@@ -128,7 +128,7 @@ class RoundRecord:
     `rejected`: by client, why the update was not aggregated. `changed`: new digest of each changed
     param. `drift`: by kind of param, the variance between clients and the squared step of the mean.
     `upload_bytes`, `download_bytes`: of all clients. `attention`: change of each block's attention,
-    if measured. `products`: relative errors of LoRA products (`lora_product_sum.Errors`), if both
+    if measured. `products`: relative errors of LoRA products (`lora_products.Errors`), if both
     factors are shared. `defence`, `secagg`: present with a defence or secure aggregation.
     `warnings`: sentences that follow from other fields.
     """

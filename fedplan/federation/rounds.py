@@ -10,12 +10,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, Aggregator
+from fedplan.federation.aggregation.drift import SquaredNorms
+from fedplan.federation.aggregation.lora_products import Errors
+from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator
 from fedplan.federation.agreement import Agreement, versions_digest
 from fedplan.federation.client_versions import NEVER_SEEN, ClientSync
-from fedplan.federation.drift import SquaredNorms
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.lora_product_sum import Errors
 from fedplan.federation.messages import Request, Update, UpdateRejected
 from fedplan.federation.record import DefenceRecord, SecAggRecord, TurnRecord, read_turn
 from fedplan.federation.validation import validate_digests, validate_record

@@ -15,7 +15,20 @@ from typing import Any
 from torch import Tensor
 
 from fedplan.federation import secagg_config
-from fedplan.federation.aggregation import MeanAggregator
+from fedplan.federation.aggregation.distributed_dp import (
+    client_change,
+    noised_words,
+    round_mechanism,
+)
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.secure_input import (
+    SCORES_SLOT,
+    VALUE_PREFIX,
+    client_slots,
+    client_words,
+    round_terms,
+    score_steps,
+)
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     Client,
@@ -25,16 +38,7 @@ from fedplan.federation.client import (
     require_same_start,
 )
 from fedplan.federation.client_round import BASE, TURN, WEIGHT
-from fedplan.federation.distributed_dp import client_change, noised_words, round_mechanism
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
-from fedplan.federation.secagg_aggregator import (
-    SCORES_SLOT,
-    VALUE_PREFIX,
-    client_slots,
-    client_words,
-    round_terms,
-    score_steps,
-)
 from fedplan.federation.secagg_messages import (
     encrypted_shares_to_json,
     forwarded_shares_from_json,

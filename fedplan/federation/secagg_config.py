@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from fedplan.errors import FedplanError
-from fedplan.federation.defence import Defence
+from fedplan.federation.aggregation.defence import Defence
 from fedplan.language.canonical import format_dataclass
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases, SettledPhase

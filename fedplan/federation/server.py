@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import Aggregator
-from fedplan.federation.aggregation_factory import make_aggregation
+from fedplan.federation.aggregation.factory import make_aggregation
+from fedplan.federation.aggregation.protocol import Aggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.change_schedule import Roster, class_turns, last_changing_rounds
@@ -216,10 +216,7 @@ class Server:
             number, phase = global_state.round + 1, global_state.phase
             turns = class_turns(agreement, self.roster, number, phase)
             scored = [replace(turn, scores=scores) for turn in turns]
-            if agreement.distributed_dp and scored:
-                params = agreement.public_params(scored[0])
-            else:
-                params = agreement.shared_params(scored)
+            params = self.aggregation.shared_params(scored)
             return {p.key: global_state.values[p.key] for p in params}
 
         return self.aggregation.open_round(global_state, shared_values, len(self.roster))

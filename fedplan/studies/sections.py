@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
+from fedplan.federation.aggregation.defence import RULES, Defence
 from fedplan.federation.callbacks import Callback, EarlyStopping
-from fedplan.federation.defence import RULES, Defence
 from fedplan.federation.eval_sets import EvalSet
 from fedplan.federation.evaluation import BestBy, EvalConfig
 from fedplan.federation.participation import Participation

@@ -22,8 +22,8 @@ import torch
 
 import fedplan
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.defence import Defence
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.defence import Defence
 from fedplan.language.canonical import canonical_text, format_call, with_text
 from fedplan.language.parser import parse
 from fedplan.language.plan import best, keep, share

@@ -17,8 +17,8 @@ from clients import GUARANTEES, few, know_secrets, loss
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.private import ClientDPAggregator
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client_dp import ClientDPAggregator
 from fedplan.federation.client_round import train_round
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.messages import Update, update_message

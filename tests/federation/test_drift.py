@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
 
-from fedplan.federation.drift import Drift
+from fedplan.federation.aggregation.drift import Drift
 from fedplan.models.params import Kind, Param
 from fedplan.tensors.sums import ExactSum
 

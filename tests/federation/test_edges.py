@@ -12,22 +12,14 @@ import torch
 import zoo
 from torch import Tensor
 
-from fedplan.federation.aggregation import (
-    AggregationResult,
-    Aggregator,
-    BufferedAggregator,
-    MeanAggregator,
-)
+from fedplan.federation.aggregation.defence import Defence
+from fedplan.federation.aggregation.factory import open_partial_sum
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.private import ClientDPAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator
+from fedplan.federation.aggregation.robust import BufferedAggregator
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client_dp import ClientDPAggregator
-from fedplan.federation.defence import Defence
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.partial_sums import (
-    empty_copy,
-    export_partial_sum,
-    merge_partial_sum,
-    open_partial_sum,
-)
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
@@ -86,13 +78,13 @@ def summed(total: Aggregator, updates: Updates, names: list[str]) -> Aggregator:
 def tree(empty: Aggregator, updates: Updates, names: list[str], draw: Random) -> Aggregator:
     """The sum of an edge: of its own clients, or of the edges below it, as messages bring them."""
     if len(names) < 3 or draw.random() < 0.2:
-        return summed(empty_copy(empty), updates, names)
-    total, places = empty_copy(empty), sorted(draw.sample(range(len(names) + 1), 2))
+        return summed(empty.empty(), updates, names)
+    total, places = empty.empty(), sorted(draw.sample(range(len(names) + 1), 2))
     parts = [names[: places[0]], names[places[0] : places[1]], names[places[1] :]]
     draw.shuffle(parts)
     for part in parts:
-        tensors, facts = export_partial_sum(tree(empty, updates, part, draw))
-        merge_partial_sum(total, tensors, json.loads(json.dumps(facts)))
+        tensors, facts = tree(empty, updates, part, draw).state()
+        total.merge(tensors, json.loads(json.dumps(facts)))
     return total
 
 
@@ -108,7 +100,7 @@ def bits(total: Aggregator) -> object:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_of_edges_gives_the_bits_of_one_sum(kind: str) -> None:
     total, updates = made(kind)
-    expected = bits(summed(empty_copy(total), updates, list(updates)))
+    expected = bits(summed(total.empty(), updates, list(updates)))
     for seed in range(3):
         draw, names = Random(seed), list(updates)
         draw.shuffle(names)

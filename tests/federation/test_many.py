@@ -16,7 +16,8 @@ import torch
 import zoo
 
 from fedplan import seeds
-from fedplan.federation.aggregation import AggregationResult, MeanAggregator
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.participation import Participation

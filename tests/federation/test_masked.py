@@ -22,19 +22,15 @@ from torch import Tensor
 
 from fedplan.audits import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, MeanAggregator
+from fedplan.federation.aggregation.defence import Defence
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult
+from fedplan.federation.aggregation.secure import SecureAggregation, SecureAggregator
+from fedplan.federation.aggregation.secure_input import round_slots, round_terms
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.defence import Defence
 from fedplan.federation.messages import UpdateRejected, turn_digest
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import SecAggRecord, split_digests
-from fedplan.federation.secagg_aggregator import (
-    WHOLE_SUM,
-    SecureAggregation,
-    SecureAggregator,
-    round_slots,
-    round_terms,
-)
+from fedplan.federation.record import WHOLE_SUM, SecAggRecord, split_digests
 from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support
 from fedplan.federation.secagg_messages import key_advert_from_json
 from fedplan.language.plan import Best, share
@@ -246,7 +242,7 @@ def test_where_all_count_alike_two_sums_that_differ_by_a_client_do_not_tell_its_
         weights.update(each.weight for each in held.values())
         return simulate_secagg_round(terms, held)
 
-    monkeypatch.setattr("fedplan.federation.secagg_aggregator.simulate_secagg_round", seen)
+    monkeypatch.setattr("fedplan.federation.aggregation.secure.simulate_secagg_round", seen)
     run = federation(Method(share()), tmp_path / "run", SecAggConfig("secure", equal_weights=alike))
     assert run.run_round().secagg
     assert weights == ({1} if alike else {2, 3, 4, 5})  # as many as their rows
@@ -291,7 +287,7 @@ def test_what_looks_at_single_updates_is_refused(said: dict[str, Any], words: st
 
 
 def test_scores_that_are_no_numbers_or_too_large_have_no_say() -> None:
-    made = SecureAggregation(agreed(secagg=MASKED), Participation())
+    made = SecureAggregation(agreed(secagg=MASKED), Participation(), None)
     one, other = Block("", 0), Block("", 1)
     polled = {"a": {one: 0.1, other: 2.0}, "b": {one: 0.2, other: 1e-20}}
     odd = {"c": {one: float("nan")}, "d": {one: 1e30}}
@@ -415,9 +411,9 @@ def test_rubbish_under_masks_gives_a_round_up_and_does_not_end_the_run() -> None
     far = {**made.contributions["a"].numbers, "value/h": np.full(2, 2**61, np.uint64)}
     made.contributions |= {site: replace(made.contributions[site], numbers=far) for site in "ab"}
     still, heavy = {"value/h": np.zeros(2, np.uint64)}, {"value/h": 2**39}
-    claimed = SecureAggregator(
-        told, base, 3, 1, 3, unmasked=UnmaskedSums(still, {"value/h": sites}, heavy), sites=sites
-    )
+    claimed = SecureAggregator(told, base, 3, 1, 3)
+    claimed.secure_sum.unmasked = UnmaskedSums(still, {"value/h": sites}, heavy)
+    claimed.secure_sum.sites = sites
     for each, why in ((made, "too large"), (claimed, "")):
         found = each.close()
         assert not found.means and found.secagg is not None

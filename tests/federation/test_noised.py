@@ -21,15 +21,15 @@ from torch import Tensor
 
 from fedplan.audits import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.agreement import Agreement
-from fedplan.federation.distributed_dp import (
+from fedplan.federation.aggregation.distributed_dp import (
     DistributedDPAggregator,
     client_change,
     noised_words,
     round_mechanism,
 )
+from fedplan.federation.aggregation.secure_input import VALUE_PREFIX, round_slots
+from fedplan.federation.agreement import Agreement
 from fedplan.federation.record import ROLE_BY_LETTER, split_digests
-from fedplan.federation.secagg_aggregator import VALUE_PREFIX, round_slots
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role, share
@@ -121,7 +121,7 @@ def test_what_is_opened_is_clipped_changes_and_shares_to_the_bit(
         total = DistributedDPAggregator(
             told, BASE, sites, 1, least, guard=ServerGuard(HIDDEN, Path(folder)), mechanism=made
         )
-        total.unmasked, total.sites = opened, tuple(there)
+        total.secure_sum.unmasked, total.secure_sum.sites = opened, tuple(there)
         found = total.close()
     step = made._grid_step
     for key, base in BASE.items():

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fedplan.audits.ledger import verify_ledger
 from fedplan.data.custom_task import CustomTask
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, MeanAggregator
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.federation.global_state import GlobalState
 from fedplan.language.parser import parse, parse_part

@@ -21,8 +21,8 @@ from clients import GUARANTEES, RUN, few, know_secrets, loss
 from often import first
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.defence import Defence
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.defence import Defence
 from fedplan.federation.participation import Participation
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, BufferedAggregator, MeanAggregator
-from fedplan.federation.agreement import Agreement
-from fedplan.federation.defence import RULES, Defence
-from fedplan.federation.messages import UpdateRejected
-from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.federation.robust import (
+from fedplan.federation.aggregation.defence import RULES, Defence
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult
+from fedplan.federation.aggregation.robust import (
+    BufferedAggregator,
     apply_robust_rule,
     cap_weights,
     clip_updates,
@@ -37,6 +36,9 @@ from fedplan.federation.robust import (
     trimmed_mean,
     update_norms,
 )
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import UpdateRejected
+from fedplan.federation.record import RoundRecord, TurnRecord
 from fedplan.federation.round_warnings import DRIFT_WINDOW, make_warnings, recent_drifts
 from fedplan.language.parser import parse
 from fedplan.methods.method import Method

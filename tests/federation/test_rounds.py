@@ -18,7 +18,7 @@ from torch import Tensor
 from fedplan import parse
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import MeanAggregator
+from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client_round import train_round
 from fedplan.federation.global_state import GlobalState

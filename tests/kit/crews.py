@@ -13,7 +13,7 @@ from typing import Any
 
 from commands import STUDY, TIMES
 
-from fedplan.federation.partial_sums import TensorsAndJson
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.runners.executors import factory
 from fedplan.runners.executors.config import PoolConfig
 from fedplan.runners.executors.worker import BEGIN, Worker

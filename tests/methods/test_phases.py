@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, MeanAggregator
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.rounds import RoundState
 from fedplan.language.parser import parse

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.drift import SquaredNorms
 from fedplan.federation.agreement import Agreement, require_private_method
-from fedplan.federation.drift import SquaredNorms
 from fedplan.federation.rounds import announce_phase
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PhaseContext, PlannedPhases, SettledPhase

@@ -17,9 +17,9 @@ from epsilon_bounds import Draws, gaussian_lower_bound, release_rows, sample_rel
 from scipy.special import ndtr
 from torch import Tensor
 
+from fedplan.federation.aggregation.distributed_dp import DistributedDPAggregator
+from fedplan.federation.aggregation.secure_input import VALUE_PREFIX
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.distributed_dp import DistributedDPAggregator
-from fedplan.federation.secagg_aggregator import VALUE_PREFIX
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.plan import share
 from fedplan.methods.method import Method

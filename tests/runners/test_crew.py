@@ -23,8 +23,9 @@ from often import AT_NIGHT
 from torch import Tensor
 
 import fedplan as fp
-from fedplan.federation.aggregation import BufferedAggregator, MeanAggregator
-from fedplan.federation.client_dp import ClientDPAggregator
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.private import ClientDPAggregator
+from fedplan.federation.aggregation.robust import BufferedAggregator
 from fedplan.federation.status import StatusReporter
 from fedplan.runners.executors.config import PoolConfig, make_pool_config
 from fedplan.runners.executors.process_transport import ProcessTransport
@@ -337,12 +338,10 @@ def test_no_old_world_and_no_folder_of_the_idle_stays(here: Path) -> None:
 
 def test_parts_of_a_sum_are_of_one_kind() -> None:
     """Else a worker's part would be merged into another kind of sum."""
-    from fedplan.federation.partial_sums import merge_partial_sum
-
     for kind in (MeanAggregator, BufferedAggregator, ClientDPAggregator):
         total = object.__new__(kind)
         with pytest.raises(fp.FedplanError, match="cannot be merged into a"):
-            merge_partial_sum(total, {}, {"kind": "other"})
+            total.merge({}, {"kind": "other"})
 
 
 def test_a_worker_ends_with_its_run(here: Path) -> None:

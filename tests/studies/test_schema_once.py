@@ -16,7 +16,7 @@ from datasets import Dataset
 from fedplan.data.partition import PARTITION_KINDS, Partition
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, make_task
-from fedplan.federation.defence import RULES, Defence
+from fedplan.federation.aggregation.defence import RULES, Defence
 from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.participation import Participation
 from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig

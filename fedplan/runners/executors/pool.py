@@ -13,15 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.error_codes import describe_code
 from fedplan.federation.evaluation import Scores, make_eval_request
 from fedplan.federation.messages import Request, block_scores_from_json, request_header
-from fedplan.federation.partial_sums import (
-    TensorsAndJson,
-    describe_sum,
-    empty_copy,
-    merge_partial_sum,
-)
 from fedplan.federation.record import read_turn
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.run_states import SiteState
@@ -147,7 +142,7 @@ class PoolExecutor:
         SumOverflow if partial sums overflow.
         """
         round_state.records, round_state.aggregated = {}, []
-        total_sum = empty_copy(round_state.aggregator)
+        total_sum = round_state.aggregator.empty()
 
         def handle_reply(task: ClientTask, reply: JsonObject) -> ClientTask | None:
             """Record a turn's seconds; return the task with a full request if state is lost."""
@@ -163,7 +158,7 @@ class PoolExecutor:
         def add_sum(results: list[Result], partial_sum: TensorsAndJson) -> None:
             """Merge a worker's partial sum into the round's, and record the turns in it."""
             try:
-                merge_partial_sum(total_sum, *partial_sum)
+                total_sum.merge(*partial_sum)
             except SumError as error:
                 raise SumOverflow(str(error)) from error
             for task, reply in results:
@@ -174,7 +169,7 @@ class PoolExecutor:
                 if reply["rejected"] is not None:
                     round_state.rejected.setdefault(task.client, reply["rejected"])
 
-        self._work(tasks, handle_reply, describe_sum(total_sum), add_sum, in_order=in_order)
+        self._work(tasks, handle_reply, total_sum.describe(), add_sum, in_order=in_order)
         round_state.aggregator = total_sum
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:

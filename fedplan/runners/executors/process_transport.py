@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from fedplan.federation.partial_sums import TensorsAndJson
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.runners.executors.worker import decode_json, encode_json, unshared_tensors
 from fedplan.tensors.named import Tensors
 

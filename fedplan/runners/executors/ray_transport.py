@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.federation.partial_sums import TensorsAndJson
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.runners.executors.worker import (
     MessageHandler,
     decode_json,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.messages import Request
-from fedplan.federation.partial_sums import TensorsAndJson
 from fedplan.runners.executors.worker import JsonObject
 
 

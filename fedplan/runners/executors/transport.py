@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from fedplan.federation.partial_sums import TensorsAndJson
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.tensors.named import Tensors
 
 

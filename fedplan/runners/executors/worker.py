@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.factory import open_partial_sum
+from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.client import Client
 from fedplan.federation.client_round import train_round
 from fedplan.federation.evaluation import evaluate_client
@@ -31,7 +33,6 @@ from fedplan.federation.messages import (
     block_scores_from_json,
     block_scores_to_json,
 )
-from fedplan.federation.partial_sums import TensorsAndJson, export_partial_sum, open_partial_sum
 from fedplan.federation.rounds import RoundState, accept_update
 from fedplan.language.turn import Turn
 from fedplan.models.values import set_values
@@ -117,7 +118,7 @@ class Worker:
                     return {}, {"scores": self._personal_scores(message["client"])}
                 case "sum":
                     assert self.round_state is not None
-                    partial_sum = export_partial_sum(self.round_state.aggregator)
+                    partial_sum = self.round_state.aggregator.state()
                     self.round_state = None
                     return partial_sum
                 case action:

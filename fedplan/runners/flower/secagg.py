@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from fedplan.errors import FedplanError
 from fedplan.federation import secagg_config
+from fedplan.federation.aggregation.secure import SecureAggregator, SecureSum
 from fedplan.federation.messages import turn_digest
 from fedplan.federation.rounds import RoundState
-from fedplan.federation.secagg_aggregator import SecureAggregator, SecureScoring
 from fedplan.federation.secagg_checkpoint import (
     ROUND_CHECKPOINT,
     SCORING_CHECKPOINT,
@@ -76,10 +76,10 @@ class SecAggRound:
         round_state: RoundState,
         *,
         late: Collection[str] = (),
-        poll: SecureScoring | None = None,
+        poll: SecureSum | None = None,
     ) -> None:
         self.rpc, self.round_state, self._late = rpc, round_state, set(late)
-        self.total = poll or cast("SecureAggregator", round_state.aggregator)
+        self.total = poll or _round_sum(round_state)
         self._run = server.agreement.run
         self._file = server.folder / (ROUND_CHECKPOINT if poll is None else SCORING_CHECKPOINT)
         self._checkpoint = read_secagg_checkpoint(self._file, self.total.round_number)
@@ -274,7 +274,10 @@ class SecAggRound:
             self._dropouts.setdefault(name, f"its message cannot be read: {str(error)[:80]}")
 
 
-def make_masked_poll(server: Server, round_state: RoundState) -> SecureScoring:
+def make_masked_poll(round_state: RoundState) -> SecureSum:
     """Return the empty secure sum of layer scores for a round, with its threshold of sites."""
-    total = cast("SecureAggregator", round_state.aggregator)
-    return SecureScoring(server.agreement, total.base_digests, total.round_number, total.threshold)
+    return replace(_round_sum(round_state), scoring=True)
+
+
+def _round_sum(round_state: RoundState) -> SecureSum:
+    return cast("SecureAggregator", round_state.aggregator).secure_sum

@@ -360,7 +360,7 @@ class ServerLoop:
         # An optional dependency.
         from fedplan.runners.flower.secagg import SecAggRound, make_masked_poll
 
-        total = make_masked_poll(self.server, round_state)
+        total = make_masked_poll(round_state)
         secagg = SecAggRound(self.rpc, self.server, round_state, poll=total)
         while secagg.begin_attempt():
             adverts = dict[str, Any]()

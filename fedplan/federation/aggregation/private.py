@@ -3,37 +3,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, PollScores
-from fedplan.federation.agreement import Agreement
+from fedplan.federation.aggregation.protocol import (
+    Aggregation,
+    AggregationResult,
+    Aggregator,
+    PollScores,
+    TensorsAndJson,
+    merge_sums,
+    require_no_aux,
+    round_charge_name,
+    sums_state,
+)
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.messages import UpdateRejected
 from fedplan.models.params import Block
 from fedplan.privacy.guard import ServerGuard
 from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum
 
+CLIENT_DP_KIND = "client-dp"
+"""The "kind" of a partial sum of a ClientDPAggregator."""
+_SETTINGS = ("clipping_norm", "noise_multiplier", "divisor", "sampling_rate")
+"""Settings of a round's mechanism beside the shapes, in the order of its constructor."""
+
 
 @dataclass(frozen=True)
-class PrivateAggregation:
+class PrivateAggregation(Aggregation):
     """Aggregation with client-level DP at the server: clipped updates, equal weights, noisy sum.
 
-    `agreement`: settings of the run. `guard`: the server's privacy budget, to which every round and
-    vote is charged, with the secret for sampling and noise. The clients of a round are secret.
+    The guard also has the secret for sampling and noise. The clients of a round are secret.
     """
 
-    agreement: Agreement
     guard: ServerGuard
-    hides_clients: ClassVar[bool] = True
-
-    def checkpoint_meta(self) -> dict[str, Any]:
-        """Return the number of privacy charges, so that a shortened budget file is detected."""
-        return {"charges": len(self.guard.budget.charges)}
 
     def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
         """Return the clients drawn by Poisson sampling with the guard's secret.
@@ -58,12 +64,11 @@ class PrivateAggregation:
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
     ) -> ClientDPAggregator:
-        """Return an empty aggregator for round `global_state.round + 1`; charges no privacy budget.
+        """Return an empty aggregator for round `global_state.round + 1`.
 
-        `shared`: returns the values of all params that any client may share in the round; it is
-        called once, for shapes and dtypes. `roster`: number of all clients of the run; the sum of
-        changes is divided by this times the sampling rate. Clips to `global_state.clipping_norm`,
-        or to the guarantee's norm if that is 0. The aggregator's `close` charges the budget.
+        `shared` is called once, for shapes and dtypes. The sum of changes is divided by `roster`
+        times the sampling rate. Clips to `global_state.clipping_norm`, or to the guarantee's norm
+        if that is 0. The aggregator's `close` charges the budget.
         """
         mechanism = self.guard.make_mechanism(shared(), roster, global_state.clipping_norm)
         return ClientDPAggregator(
@@ -72,7 +77,7 @@ class PrivateAggregation:
 
 
 @dataclass
-class ClientDPAggregator:
+class ClientDPAggregator(Aggregator):
     """Aggregator of one round: exact sum of clipped changes, released once with Gaussian noise.
 
     `guard`: privacy budget; None in a worker's partial sum, which can only be merged.
@@ -99,10 +104,34 @@ class ClientDPAggregator:
         self.within += self.mechanism.add(self.changes, change)
         self.count += 1
 
-    def merge(self, other: ClientDPAggregator) -> None:
-        """Add all updates of `other`, an aggregator of other clients of the same round."""
-        self.changes.merge(other.changes)
-        self.count, self.within = self.count + other.count, self.within + other.within
+    def describe(self) -> dict[str, Any]:
+        """Return round, keys and settings of the mechanism, without the guard's secret."""
+        mechanism = self.mechanism
+        settings = {name: getattr(mechanism, name) for name in _SETTINGS}
+        shared = list(mechanism.public_shapes)
+        return {"kind": CLIENT_DP_KIND, "shared": shared, "round": self.number, **settings}
+
+    @staticmethod
+    def from_description(base: Tensors, description: Mapping[str, Any]) -> ClientDPAggregator:
+        """Return an empty partial sum, without a guard, from the result of `describe`."""
+        shapes = {key: (tuple(base[key].shape), base[key].dtype) for key in description["shared"]}
+        mechanism = GaussianMechanism(shapes, *(description[name] for name in _SETTINGS))
+        return ClientDPAggregator(None, mechanism, base, description["round"])
+
+    def empty(self) -> ClientDPAggregator:
+        """Return an aggregator of the same round without updates."""
+        return ClientDPAggregator(self.guard, self.mechanism, self.base, self.number)
+
+    def state(self) -> TensorsAndJson:
+        """Return the sum of changes (tensors), and the counts of updates (JSON)."""
+        counts = {"count": self.count, "within": self.within}
+        return sums_state(CLIENT_DP_KIND, {"changes": self.changes}, **counts)
+
+    def merge(self, tensors: Tensors, fields: Mapping[str, Any]) -> None:
+        """Add the `state` of an aggregator of other clients of the same round."""
+        self._require_kind(CLIENT_DP_KIND, fields)
+        merge_sums({"changes": self.changes}, tensors, fields)
+        self.count, self.within = self.count + fields["count"], self.within + fields["within"]
 
     def close(self) -> AggregationResult:
         """Charge the privacy budget, then return base + noisy mean change, and the next norm.
@@ -120,14 +149,3 @@ class ClientDPAggregator:
         norm = self.guard.next_clipping_norm(mechanism, self.within, self.count, about)
         means = {key: self.base[key] + change for key, change in released.items()}
         return AggregationResult(means, clipping_norm=norm)
-
-
-def require_no_aux(aux: Tensors) -> None:
-    """Raise UpdateRejected if an update has auxiliary tensors."""
-    if aux:
-        raise UpdateRejected(f"{min(aux)!r} is not covered by differential privacy")
-
-
-def round_charge_name(number: int) -> str:
-    """Return the name of a round's charge to the privacy budget."""
-    return f"round {number}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robust aggregation rules: trimmed mean, median, Krum, weight caps and norm clipping.
+"""Robust aggregation: trimmed mean, median, Krum, weight caps and norm clipping.
 
 Clients are processed in the order of their names, so that the order of arrival changes no bit. Each
 param is aggregated over the clients that sent it.
@@ -8,17 +8,27 @@ param is aggregated over the clients that sent it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations
 from math import fsum, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedplan.federation.defence import KRUM, MULTI_KRUM, Defence
-from fedplan.federation.drift import Squares
+from fedplan.federation.aggregation.defence import KRUM, MEAN, MULTI_KRUM, Defence
+from fedplan.federation.aggregation.drift import Squares, drift_around
+from fedplan.federation.aggregation.mean import MeanAggregator
+from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator, TensorsAndJson
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import UpdateRejected
+from fedplan.federation.record import DefenceRecord
 from fedplan.tensors.named import Tensors
+from fedplan.tensors.sums import MAX_SUM_STEPS, ExactSum
+
+BUFFERED_KIND = "buffered"
+"""The "kind" of a partial sum of a BufferedAggregator."""
 
 OUTLIER_RATIO = 4.0
 """A client is an outlier if its distance from the aggregate exceeds this many references."""
@@ -31,6 +41,111 @@ _SORT_COLUMNS = 2**18
 
 Values = Mapping[str, Tensors]
 """The values of each client, by its name."""
+
+
+@dataclass
+class BufferedAggregator(Aggregator):
+    """Aggregator that keeps all updates until `close`, for defences that compare updates.
+
+    Give `agreement`, `base` (global values before the round) and `roster` (number of all clients).
+    `values`, `aux`, `weights` hold copies of the updates by client, filled by `add` and `merge`.
+    """
+
+    agreement: Agreement
+    base: Tensors
+    roster: int
+    values: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    aux: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    weights: dict[str, int] = field(default_factory=dict[str, int])
+
+    def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Raise an error if an update (values, aux tensors, weight) cannot be aggregated.
+
+        Raises as `MeanAggregator.require`, and UpdateRejected if a sum of `roster` updates of this
+        size would overflow. The result does not depend on the updates added before.
+        """
+        aggregator = MeanAggregator(self.agreement, self.base, self.roster)
+        aggregator.require(values, aux, weight)
+        is_mean = self.agreement.defence.rule == MEAN
+        products = aggregator.products.client_products(values) if is_mean else {}
+        for tensors, times in ((values, weight), (aux, 1), (products, weight)):
+            for key, peak in ExactSum().validate(tensors, times).items():
+                if peak * times * self.roster >= MAX_SUM_STEPS:
+                    raise UpdateRejected(f"{key!r} is too large to be summed with other updates")
+
+    def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Store a copy of one client's update, since the tensors may be the live model's."""
+        self.values[client] = {key: value.clone() for key, value in values.items()}
+        self.aux[client] = {key: value.clone() for key, value in aux.items()}
+        self.weights[client] = weight
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind and number of clients."""
+        return {"kind": BUFFERED_KIND, "roster": self.roster}
+
+    def empty(self) -> BufferedAggregator:
+        """Return an aggregator of the same round without updates."""
+        return BufferedAggregator(self.agreement, self.base, self.roster)
+
+    def state(self) -> TensorsAndJson:
+        """Return all updates (tensors), and the clients' names and weights (JSON)."""
+        # Clients have numbers, because a client's name may contain any character.
+        tensors = dict[str, Tensor]()
+        for number, client in enumerate(self.values):
+            tensors |= {f"{number}/value/{k}": v for k, v in self.values[client].items()}
+            tensors |= {f"{number}/aux/{k}": v for k, v in self.aux[client].items()}
+        clients, weights = list(self.values), [self.weights[client] for client in self.values]
+        return tensors, {"kind": BUFFERED_KIND, "clients": clients, "weights": weights}
+
+    def merge(self, tensors: Tensors, fields: Mapping[str, Any]) -> None:
+        """Add the `state` of an aggregator of other clients of the same round."""
+        self._require_kind(BUFFERED_KIND, fields)
+        clients: list[str] = fields["clients"]
+        groups = {group: [dict[str, Tensor]() for _ in clients] for group in ("value", "aux")}
+        for name, tensor in tensors.items():
+            number, group, key = name.split("/", 2)
+            groups[group][int(number)][key] = tensor
+        self.values |= zip(clients, groups["value"], strict=True)
+        self.aux |= zip(clients, groups["aux"], strict=True)
+        self.weights |= zip(clients, fields["weights"], strict=True)
+
+    def close(self) -> AggregationResult:
+        """Scale down long updates, aggregate all by the defence's rule, and return the result.
+
+        An update longer than `defence.max_norm_ratio` times the client's reference norm is scaled
+        down to that norm (`clip_updates`). The rule "mean" weighs clients by capped weights
+        (`group_weights`); other rules ignore weights. With `method.absent`, clients that did not
+        send a param count as unchanged. Changes no stored update.
+        """
+        defence, absent = self.agreement.defence, self.agreement.method.absent
+        values, clipped = clip_updates(self.values, self.base, defence.max_norm_ratio)
+        groups = params_by_senders(values)
+        if defence.rule == MEAN:
+            total = MeanAggregator(self.agreement, self.base, self.roster)
+            caps = group_weights(defence, self.weights, groups, absent=absent)
+            for group, keys in groups.items():
+                for client in group:
+                    update = {key: values[client][key] for key in keys}
+                    total.add(client, update, {}, caps[group][client])
+            for aux in filter(None, self.aux.values()):
+                total.aux.add(aux, 1)
+            total.weight = sum(next(iter(caps.values()), {}).values()) if absent else 0
+            capped = find_capped_weights(defence, self.weights, caps.values())
+            return replace(total.close(), defence=DefenceRecord(capped, clipped=clipped))
+        robust = apply_robust_rule(defence, values)
+        means = dict(robust.means)
+        drift = drift_around(self.agreement.params, self.base, means, robust.squares)
+        for group, keys in groups.items() if absent else ():
+            fraction = len(group) / len(values)
+            if fraction < 1:
+                means |= {k: torch.lerp(self.base[k], means[k], fraction) for k in keys}
+        record = DefenceRecord(
+            clipped=clipped,
+            excluded=robust.excluded,
+            distance=robust.distance,
+            undefended=robust.undefended,
+        )
+        return AggregationResult(means, drift=drift, defence=record)
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,32 @@ changes and noise shares; its clients are public.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation import AggregationResult, PollScores
-from fedplan.federation.agreement import Agreement
-from fedplan.federation.client_dp import require_no_aux, round_charge_name
-from fedplan.federation.global_state import GlobalState
-from fedplan.federation.participation import Participation
-from fedplan.federation.secagg_aggregator import (
+from fedplan.federation.aggregation.protocol import (
+    AggregationResult,
+    PollScores,
+    require_no_aux,
+    round_charge_name,
+)
+from fedplan.federation.aggregation.secure import SecureAggregation, SecureAggregator
+from fedplan.federation.aggregation.secure_input import (
     VALUE_PREFIX,
-    WHOLE_SUM,
-    SecureAggregation,
-    SecureAggregator,
     narrow_words,
     sum_from_words,
     sum_words,
 )
-from fedplan.models.params import Block
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.global_state import GlobalState
+from fedplan.federation.record import WHOLE_SUM
+from fedplan.language.turn import Turn
+from fedplan.models.params import Block, Params
 from fedplan.privacy.guard import Guard, ServerGuard
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.secagg.server import UnmaskedSums
@@ -43,32 +45,19 @@ from fedplan.tensors.sums import ExactSum
 
 
 @dataclass(frozen=True)
-class DistributedDPAggregation:
+class DistributedDPAggregation(SecureAggregation):
     """Aggregation with client-level DP that also holds against the server: clients add the noise.
 
-    `agreement`: settings of the run. `participation`: how clients are drawn. `guard`: the server's
-    privacy budget, with one entry per round. The server sees only the secure sum of clipped and
-    noised changes.
+    The guard has one entry per round. The server sees only the secure sum of clipped and noised
+    changes.
     """
 
-    agreement: Agreement
-    participation: Participation
     guard: ServerGuard
-    hides_clients: ClassVar[bool] = True
 
-    def checkpoint_meta(self) -> dict[str, Any]:
-        """Return the number of charges, which a resumed run must find in its budget."""
-        return {"charges": len(self.guard.budget.charges)}
-
-    def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Return the clients of round `number`, drawn from all client names in `roster`.
-
-        Raises PrivacyError if the privacy budget does not allow the round, and FedplanError if the
-        threshold of secure aggregation does not allow a sum of that many clients.
-        """
-        self.guard.require_affordable_round(number, round_charge_name(number))
-        secure = SecureAggregation(self.agreement, self.participation)
-        return secure.sample_clients(number, roster)
+    def shared_params(self, turns: Iterable[Turn]) -> Params:
+        """Return all params that any client may share: every client sends noise for each."""
+        first = next(iter(turns), None)
+        return self.agreement.public_params(first) if first is not None else ()
 
     def joint_scores(self, number: int, polled: PollScores) -> dict[Block, float]:
         """Raise FedplanError: layer scores are not in the privacy budget here."""
@@ -79,11 +68,10 @@ class DistributedDPAggregation:
     def open_round(
         self, global_state: GlobalState, shared: Callable[[], Tensors], roster: int
     ) -> DistributedDPAggregator:
-        """Return an empty aggregator for round `global_state.round + 1`; charges no privacy budget.
+        """Return an empty aggregator for round `global_state.round + 1`.
 
-        `shared`: returns the values of all params that any client may share; called once, for
-        shapes. `roster`: number of all clients; the threshold and the noise shares are for a cohort
-        of this size. The aggregator's `close` charges the budget. Raises FedplanError as
+        `shared` is called once, for shapes. The threshold and the noise shares are for a cohort of
+        `roster` clients. The aggregator's `close` charges the budget. Raises FedplanError as
         `round_mechanism`.
         """
         return DistributedDPAggregator(

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weighted mean of a round's updates, exact in any order, and a client's contribution to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedplan.federation.aggregation.drift import Drift
+from fedplan.federation.aggregation.lora_products import ProductSum
+from fedplan.federation.aggregation.protocol import (
+    AggregationResult,
+    Aggregator,
+    TensorsAndJson,
+    merge_sums,
+    sums_state,
+)
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import UpdateRejected
+from fedplan.federation.record import DefenceRecord
+from fedplan.privacy.mechanisms.clipping import capped_weight
+from fedplan.tensors.named import Tensors
+from fedplan.tensors.sums import ExactSum, peak_steps_and_squared_distances
+
+MEAN_KIND = "mean"
+"""The "kind" of a partial sum of a MeanAggregator."""
+
+
+@dataclass
+class MeanAggregator(Aggregator):
+    """Aggregator of one round by exact weighted means, independent of the order of updates.
+
+    Give `agreement`, `base` (global values before the round) and `roster` (number of all clients).
+    The other fields are running totals: `values` (weighted sum of params), `aux` (unweighted sum of
+    auxiliary tensors), `drift` (squared changes), `weight` (sum of all weights), `products` (LoRA
+    products), `capped` (by client, reported and capped weight, if above `defence.max_weight`).
+    `last_stats`: values, peaks and squared distances of the update that `require` saw last, reused
+    by `add`. Call `require` and `add` per update, or `merge` a part of the round, then `close`.
+    """
+
+    agreement: Agreement
+    base: Tensors
+    roster: int
+    values: ExactSum = field(default_factory=ExactSum)
+    aux: ExactSum = field(default_factory=ExactSum)
+    drift: Drift = field(default_factory=Drift)
+    weight: int = 0
+    capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    products: ProductSum = field(init=False)
+    last_stats: tuple[Tensors, dict[str, int], dict[str, float]] | None = None
+
+    def __post_init__(self) -> None:
+        agreed = self.agreement
+        self.products = ProductSum(agreed.layers, agreed.method.lora_aggregation, self.base)
+
+    def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Raise an error if an update cannot be added; change no sum.
+
+        SumError: `weight` is not an int from 1 to MAX_WEIGHT, a dtype is no float, a value is not
+        finite or above MAX_VALUE, a dtype or shape differs from earlier updates, or a sum of
+        `values` or `aux` could overflow. UpdateRejected: the new value of an auxiliary tensor would
+        not be finite, or the method aggregates LoRA products and only one factor of a layer was
+        sent. All keys must be in `base`. Keeps statistics of `values` in `last_stats`, for `add`.
+        """
+        peaks, squares = peak_steps_and_squared_distances(values, self.base)
+        self.last_stats = values, peaks, squares
+        self.values.validate(values, weight, peaks)
+        self.products.require_both_sides(values)
+        self.aux.validate(aux, 1)
+        for key, change in aux.items():
+            if not bool((self.base[key] + change).isfinite().all()):
+                raise UpdateRejected(f"{key!r} is too large to be added to its present value")
+
+    def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
+        """Add the values, LoRA products and aux tensors of one client's update.
+
+        Call `require` with the same update before. A weight above `defence.max_weight` is lowered
+        to that, and both weights are noted in `capped` under `client`. Raises SumError, and adds
+        nothing, if a sum of LoRA products could overflow.
+        """
+        reported, weight = weight, min(weight, self.agreement.defence.max_weight or weight)
+        products = self.products.client_products(values)
+        self.products.total.validate(products, weight)
+        checked, self.last_stats = self.last_stats, None
+        if checked is not None and checked[0] is values:
+            _, peaks, squares = checked
+        else:
+            peaks, squares = peak_steps_and_squared_distances(values, self.base)
+        self.values.add(values, weight, peaks)
+        self.products.total.add(products, weight)
+        self.drift.add_squares(squares, weight)
+        if aux:
+            self.aux.add(aux, 1)
+        self.weight += weight
+        self.capped |= {client: (reported, weight)} if weight < reported else {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind and number of clients."""
+        return {"kind": MEAN_KIND, "roster": self.roster}
+
+    def empty(self) -> MeanAggregator:
+        """Return an aggregator of the same round without updates."""
+        return MeanAggregator(self.agreement, self.base, self.roster)
+
+    def state(self) -> TensorsAndJson:
+        """Return the sums (tensors), and squares, weight and capped weights (JSON)."""
+        squares = self.drift.squares
+        return sums_state(
+            MEAN_KIND, self._sums, squares=squares, weight=self.weight, capped=self.capped
+        )
+
+    def merge(self, tensors: Tensors, fields: Mapping[str, Any]) -> None:
+        """Add the `state` of an aggregator of other clients of the same round."""
+        self._require_kind(MEAN_KIND, fields)
+        merge_sums(self._sums, tensors, fields)
+        self.drift.merge(Drift(fields["squares"]))
+        self.weight += fields["weight"]
+        self.capped |= {name: (weight, cap) for name, (weight, cap) in fields["capped"].items()}
+
+    @property
+    def _sums(self) -> dict[str, ExactSum]:
+        return {"values": self.values, "aux": self.aux, "products": self.products.total}
+
+    def close(self) -> AggregationResult:
+        """Return the weighted means of params, and of aux tensors the sum of changes / `roster`.
+
+        The mean of a param is over the senders; with `method.absent`, over all clients of the
+        round, where clients that did not send the param count as unchanged. If the method has a
+        rule for LoRA products, the rule's values replace the means of the factors. The result also
+        has drift, errors of products and, if a defence is on, the capped weights. Frees the sum of
+        params: call once.
+        """
+        means, weights, agreed = self.values.mean(), self.values.weights(), self.agreement
+        self.values = ExactSum()  # frees memory for the new global state
+        drift = self.drift.by_kind(agreed.params, self.base, means, weights)
+        merged, errors = self.products.close(means, weights)
+        means |= merged
+        for key in means if agreed.method.absent else ():
+            if weights[key] < self.weight:
+                fraction = weights[key] / self.weight
+                means[key] = torch.lerp(self.base[key], means[key], fraction)
+        divisors = dict.fromkeys(self.aux.weights(), self.roster)
+        record = DefenceRecord(dict(sorted(self.capped.items()))) if agreed.defence.active else None
+        return AggregationResult(
+            means, self.aux.mean(divisors), drift, products=errors, defence=record
+        )
+
+
+def make_contribution(
+    agreement: Agreement, example_count: int, before: Tensors, after: Tensors
+) -> tuple[dict[str, Tensor], int]:
+    """Return the (values, weight) that a client sends after training.
+
+    `before`, `after`: values by key before and after training. The weight is `example_count`, or 1
+    under the agreement's differential privacy or equal weights. The values are the tensors of
+    `after`, not copied; if the privacy guarantee has a `max_weight` (cap), new tensors
+    before + (after - before) * min(example_count, cap) / cap.
+    """
+    if agreement.guarantee is None:
+        return dict(after), 1 if agreement.secagg.equal_weights else example_count
+    if not agreement.guarantee.max_weight:
+        return dict(after), 1
+    fraction = capped_weight(example_count, agreement.guarantee.max_weight)
+    return {key: torch.lerp(before[key], value, fraction) for key, value in after.items()}, 1
