@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedplan as fp
-from fedplan.tensors.aux_tensors import aux_name as aux
+from fedplan.tensors.named import aux_name as aux
 
 
 def dynamic(fit, alpha=0.1):

@@ -18,8 +18,8 @@ from fedplan.language.plan import (
     share,
     when,
 )
+from fedplan.language.predicates import Turn, after, client_in, phase, trait
 from fedplan.language.resolution import Resolver, permitted_roles, resolve
-from fedplan.language.turn import Turn, after, client_in, phase, trait
 from fedplan.lazy import lazy_exports
 from fedplan.models.architectures import register_layer_map
 from fedplan.models.catalog import params_of

@@ -26,10 +26,9 @@ from fedplan.federation.rounds import (
     close_round,
     make_request,
 )
-from fedplan.language.client_classes import Participants
 from fedplan.language.plan import Role, share
-from fedplan.language.resolution import permitted_roles, resolve
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import Participants, permitted_roles, resolve
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
 from fedplan.methods.server_optimizer import mean
@@ -38,9 +37,8 @@ from fedplan.models.values import get_values
 from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
-from fedplan.tensors.aux_tensors import is_aux, param_key
 from fedplan.tensors.devices import fork_rng_state
-from fedplan.tensors.named import digests, nbytes
+from fedplan.tensors.named import digests, is_aux, nbytes, param_key
 from fedplan.tensors.sums import GRID
 from fedplan.training.fit import Job, TrainConfig, plain_fit
 from fedplan.training.optimizers import adamw

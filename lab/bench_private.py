@@ -28,8 +28,8 @@ from torch.nn.functional import cross_entropy
 
 from fedplan.language.parser import parse
 from fedplan.language.parts import query, value
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.adapters import add_lora
 from fedplan.models.description import describe
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients

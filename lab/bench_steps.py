@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedplan.language.parser import parse
 from fedplan.language.plan import Plan, share
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.params import Block
 from fedplan.training.fit import TrainConfig

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.reports.memory import TrainingStep, estimate_memory

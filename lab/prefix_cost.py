@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedplan.data.examples import Examples, ImageExamples, RaggedArray, TokenSequences
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.prompts import add_prompts

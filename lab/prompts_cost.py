@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedplan.data.examples import ImageExamples
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.prompts import pfeddc
 from fedplan.models.description import describe
 from fedplan.models.dual_encoder import load_dual_encoder

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -185,8 +186,13 @@ def room(module: str) -> str:
     return module.split(".")[0]
 
 
-def imported(file: Path) -> Iterator[tuple[str, str]]:
+@cache
+def imported(file: Path) -> list[tuple[str, str]]:
     """What a module imports of the house: from which module, and by which name."""
+    return list(_imported(file))
+
+
+def _imported(file: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -21,10 +21,10 @@ from fedplan.federation.record import (
     split_digests,
 )
 from fedplan.federation.round_warnings import make_warnings, recent_drifts
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.params import Block
-from fedplan.tensors.aux_tensors import param_key
+from fedplan.tensors.named import param_key
 
 
 def verify_ledger(agreement: Agreement, lines: Iterable[object], start: str = "") -> list[str]:

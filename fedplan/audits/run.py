@@ -24,7 +24,7 @@ from fedplan.federation.record import (
     split_digests,
 )
 from fedplan.federation.server import WRITE_ONCE_FILES
-from fedplan.privacy.mechanisms.secret import read_secret
+from fedplan.privacy.mechanisms.noise import read_secret
 from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
 from fedplan.studies.federated_data import load_federated_data

@@ -13,11 +13,10 @@ from typing import Any
 
 from fedplan.federation.messages import RequestRefused
 from fedplan.privacy.guard import SECRET_FILE
-from fedplan.privacy.mechanisms.secret import derive_key, load_or_create_secret
+from fedplan.privacy.mechanisms.noise import derive_key, load_or_create_secret
 from fedplan.storage.append_log import AppendLog
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.files import make_folder
+from fedplan.storage.files import make_folder, wrap_disk_errors
 
 REPLIES = "replies.jsonl"
 """File of an account: one JSON line for each reply."""

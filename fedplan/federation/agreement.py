@@ -9,24 +9,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from fedplan.errors import PrivacyError
 from fedplan.federation.aggregation.defence import Defence, require_defence
 from fedplan.federation.aggregation.lora_products import check_product_rule, shared_lora_layers
 from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support, drift_tracked_kinds
 from fedplan.federation.wire_cost import WireCost
 from fedplan.language.canonical import canonical_text
-from fedplan.language.client_classes import client_classes
 from fedplan.language.plan import Best, Role, Roles, Step
-from fedplan.language.resolution import certain_roles, params_with_roles, permitted_roles, resolve
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import (
+    certain_roles,
+    client_classes,
+    params_with_roles,
+    permitted_roles,
+    resolve,
+)
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
 from fedplan.models.lora_layers import LoraLayer
 from fedplan.models.manifest import manifest_json
 from fedplan.models.params import ITEMSIZE, Block, Param, Params
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.tensors.aux_tensors import aux_names, param_key
 from fedplan.tensors.compression import plain
+from fedplan.tensors.named import aux_names, param_key
 from fedplan.training.fit import TrainConfig, plain_fit
 from fedplan.training.probes import is_data_independent
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from math import inf
 
 from fedplan.federation.agreement import Agreement
-from fedplan.language.client_classes import class_representatives
 from fedplan.language.plan import Role
-from fedplan.language.resolution import permitted_roles
-from fedplan.language.schedule import rounds_to_check
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import class_representatives, permitted_roles, rounds_to_check
 
 Roster = Mapping[str, Mapping[str, str]]
 """Traits of every client by name."""

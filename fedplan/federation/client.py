@@ -21,14 +21,13 @@ from fedplan.federation.initial_model import InitialModel
 from fedplan.federation.messages import ClientStateMissing, Request, RequestRefused
 from fedplan.federation.record import role_letters
 from fedplan.language.plan import Roles
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard, DistributedGuard, Guard
-from fedplan.privacy.mechanisms.secret import load_or_create_secret
+from fedplan.privacy.mechanisms.noise import load_or_create_secret
 from fedplan.storage.journal import Journal
-from fedplan.tensors.aux_tensors import only_aux, param_key
-from fedplan.tensors.named import DigestCache, Tensors
+from fedplan.tensors.named import DigestCache, Tensors, only_aux, param_key
 from fedplan.training.activation_cache import ActivationCache
 from fedplan.training.probes import ProbeInput, data_independent_input, is_data_independent
 

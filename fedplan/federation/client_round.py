@@ -33,15 +33,14 @@ from fedplan.federation.initial_model import InitialModel
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
 from fedplan.federation.record import TurnRecord, join_digests, role_letters
 from fedplan.language.plan import Best, Role, Roles
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import candidate_blocks
-from fedplan.language.turn import Turn
 from fedplan.models.buffers import copy_buffers, require_unchanged_buffers
 from fedplan.models.params import Block
 from fedplan.models.values import get_values
 from fedplan.privacy.mechanisms.vote import make_ballot
-from fedplan.tensors.aux_tensors import only_aux, split_aux
 from fedplan.tensors.devices import deterministic
-from fedplan.tensors.named import Tensors, all_finite, nbytes, same_bits
+from fedplan.tensors.named import Tensors, all_finite, nbytes, only_aux, same_bits, split_aux
 from fedplan.training.fit import FitResult, Job
 
 WEIGHT, BASE, TURN = "weight_sent", "base_digests", "turn_digest"

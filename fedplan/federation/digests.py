@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples
-from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.privacy.mechanisms.noise import derive_key
 from fedplan.tensors.devices import CPU, device_description, model_device
 from fedplan.tensors.named import digest
 

@@ -19,8 +19,7 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.federation.error_codes import APPROVAL, error_fields
 from fedplan.storage.append_log import AppendLog, LogHead, head_file, timestamp
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.files import make_folder
+from fedplan.storage.files import make_folder, wrap_disk_errors
 from fedplan.tensors.message import Message
 
 EGRESS_LOG, AGREEMENT = "egress.jsonl", "agreement.json"

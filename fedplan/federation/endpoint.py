@@ -54,9 +54,8 @@ from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import write_if_changed
 from fedplan.storage.journal import Journal
 from fedplan.storage.store import Store
-from fedplan.tensors.aux_tensors import param_key
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import nbytes
+from fedplan.tensors.named import nbytes, param_key
 from fedplan.tensors.serialization import JSON, pack_message
 
 if TYPE_CHECKING:

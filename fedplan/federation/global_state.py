@@ -19,11 +19,10 @@ from fedplan.federation.client_versions import (
     unpack_client_sync,
 )
 from fedplan.federation.messages import block_scores_from_json, block_scores_to_json
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles
-from fedplan.language.turn import Turn
 from fedplan.models.params import Block
-from fedplan.tensors.aux_tensors import aux_names, param_key
-from fedplan.tensors.named import Tensors
+from fedplan.tensors.named import Tensors, aux_names, param_key
 
 GLOBAL_FOLDER, LEDGER, METRICS, BEST = "global", "ledger.jsonl", "metrics.jsonl", "best"
 """Names in a run's folder: global state, ledger, metrics, and the best global state."""

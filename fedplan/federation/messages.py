@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.identity import is_run_id
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
-from fedplan.tensors.aux_tensors import split_aux
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import nbytes
+from fedplan.tensors.named import nbytes, split_aux
 from fedplan.tensors.serialization import JSON, SerializationError, pack_message, unpack_message
 
 

@@ -20,12 +20,11 @@ from fedplan.federation.messages import Request, Update, UpdateRejected
 from fedplan.federation.record import DefenceRecord, SecAggRecord, TurnRecord, read_turn
 from fedplan.federation.validation import validate_digests, validate_record
 from fedplan.language.plan import Role
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.phases import PhaseContext
 from fedplan.models.params import Block
-from fedplan.storage.failpoints import failpoint
-from fedplan.tensors.aux_tensors import aux_names, param_key
-from fedplan.tensors.named import DigestCache, Tensors, all_finite, nbytes
+from fedplan.storage.files import failpoint
+from fedplan.tensors.named import DigestCache, Tensors, all_finite, aux_names, nbytes, param_key
 
 
 def announce_phase(agreement: Agreement, global_state: GlobalState) -> GlobalState:

@@ -12,8 +12,8 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.federation.error_codes import APPROVAL
 from fedplan.storage.files import write_atomic
+from fedplan.storage.locks import Process
 from fedplan.storage.logs import utc_now
-from fedplan.storage.processes import Process
 
 STATUS, STOP_REQUEST = "status.json", "stop_request.json"
 """Files in a run's folder: its status, and an operator's request to stop."""

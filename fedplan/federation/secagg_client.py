@@ -60,8 +60,8 @@ from fedplan.privacy.secagg.reveal_log import RevealLog
 from fedplan.privacy.secagg.round_progress import DiskProgressStore, RoundProgress
 from fedplan.privacy.secagg.terms import Terms
 from fedplan.storage.store import Store
-from fedplan.tensors.aux_tensors import param_key
 from fedplan.tensors.message import Message
+from fedplan.tensors.named import param_key
 from fedplan.tensors.ring import Words, words_from_ints
 from fedplan.tensors.serialization import JSON
 

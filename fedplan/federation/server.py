@@ -44,8 +44,7 @@ from fedplan.federation.rounds import (
 from fedplan.models.params import Block
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.storage.append_log import CommittedLog, read_json_lines
-from fedplan.storage.failpoints import failpoint
-from fedplan.storage.files import file_size_and_digest
+from fedplan.storage.files import failpoint, file_size_and_digest
 from fedplan.storage.store import Store
 from fedplan.tensors.named import DigestCache, digests
 from fedplan.training.probes import data_independent_input

@@ -33,8 +33,8 @@ from fedplan.federation.run_states import (
 )
 from fedplan.federation.timeouts import Timeouts
 from fedplan.storage.files import write_atomic
+from fedplan.storage.locks import current_process
 from fedplan.storage.logs import Log, LogEntry, utc_now
-from fedplan.storage.processes import current_process
 
 if TYPE_CHECKING:
     from fedplan.federation.server import Server

@@ -14,7 +14,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.messages import Request, Update, UpdateRejected, block_scores_to_json
 from fedplan.federation.record import ROLE_BY_LETTER, TurnRecord, split_digests
 from fedplan.language.plan import Role, Roles
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
 from fedplan.tensors.named import DigestCache, Tensors
 

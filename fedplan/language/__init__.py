@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         share,
         when,
     )
+    from fedplan.language.predicates import Turn, after, client_in, phase, trait
     from fedplan.language.resolution import Resolver, check_plan, permitted_roles, resolve
-    from fedplan.language.turn import Turn, after, client_in, phase, trait
 
 __all__ = [
     "Plan",
@@ -51,9 +51,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "predicates": "Turn after client_in phase trait",
         "parser": "parse parse_part",
         "plan": "Plan Role best by chain cycle freeze hold keep share when",
         "resolution": "Resolver check_plan permitted_roles resolve",
-        "turn": "Turn after client_in phase trait",
     },
 )

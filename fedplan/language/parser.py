@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fedplan.errors import PlanError
-from fedplan.language import parts, plan, turn
+from fedplan.language import parts, plan, predicates
 from fedplan.language.parts import Part
 from fedplan.language.plan import Plan, require_plan
 from fedplan.language.predicates import join_predicates, require_predicate, require_same_subject
@@ -19,7 +19,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     for f in (
         *(plan.share, plan.keep, plan.freeze, plan.hold, plan.best),
         *(plan.chain, plan.when, plan.cycle, plan.by),
-        *(turn.after, turn.phase, turn.client_in, turn.trait),
+        *(predicates.after, predicates.phase, predicates.client_in, predicates.trait),
         *(parts.blocks, parts.first, parts.last, parts.named, parts.on),
     )
 }

@@ -12,8 +12,14 @@ from typing import Any
 
 from fedplan.errors import PlanError
 from fedplan.language.parts import Part, body, everything, require_part
-from fedplan.language.predicates import quote_string, require_int, require_string
-from fedplan.language.turn import Condition, Turn, require_condition
+from fedplan.language.predicates import (
+    Condition,
+    Turn,
+    quote_string,
+    require_condition,
+    require_int,
+    require_string,
+)
 from fedplan.models.params import Param
 
 LANGUAGE = 1

@@ -9,7 +9,7 @@ from functools import partial
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import adapter, fusion, head, key, query
 from fedplan.language.plan import Plan, best, chain, freeze, hold, keep, share, when
-from fedplan.language.turn import phase
+from fedplan.language.predicates import phase
 from fedplan.methods.adapters import add_lora
 from fedplan.methods.layers import safl
 from fedplan.methods.method import Method

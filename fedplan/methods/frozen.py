@@ -7,7 +7,7 @@ from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import head, value
 from fedplan.language.plan import chain, freeze, share, when
-from fedplan.language.turn import phase
+from fedplan.language.predicates import phase
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases, SettledPhase
 from fedplan.models.params import Kind

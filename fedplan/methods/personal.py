@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fedplan.language.parts import head, norm
 from fedplan.language.plan import chain, freeze, keep, share, when
-from fedplan.language.turn import after
+from fedplan.language.predicates import after
 from fedplan.methods.method import Method
 from fedplan.training.client_hooks import alternate
 

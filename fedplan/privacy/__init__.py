@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.privacy.accounting.accountant import calibrate, epsilon
+    from fedplan.errors import PrivacyError
+    from fedplan.privacy.accounting.accountant import DPSGDSteps, Release, calibrate, epsilon
     from fedplan.privacy.accounting.budget import Budget
-    from fedplan.privacy.accounting.events import DPSGDSteps, Release
     from fedplan.privacy.dpsgd.fit import DPSGDConfig, dp_sgd
-    from fedplan.privacy.errors import PrivacyError
     from fedplan.privacy.guarantee import Guarantee
     from fedplan.privacy.guard import ClientGuard, ServerGuard
     from fedplan.privacy.statement import Statement
@@ -33,9 +32,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "accounting.accountant": "calibrate epsilon",
+        "accounting.accountant": "DPSGDSteps Release calibrate epsilon",
         "accounting.budget": "Budget",
-        "accounting.events": "DPSGDSteps Release",
         "dpsgd.fit": "DPSGDConfig dp_sgd",
         "errors": "PrivacyError",
         "guarantee": "Guarantee",

@@ -6,9 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fedplan.language.canonical import format_dataclass
-from fedplan.privacy.accounting.accountant import calibrate, epsilon
+from fedplan.privacy.accounting.accountant import (
+    DPSGDSteps,
+    Event,
+    Release,
+    calibrate,
+    combined_noise,
+    epsilon,
+)
 from fedplan.privacy.accounting.budget import Unit
-from fedplan.privacy.accounting.events import DPSGDSteps, Event, Release, combined_noise
 from fedplan.privacy.mechanisms.vote import is_voting_round
 
 COUNT_NOISE = 10.0

@@ -17,17 +17,20 @@ import torch
 from torch import Tensor
 
 from fedplan.data.examples import Examples
+from fedplan.errors import PrivacyError
 from fedplan.models.params import Block
+from fedplan.privacy.accounting.accountant import Charge
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap
-from fedplan.privacy.accounting.events import Charge
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, Uniform, dp_sgd
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, vote_name
 from fedplan.privacy.mechanisms.clipping import AdaptiveClipping
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
-from fedplan.privacy.mechanisms.noise import NoiseStream
-from fedplan.privacy.mechanisms.sampling import sample_cohort
-from fedplan.privacy.mechanisms.secret import derive_key, load_or_create_secret
+from fedplan.privacy.mechanisms.noise import (
+    NoiseStream,
+    derive_key,
+    load_or_create_secret,
+    sample_cohort,
+)
 from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, make_ballot
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.locks import sync_folder

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedplan.privacy.accounting.accountant import accountant_version
+from fedplan.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import accountant_version, charge_to_json
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap
-from fedplan.privacy.accounting.events import charge_to_json
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee, vote_name
 from fedplan.privacy.guard import CHARGES_FILE
 

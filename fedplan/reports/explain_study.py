@@ -10,7 +10,7 @@ from typing import Any
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.participation import Participation
-from fedplan.language.client_classes import Participants
+from fedplan.language.resolution import Participants
 from fedplan.methods.phases import PlannedPhases
 from fedplan.methods.registry import method_by_name
 from fedplan.models.catalog import meta_model, params_of

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.federation.wire_cost import WireCost
-from fedplan.language.client_classes import Participants
 from fedplan.language.plan import Plan, Role
+from fedplan.language.resolution import Participants
 from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.figures.palette import ROLE_STYLES
 from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForecast

@@ -9,22 +9,20 @@ from functools import cached_property, partial
 
 from fedplan.errors import PlanError
 from fedplan.federation.wire_cost import WireCost
-from fedplan.language.client_classes import (
-    Participants,
-    client_classes,
-    phase_names,
-    plan_conditions,
-)
 from fedplan.language.plan import Assign, Best, Plan, Role, Roles, Step
+from fedplan.language.predicates import After, Turn
 from fedplan.language.resolution import (
+    Participants,
     candidate_blocks,
     certain_roles,
     check_plan,
+    client_classes,
     params_with_roles,
     permitted_roles,
+    phase_names,
+    plan_conditions,
     resolve,
 )
-from fedplan.language.turn import After, Turn
 from fedplan.models.params import Param, Params
 from fedplan.reports.forecast_types import ByteRange, ClientForecast, Forecast, StageForecast
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Plan, Role, Roles
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles, resolve
-from fedplan.language.turn import Turn
 from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.figures.palette import ROLE_PAINTS, light_color, text_paint
 

@@ -22,7 +22,7 @@ from fedplan.federation.participation import Participation
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.federation.status import StatusReporter
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.values import get_values
 from fedplan.runners.clients import Clients
 from fedplan.runners.executors.executor import Executor, SerialExecutor

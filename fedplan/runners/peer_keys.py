@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedplan.federation.messages import RequestRefused
-from fedplan.storage.names import safe_folder_name
+from fedplan.storage.files import safe_folder_name
 
 SUFFIX = ".pub"
 """Suffix of a site's key file."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.names import validate_client_names
+from fedplan.storage.files import validate_client_names
 from fedplan.studies.field_types import DeviceName
 from fedplan.studies.schema import ConfigError
 from fedplan.studies.sections import Section

@@ -23,13 +23,13 @@ from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
-from fedplan.storage.names import safe_folder_name
+from fedplan.storage.files import safe_folder_name
 from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation
 from fedplan.studies.run_folder import write_run_files, write_task_file
 from fedplan.studies.schema import ConfigError, Study
-from fedplan.tensors.aux_tensors import is_aux
 from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.message import Message
+from fedplan.tensors.named import is_aux
 from fedplan.tensors.serialization import pack_message
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.messages import RequestRefused
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
 from fedplan.sites.inbox import Inbox, Offer

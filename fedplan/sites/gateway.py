@@ -22,7 +22,7 @@ from fedplan.federation.eval_sets import MetricPolicy
 from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_run_id
 from fedplan.federation.messages import RequestRefused, read_run_id
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site

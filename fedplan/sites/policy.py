@@ -14,13 +14,18 @@ from pydantic import AfterValidator, Field, ValidationError
 from fedplan.errors import FedplanError
 from fedplan.federation.account import Limits
 from fedplan.federation.agreement import Agreement
-from fedplan.language.client_classes import client_classes, phase_names
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import Part
 from fedplan.language.plan import Role
-from fedplan.language.resolution import params_with_roles, permitted_roles
-from fedplan.language.schedule import MAX_ROUNDS_CHECKED, rounds_to_check
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import (
+    MAX_ROUNDS_CHECKED,
+    client_classes,
+    params_with_roles,
+    permitted_roles,
+    phase_names,
+    rounds_to_check,
+)
 from fedplan.models.params import Kind, Param, Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast

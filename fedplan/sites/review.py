@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.federation.agreement import Agreement
-from fedplan.language.client_classes import Participants
 from fedplan.language.plan import Role
-from fedplan.language.schedule import MAX_ROUNDS_CHECKED
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import MAX_ROUNDS_CHECKED, Participants
 from fedplan.methods.phases import PlannedPhases
 from fedplan.models.params import Param
 from fedplan.reports.explanation import sort_params

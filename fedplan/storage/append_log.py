@@ -18,9 +18,7 @@ from threading import RLock
 from typing import Any, BinaryIO, cast
 
 from fedplan.errors import FedplanError, StoreError
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.failpoints import failpoint
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import failpoint, wrap_disk_errors, write_atomic
 from fedplan.storage.locks import open_exclusively, sync_folder
 
 GENESIS_DIGEST = "0" * 64

@@ -1,19 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes of small files, and folders that are synced to disk."""
+"""Small files: atomic writes, synced folders, safe names, and failpoints that test crashes."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
+import signal
 import time
-from contextlib import suppress
+import unicodedata
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from functools import cache
 from glob import escape
 from pathlib import Path
 from secrets import token_hex
+from urllib.parse import quote
 
-from fedplan.errors import StoreError
-from fedplan.storage.errors import wrap_disk_errors
+from safetensors import SafetensorError
+
+from fedplan.errors import FedplanError, StoreError
 from fedplan.storage.locks import sync_folder
+
+
+@contextmanager
+def wrap_disk_errors(problem: str, remedy: str) -> Generator[None]:
+    """Raise an OSError or SafetensorError of the body as StoreError "problem: error; remedy"."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{problem}: {error}; {remedy}") from error
+
 
 STALE = 3600.0
 """Age in seconds after which a temporary file is a leftover of a killed process."""
@@ -78,3 +97,118 @@ def file_size_and_digest(file: Path) -> list[int | str]:
     """Return `[size in bytes, SHA-256 as hex]` of a file, as a list for JSON."""
     content = file.read_bytes()
     return [len(content), hashlib.sha256(content).hexdigest()]
+
+
+VARIABLE = "FEDPLAN_FAILPOINT"
+POINTS = (
+    *("store.begun", "store.tensors_written", "store.tensors_synced", "store.tensors_renamed"),
+    *("store.manifest_written", "store.manifest_renamed", "store.folder_synced", "store.pruned"),
+    *("journal.before_commit", "journal.after_commit"),
+    *("log.begun", "log.written", "log.synced", "log.head_written"),
+    *("secagg.roster", "secagg.encrypted_shares", "secagg.survivors", "secagg.signed"),
+    "secagg.unmask_shares",
+    "round.answered",
+    "round.pulled",
+    "round.before_close",
+    "round.ledger_written",
+    "round.before_commit",
+    "round.committed",
+)
+"""Names of all failpoints."""
+
+_FAULTS = {"raise": errno.EIO, "enospc": errno.ENOSPC}
+_SYNTAX = re.compile(r"(?P<name>[a-z_.]+):(?P<action>kill|raise|enospc)@(?P<time>[1-9][0-9]{0,8})")
+_reached = Counter[str]()
+
+
+def failpoint(name: str) -> None:
+    """Kill this process (SIGKILL) or raise OSError if FEDPLAN_FAILPOINT selects this point.
+
+    Does nothing without the variable; with it, counts how often each point is reached. Raises
+    FedplanError if `name` is not in POINTS, or if the variable is malformed.
+    """
+    if name not in POINTS:
+        raise FedplanError(f"there is no failpoint {name!r}: add it to files.POINTS")
+    setting = os.environ.get(VARIABLE)
+    if not setting:
+        return
+    point, action, count = _parse_setting(setting)
+    _reached[name] += 1
+    if point == name and _reached[name] == count:
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(_FAULTS[action], f"{os.strerror(_FAULTS[action])} (failpoint {name})")
+
+
+def reset_failpoints() -> None:
+    """Set all counts to zero, for tests that arm several points in one process."""
+    _reached.clear()
+
+
+@cache
+def _parse_setting(setting: str) -> tuple[str, str, int]:
+    """Return (point, action, count) of a setting like `store.begun:kill@1`.
+
+    Raises FedplanError if the setting is malformed or its point is not in POINTS.
+    """
+    match = _SYNTAX.fullmatch(setting)
+    if match is None or match["name"] not in POINTS:
+        raise FedplanError(
+            f"{VARIABLE} is {setting!r}: write a point, an action and a time, such as "
+            f"{POINTS[0]}:kill@1; actions are kill, raise and enospc, points {', '.join(POINTS)}"
+        )
+    return match["name"], match["action"], int(match["time"])
+
+
+STUDY = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", re.ASCII)
+"""Valid names of studies."""
+RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.ASCII | re.IGNORECASE)
+"""Device names on Windows, which no folder may have."""
+LONGEST = 200
+"""Longest folder name in characters: file systems allow 255 bytes, and suffixes are added."""
+
+
+def safe_folder_name(name: str) -> str:
+    """Return a valid folder name for any text; different texts get different folder names.
+
+    Special characters are percent-encoded. A result over 200 characters is cut and gets a digest.
+    """
+    quoted = quote(name, safe=" ", errors="surrogatepass") or "%"
+    if quoted.startswith("."):
+        quoted = quoted.replace(".", "%2E", 1)
+    if len(quoted) > LONGEST:
+        # no quoted name has "%~": after its "%" come two digits
+        digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+        quoted = f"{quoted[:100]}%~{digest[:40]}"
+    return quoted
+
+
+def validate_study_name(name: str) -> str:
+    """Return `name` unchanged; ValueError if it is not a valid folder name on every system."""
+    if not STUDY.fullmatch(name) or RESERVED.fullmatch(name):
+        raise ValueError(
+            f"a study cannot be called {name[:80]!r}: take letters, digits, '-', '_' and '.', at "
+            "most 64, no dot or '-' at the start, no dot at the end, and no device such as 'nul'"
+        )
+    return name
+
+
+def validate_client_names(names: list[str]) -> list[str]:
+    """Return `names` unchanged; ValueError if one is invalid or two are equal.
+
+    A name has 1 to 200 printable characters without space at the ends. Names are equal if they
+    differ only in case or in compatible Unicode characters (NFKC).
+    """
+    for name in names:
+        if not name or not name.isprintable() or len(name) > LONGEST or name != name.strip():
+            raise ValueError(
+                f"a client cannot be called {name[:80]!r}: take 1 to {LONGEST} printable "
+                "characters, no space at its ends"
+            )
+    normalized_names = set[str]()
+    for name in names:
+        normalized = unicodedata.normalize("NFKC", name).casefold()
+        if normalized in normalized_names:
+            raise ValueError(f"a name is listed twice: {name!r}")
+        normalized_names.add(normalized)
+    return names

@@ -11,9 +11,7 @@ from torch import Tensor
 from fedplan.errors import StoreError
 from fedplan.storage.checkpoints import SkippedCheckpoint
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.failpoints import failpoint
-from fedplan.storage.names import safe_folder_name
+from fedplan.storage.files import failpoint, safe_folder_name, wrap_disk_errors
 from fedplan.storage.store import Meta, Store, TensorsAndMeta
 from fedplan.storage.tensor_file import NameFilter, no_tensors
 from fedplan.tensors.named import Tensors

@@ -34,9 +34,7 @@ from fedplan.storage.checkpoints import (
     tensor_file_digest,
 )
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.failpoints import failpoint
-from fedplan.storage.files import make_folder
+from fedplan.storage.files import failpoint, make_folder, wrap_disk_errors
 from fedplan.storage.locks import acquire_folder_lock, locked_folder, sync_folder
 from fedplan.storage.tensor_file import (
     NameFilter,

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedplan.errors import StoreError
 from fedplan.storage.checkpoints import InvalidCheckpoint, Manifest
 from fedplan.storage.encryption import Encryption
-from fedplan.tensors.layout import TensorEntry, parse_entries, tensor_view
+from fedplan.tensors.serialization import TensorEntry, parse_entries, tensor_view
 
 MAX_HEADER_BYTES = 2**27
 """Size limit of a file's header, which lists names, dtypes and shapes."""

@@ -23,10 +23,9 @@ from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.initial_model import InitialModel, digest_initial_model
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import join_digests
-from fedplan.language.client_classes import phase_names
 from fedplan.language.parser import parse
 from fedplan.language.plan import chain
-from fedplan.language.resolution import check_plan
+from fedplan.language.resolution import check_plan, phase_names
 from fedplan.methods.lora_products import parse_product_rule
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases

@@ -16,7 +16,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.egress_log import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import only_run_folder, read_personal_model
 from fedplan.federation.global_state import global_values, personal_values
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, Preprocessing, load_folder, save_folder
 from fedplan.models.hub import is_hub_id, load_pretrained, no_progress_bars, strip_hub_prefix

@@ -18,7 +18,7 @@ from fedplan.methods.lora_products import parse_product_rule
 from fedplan.methods.registry import SERVER_OPTIMIZER_REGISTRY
 from fedplan.models.peft_adapters import adapter_family
 from fedplan.naming import unknown_name_message
-from fedplan.privacy.accounting.events import NOISE_MULTIPLIERS
+from fedplan.privacy.accounting.accountant import NOISE_MULTIPLIERS
 from fedplan.privacy.mechanisms.clipping import CLIPPING_NORMS
 from fedplan.tensors.devices import check_device_name
 from fedplan.training.client_hooks import get_client_hook

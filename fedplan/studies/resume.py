@@ -13,7 +13,7 @@ from fedplan.federation.ledger_segments import newest_segment
 from fedplan.federation.resume_checks import last_ledger_round
 from fedplan.federation.server import STUDY
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.files import wrap_disk_errors
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
 from fedplan.storage.store import Store
@@ -29,7 +29,7 @@ from fedplan.studies.schema import (
     resolve_paths,
     study_from_dict,
 )
-from fedplan.tensors.aux_tensors import is_aux
+from fedplan.tensors.named import is_aux
 
 START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE)
 """Files that a run writes before its first round."""

@@ -11,8 +11,7 @@ from fedplan.federation.identity import RUN_FILE
 from fedplan.federation.server import STUDY, Server
 from fedplan.models.manifest import manifest_json, read_manifest
 from fedplan.models.params import Params
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.files import write_if_changed
+from fedplan.storage.files import wrap_disk_errors, write_if_changed
 from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.studies.experiment import make_agreement
 from fedplan.studies.federated_data import FederatedData

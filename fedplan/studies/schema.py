@@ -18,7 +18,7 @@ from fedplan.federation.client import Client
 from fedplan.models.hub import is_hub_id
 from fedplan.naming import UnknownName, unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_config
-from fedplan.storage.names import validate_study_name
+from fedplan.storage.files import validate_study_name
 from fedplan.studies.field_types import DeviceName, Positive, as_value_error
 from fedplan.studies.model_section import ModelSection
 from fedplan.studies.referenced_code import metric_code_fingerprints, turn_code_fingerprints

@@ -20,7 +20,7 @@ from fedplan.federation.trackers import make_tracker
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.storage.names import validate_client_names
+from fedplan.storage.files import validate_client_names
 from fedplan.studies.field_types import (
     STRICT,
     ClientHookName,

@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from fedplan.federation.run_states import read_status
-from fedplan.storage.errors import wrap_disk_errors
+from fedplan.storage.files import wrap_disk_errors
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.sweeps.records import (

@@ -18,12 +18,12 @@ from fedplan.tensors.codecs import (
     Delta,
     Int8,
     Parts,
+    Sparse,
     Tensors,
     TensorSpec,
     detached,
     require_same_specs,
 )
-from fedplan.tensors.sparse import Sparse
 
 
 @dataclass(frozen=True)

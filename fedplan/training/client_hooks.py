@@ -15,9 +15,8 @@ from fedplan.language.plan import Role
 from fedplan.models.params import Param
 from fedplan.models.values import get_values
 from fedplan.naming import Registry
-from fedplan.tensors.aux_tensors import aux_name
 from fedplan.tensors.devices import model_device, to_device
-from fedplan.tensors.named import Tensors
+from fedplan.tensors.named import Tensors, aux_name
 from fedplan.training.fit import ClientHook, Fit, FitResult, Job
 
 

@@ -20,8 +20,8 @@ from tables import KINDS, LANGUAGE, MOODS, SITES, Row, cases, held, row, study, 
 from fedplan.data.example_digests import example_digests, make_unique, uniform_numbers
 from fedplan.data.partition import Partition, partition_examples
 from fedplan.data.tables import DataError, load_table
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.privacy.dpsgd.per_example import (
     ClippedSum,
     Objective,

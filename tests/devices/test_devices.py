@@ -19,13 +19,13 @@ from there import PACE, Moves, built, federation, one_turn, played, values_of
 from torch import Tensor, nn
 
 import fedplan
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation import client_round
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.digests import model_digest
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.full import fedavg
 from fedplan.methods.method import Method
 from fedplan.models.attention import attention_shift
@@ -34,7 +34,6 @@ from fedplan.models.values import get_values
 from fedplan.privacy.dpsgd import fit as private_fit
 from fedplan.privacy.dpsgd.fit import DPSGDConfig
 from fedplan.privacy.dpsgd.fit import train_dp_sgd as private_train
-from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.api import run_study
 from fedplan.studies.schema import ConfigError, read_study, study_from_dict
 from fedplan.tensors import devices

@@ -27,8 +27,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.language.canonical import canonical_text, format_call, with_text
 from fedplan.language.parser import parse
 from fedplan.language.plan import best, keep, share
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import certain_roles, permitted_roles, resolve
-from fedplan.language.turn import Turn
 from fedplan.methods import (
     METHODS,
     Method,

@@ -29,10 +29,9 @@ from fedplan.models.description import describe
 from fedplan.runners.flower.records import from_records, to_records
 from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
-from fedplan.tensors.aux_tensors import split_aux
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests
+from fedplan.tensors.named import digests, split_aux
 from fedplan.tensors.sums import ExactSum
 from fedplan.training.fit import TrainConfig
 from fedplan.training.optimizers import sgd

@@ -23,8 +23,7 @@ from fedplan.federation.global_state import GlobalState
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.tensors.aux_tensors import is_aux
-from fedplan.tensors.named import digests
+from fedplan.tensors.named import digests, is_aux
 from fedplan.training.fit import TrainConfig
 
 CLIENTS = 23

@@ -32,9 +32,9 @@ from fedplan.federation.rounds import (
 from fedplan.federation.run_states import SiteState
 from fedplan.federation.server import Server
 from fedplan.federation.status import MAX_LISTED_SITES, StatusReporter
-from fedplan.language.client_classes import class_representatives
 from fedplan.language.parser import parse
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import class_representatives
 from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import get_values

@@ -34,7 +34,7 @@ from fedplan.federation.record import WHOLE_SUM, SecAggRecord, split_digests
 from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support
 from fedplan.federation.secagg_messages import key_advert_from_json
 from fedplan.language.plan import Best, share
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PhaseContext, PlannedPhases
 from fedplan.methods.registry import METHODS, method_by_name

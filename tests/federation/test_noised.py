@@ -20,7 +20,7 @@ from often import often
 from torch import Tensor
 
 from fedplan.audits import verify_ledger
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.distributed_dp import (
     DistributedDPAggregator,
     client_change,
@@ -33,12 +33,11 @@ from fedplan.federation.record import ROLE_BY_LETTER, split_digests
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role, share
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Kind, Param
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import DistributedGuard, ServerGuard
 from fedplan.privacy.mechanisms.clipping import clip_change

@@ -41,7 +41,7 @@ from fedplan.models.values import get_values, set_values
 from fedplan.privacy import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
-from fedplan.storage import failpoints
+from fedplan.storage import files
 from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.model_builder import add_method_adapter as checked
 from fedplan.tensors.compression import parse_codec
@@ -340,11 +340,11 @@ def test_a_kill_in_mid_round_changes_no_bit(
 ) -> None:
     method = method_by_name(name, {"rank": 2})
     whole = played(tmp_path / "whole", method)
-    failpoints.reset_failpoints()
-    monkeypatch.setenv(failpoints.VARIABLE, f"{point}:raise@2")
+    files.reset_failpoints()
+    monkeypatch.setenv(files.VARIABLE, f"{point}:raise@2")
     with pytest.raises(OSError, match=point):
         played(tmp_path / "killed", method)
-    monkeypatch.delenv(failpoints.VARIABLE)
+    monkeypatch.delenv(files.VARIABLE)
     again = played(tmp_path / "killed", method)
     assert digests(again.global_state.values) == digests(whole.global_state.values)
     texts = [(tmp_path / each / "ledger.jsonl").read_text() for each in ("whole", "killed")]
@@ -399,8 +399,8 @@ def test_an_optimizer_that_moves_the_rest_is_caught(tmp_path: Path) -> None:
 
     model = lora("bert", rank=4)
     params = describe(model)
+    from fedplan.language.predicates import Turn
     from fedplan.language.resolution import resolve
-    from fedplan.language.turn import Turn
 
     roles = resolve(parse("chain(freeze(), share(adapter))"), params, Turn(1, "a"))
     job = Job(model, roles, Few("bert", 0), loss, TrainConfig(sgd()), 0, {}, traits={"rank": "2"})

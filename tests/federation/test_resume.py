@@ -29,8 +29,8 @@ from fedplan.models.description import describe
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.runners.faults import Faults
 from fedplan.runners.local import Federation
-from fedplan.storage import failpoints
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage import files
+from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainConfig
 from fedplan.training.lr_schedules import LRSchedule
@@ -96,7 +96,7 @@ def played(folder: Path, name: str, *, replies: bool, failpoint: str = "", after
     child = os.fork()
     if child == 0:
         try:
-            failpoints.reset_failpoints()
+            files.reset_failpoints()
             os.environ.pop(VARIABLE, None)
             if failpoint:
                 os.environ[VARIABLE] = failpoint
@@ -188,7 +188,7 @@ def test_a_full_disk_is_an_error_and_the_run_goes_on_after_it(
     point: str, time_: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{point}:enospc@{time_}")
-    failpoints.reset_failpoints()
+    files.reset_failpoints()
     name = "cloaked" if point.startswith("log.") else "fedper"
     with pytest.raises(FedplanError, match="No space left"):
         play(tmp_path, name, replies=True)

@@ -25,13 +25,11 @@ from sites import (
     world_of,
 )
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.account import Account, Answer, Limits, read_replies
 from fedplan.federation.endpoint import POLL, Endpoint
 from fedplan.federation.messages import RequestRefused
-from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.accounting.events import DPSGDSteps
-from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import DPSGDSteps, epsilon
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard
 from fedplan.tensors.named import digests

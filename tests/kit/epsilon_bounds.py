@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.accounting.events import NOISE_MULTIPLIERS, Release
-from fedplan.privacy.errors import PrivacyError, import_extra
+from fedplan.errors import PrivacyError, import_extra
+from fedplan.privacy.accounting.accountant import NOISE_MULTIPLIERS, Release, epsilon
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 
 Draws = NDArray[np.float64]

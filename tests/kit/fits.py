@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import NO_LABEL, Examples, RaggedArray, TokenSequences
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.training import Job, TrainConfig

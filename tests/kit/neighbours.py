@@ -36,11 +36,10 @@ from fedplan.errors import FedplanError
 from fedplan.federation import identity
 from fedplan.federation.server import Server
 from fedplan.privacy import guard
+from fedplan.privacy.accounting.accountant import Charge
 from fedplan.privacy.accounting.budget import Budget, read_budget_unit
-from fedplan.privacy.accounting.events import Charge
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
-from fedplan.privacy.mechanisms.noise import NoiseStream
-from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.records import from_records, to_records
 from fedplan.runners.flower.server import run_server

@@ -8,7 +8,7 @@ from typing import Any
 
 from sites import NAME, study_text
 
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.sites.approvals import Approvals
 from fedplan.studies.schema import Study, study_from_dict
 from fedplan.studies.toml_values import parse_toml

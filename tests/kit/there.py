@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client_round import train_round
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.architectures import EAGER

@@ -11,7 +11,7 @@ from settings import PROMPTED, SETTINGS
 from fedplan.errors import FedplanError
 from fedplan.language.parts import key, norm, query, value
 from fedplan.language.plan import best, chain, freeze, keep, share, when
-from fedplan.language.turn import after
+from fedplan.language.predicates import after
 from fedplan.methods.method import Method
 from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.tensors.compression import parse_codec

@@ -30,8 +30,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import Part
 from fedplan.language.plan import Role
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.compositions import pfeddc_held
 from fedplan.methods.method import Method
 from fedplan.methods.prompts import local_prompts, pfeddc, promptfl

@@ -17,24 +17,22 @@ from numpy.typing import NDArray
 from often import often
 from scipy.special import ndtr
 
+from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import (
     ACCOUNTANTS,
-    accountant_version,
-    calibrate,
-    epsilon,
-)
-from fedplan.privacy.accounting.events import (
     Charge,
     DPSGDSteps,
     Event,
     Release,
+    accountant_version,
+    calibrate,
     charge_from_json,
     charge_to_json,
     combined_noise,
+    epsilon,
     event_from_json,
     event_to_json,
 )
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 
 Run = tuple[float, float, int, float]

@@ -18,13 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
 
-from fedplan.errors import FedplanError
-from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.errors import FedplanError, PrivacyError
+from fedplan.privacy.accounting.accountant import Charge, DPSGDSteps, Event, Release, epsilon
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.accounting.events import Charge, DPSGDSteps, Event, Release
-from fedplan.privacy.errors import PrivacyError
 from fedplan.storage.append_log import head_file
-from fedplan.storage.failpoints import POINTS, VARIABLE, reset_failpoints
+from fedplan.storage.files import POINTS, VARIABLE, reset_failpoints
 
 LOG_POINTS = [name for name in POINTS if name.startswith("log.")]
 SUM = Release(4.0)
@@ -228,10 +226,10 @@ def test_a_folder_that_is_missing_is_told(tmp_path: Path) -> None:
 LIVES = """
 import os, sys, json, torch
 from pathlib import Path
-from fedplan.storage.failpoints import VARIABLE
+from fedplan.storage.files import VARIABLE
 from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.mechanisms.secret import load_or_create_secret
+from fedplan.privacy.mechanisms.noise import load_or_create_secret
 from fedplan.tensors.sums import ExactSum
 
 folder, lives = Path(sys.argv[1]), json.loads(sys.argv[2])

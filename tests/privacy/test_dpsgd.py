@@ -33,16 +33,17 @@ from fedplan.data.examples import (
     block_seeds,
 )
 from fedplan.data.tasks import make_task
+from fedplan.errors import PrivacyError
 from fedplan.language.parser import parse
 from fedplan.language.parts import query
 from fedplan.language.plan import Roles
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.adapters import add_lora
 from fedplan.models.description import describe
 from fedplan.models.prompts import add_prompts
 from fedplan.models.values import get_values
-from fedplan.privacy.accounting.events import DPSGDSteps
+from fedplan.privacy.accounting.accountant import DPSGDSteps
 from fedplan.privacy.dpsgd import fit, per_example
 from fedplan.privacy.dpsgd import fit as private_fit
 from fedplan.privacy.dpsgd import ghost_clipping as ghost
@@ -55,7 +56,6 @@ from fedplan.privacy.dpsgd.per_example import (
     squared_norm,
     trained_tensors,
 )
-from fedplan.privacy.errors import PrivacyError
 from fedplan.training.client_hooks import proximal
 from fedplan.training.fit import FitResult, Job, TrainConfig
 from fedplan.training.freezing import trainable

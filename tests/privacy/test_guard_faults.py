@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedplan.data.examples import MaskedTokens, RaggedArray, TokenSequences, block_seeds
-from fedplan.errors import StoreError
+from fedplan.errors import PrivacyError, StoreError
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.accountant import Release, combined_noise, epsilon
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.accounting.events import Release, combined_noise
 from fedplan.privacy.dpsgd import ghost_clipping as ghost
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, train_dp_sgd
 from fedplan.privacy.dpsgd.per_example import (
@@ -33,12 +32,10 @@ from fedplan.privacy.dpsgd.per_example import (
     add_clipped_one_by_one,
     require_independent_examples,
 )
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard
 from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
-from fedplan.privacy.mechanisms.noise import NoiseStream
-from fedplan.privacy.mechanisms.secret import load_or_create_secret
+from fedplan.privacy.mechanisms.noise import NoiseStream, load_or_create_secret
 from fedplan.privacy.mechanisms.vote import NoisyVote
 from fedplan.storage import append_log
 from fedplan.storage.append_log import LogHead, head_file

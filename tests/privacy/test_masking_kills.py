@@ -22,8 +22,8 @@ from fedplan.errors import FedplanError
 from fedplan.privacy.secagg.messages import SurvivorList
 from fedplan.privacy.secagg.round_progress import DiskProgressStore
 from fedplan.privacy.secagg.terms import Slot
-from fedplan.storage import failpoints
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage import files
+from fedplan.storage.files import POINTS, VARIABLE
 
 SITES = ("ada", "bea", "cleo")
 SLOTS = (Slot("body", 5), Slot("head", 3, wide=True))
@@ -82,7 +82,7 @@ def killed(folder: Path, failpoint: str) -> int:
     child = os.fork()
     if child == 0:
         try:
-            failpoints.reset_failpoints()
+            files.reset_failpoints()
             os.environ[VARIABLE] = failpoint
             lasting(folder).play()
         except BaseException:
@@ -123,7 +123,7 @@ def test_after_a_kill_no_other_sum_is_opened(point: str, time: int, folder: Path
 def test_what_cannot_be_noted_is_not_said(
     action: str, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failpoints.reset_failpoints()
+    files.reset_failpoints()
     monkeypatch.setenv(VARIABLE, f"store.begun:{action}@{step * len(SITES) + 1}")
     with pytest.raises(FedplanError, match="checkpoint"):
         lasting(folder).play()

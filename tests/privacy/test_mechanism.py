@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 from often import often
 from torch import Tensor
 
-from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.accounting.events import Release
-from fedplan.privacy.errors import PrivacyError
+from fedplan.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import Release, epsilon
 from fedplan.privacy.mechanisms.clipping import (
     CLIPPING_NORMS,
     AdaptiveClipping,

@@ -16,10 +16,13 @@ import torch
 from scipy.stats import chisquare, kstest
 
 import fedplan.privacy
-from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.noise import NoiseStream
-from fedplan.privacy.mechanisms.sampling import sample_cohort
-from fedplan.privacy.mechanisms.secret import derive_key, load_or_create_secret
+from fedplan.errors import PrivacyError
+from fedplan.privacy.mechanisms.noise import (
+    NoiseStream,
+    derive_key,
+    load_or_create_secret,
+    sample_cohort,
+)
 
 SECRET = bytes(range(32))
 LOG = logging.getLogger(__name__)

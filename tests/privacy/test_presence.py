@@ -14,6 +14,7 @@ from clients import few, know_secrets, loss
 from flwr.app import Context
 from grids import InProcess
 
+from fedplan.errors import PrivacyError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
@@ -27,7 +28,6 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.mechanisms.vote import NoisyVote
 from fedplan.runners.flower.apps import client_app

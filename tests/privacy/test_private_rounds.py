@@ -11,11 +11,10 @@ import pytest
 from commands import STUDY, run
 
 from fedplan.language.plan import Role
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles
-from fedplan.language.turn import Turn
-from fedplan.privacy.accounting.accountant import epsilon
+from fedplan.privacy.accounting.accountant import DPSGDSteps, epsilon
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.accounting.events import DPSGDSteps
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.append_log import read_json_lines

@@ -15,13 +15,12 @@ from clients import GUARANTEES, few, loss
 from epsilon_bounds import Draws, gaussian_lower_bound
 from torch import Tensor, nn
 
+from fedplan.errors import PrivacyError
 from fedplan.federation.agreement import Agreement
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Block
-from fedplan.privacy.accounting.accountant import calibrate, epsilon
-from fedplan.privacy.accounting.events import Release
-from fedplan.privacy.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import Release, calibrate, epsilon
 from fedplan.privacy.guard import ClientGuard
 from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, is_voting_round, make_ballot
 from fedplan.runners.local import Federation

@@ -25,8 +25,7 @@ from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.messages import block_scores_to_json
 from fedplan.privacy.dpsgd import fit as private_fit
 from fedplan.privacy.dpsgd import ghost_clipping as ghost
-from fedplan.privacy.mechanisms.noise import NoiseStream
-from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key
 from fedplan.runners import site_runtime
 from fedplan.runners.flower.rpc import ConnectedSite
 from fedplan.runners.flower.server_loop import ServerLoop

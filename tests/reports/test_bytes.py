@@ -23,7 +23,7 @@ from fedplan.federation.identity import read_identity
 from fedplan.federation.ledger_segments import read_segment
 from fedplan.federation.record import RoundRecord, TurnRecord
 from fedplan.federation.server import Server
-from fedplan.language.client_classes import Participants
+from fedplan.language.resolution import Participants
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
 from fedplan.methods.registry import METHODS, method_by_name

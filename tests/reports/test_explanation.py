@@ -25,8 +25,8 @@ import fedplan as fp
 from fedplan.cli import app
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.participation import Participation
-from fedplan.language.client_classes import Participants, phase_names
 from fedplan.language.plan import Best, Role
+from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PhaseContext, PlannedPhases
 from fedplan.models.catalog import SHORT_NAMES, meta_model
@@ -36,9 +36,8 @@ from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForeca
 from fedplan.reports.forecasts import forecast
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
-from fedplan.tensors.aux_tensors import aux_name
 from fedplan.tensors.compression import parse_codec
-from fedplan.tensors.named import nbytes
+from fedplan.tensors.named import aux_name, nbytes
 from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainConfig
 
 FEDFROZEN = "chain(share(), when(after(20), freeze(query | key)))"

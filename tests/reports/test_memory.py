@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fedplan as fp
 from fedplan.cli import app
 from fedplan.errors import FedplanError
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Params

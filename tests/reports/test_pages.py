@@ -29,7 +29,7 @@ from fedplan.reports.pages.participation import MAX_CLIENTS, participation_secti
 from fedplan.reports.pages.roles import roles_section
 from fedplan.reports.pages.run_report import report_page, watch_report
 from fedplan.reports.pages.traffic import count_traffic
-from fedplan.storage.processes import current_process
+from fedplan.storage.locks import current_process
 from fedplan.studies.run import open_run
 
 BAD = '<script>alert("1")</script>'

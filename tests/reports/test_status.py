@@ -32,14 +32,14 @@ from fedplan.federation.run_states import (
     site_state_from_reason,
 )
 from fedplan.federation.status import StatusReporter
-from fedplan.privacy.mechanisms import secret
+from fedplan.privacy.mechanisms import noise
 from fedplan.reports.status import DEAD, RunSnapshot, follow_run, run_snapshot, stop_run, watch
 from fedplan.runners.api import run_study
 from fedplan.runners.simulation import Simulation
-from fedplan.storage import failpoints
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage import files as storage_files
+from fedplan.storage.files import POINTS, VARIABLE
+from fedplan.storage.locks import Process, current_process
 from fedplan.storage.logs import LogEntry, read_log
-from fedplan.storage.processes import Process, current_process
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
 
@@ -56,7 +56,7 @@ def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """The id of a run and its keys are drawn: all that differs between two runs of one study."""
     monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
     fixed = SimpleNamespace(**{**vars(os), "urandom": lambda count: bytes(range(count))})
-    monkeypatch.setattr(secret, "os", fixed)
+    monkeypatch.setattr(noise, "os", fixed)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def played(failpoint: str) -> int:
     child = os.fork()
     if child == 0:
         try:
-            failpoints.reset_failpoints()
+            storage_files.reset_failpoints()
             os.environ[VARIABLE] = failpoint
             run_study("study.toml", "out")
         except BaseException:

@@ -38,7 +38,7 @@ from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parser import parse
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe

@@ -35,8 +35,8 @@ from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.reports.egress_report import read_egress_report
 from fedplan.runners.peer_keys import read_peer_keys
-from fedplan.storage import failpoints
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage import files
+from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests, full_digest
 
@@ -183,7 +183,7 @@ def test_a_server_killed_between_two_letters_closes_with_the_same_bits(
     point: str, tmp_path: Path, plain: MaskedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"{point}:raise@1")
-    failpoints.reset_failpoints()
+    files.reset_failpoints()
     killed = MaskedRun(FEDAVG, tmp_path, rounds=1)
     with pytest.raises(OSError, match="failpoint"):
         killed.carry()

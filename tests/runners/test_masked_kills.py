@@ -17,8 +17,8 @@ from test_masked_flower import FEDAVG, SERVER_POINTS, STEPS
 
 from fedplan.federation.egress_log import read_egress
 from fedplan.federation.secagg_config import SecAggConfig
-from fedplan.storage import failpoints
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage import files
+from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 
@@ -125,7 +125,7 @@ def test_a_site_killed_at_any_moment(seed: int, tmp_path: Path, plain: MaskedRun
 @pytest.mark.parametrize("point", SERVER_POINTS)
 def test_a_server_killed_at_every_point(point: str, tmp_path: Path, plain: MaskedRun) -> None:
     def work() -> None:
-        failpoints.reset_failpoints()
+        files.reset_failpoints()
         os.environ[VARIABLE] = f"{point}:kill@1"
         carried(tmp_path)
 
@@ -148,7 +148,7 @@ def test_a_site_killed_at_every_point(
             return calm(site, kind, asked)
 
         def work() -> None:
-            failpoints.reset_failpoints()
+            files.reset_failpoints()
             os.environ[VARIABLE] = f"{point}:kill@1"
             calm(site, kind, asked)
 

@@ -20,6 +20,7 @@ from masked_runs import NAMES, MaskedRun
 from often import first
 from torch import Tensor
 
+from fedplan.errors import PrivacyError
 from fedplan.federation import secagg_config
 from fedplan.federation.account import Limits
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX
@@ -28,10 +29,9 @@ from fedplan.federation.record import WHOLE_SUM
 from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
 from fedplan.federation.secagg_client import SecAggClient
 from fedplan.language.parser import parse
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Budget
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.secagg.client import ProtocolClient

@@ -17,7 +17,7 @@ from fedplan.federation.egress_log import bytes_by_part, read_egress
 from fedplan.federation.endpoint import HELLO, TRAIN
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.reports.egress_report import SiteRecord, read_egress_report
 from fedplan.sites.approvals import Approvals, current_user
 from fedplan.sites.compliance_report import compliance_page

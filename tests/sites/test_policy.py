@@ -25,10 +25,9 @@ from fedplan.errors import FedplanError, PlanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger_segments import read_segment
 from fedplan.federation.record import ROLE_BY_LETTER, TurnRecord
-from fedplan.language.client_classes import phase_names
 from fedplan.language.plan import Role
-from fedplan.language.resolution import check_plan, resolve
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import check_plan, phase_names, resolve
 from fedplan.methods.method import Method
 from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.description import describe
@@ -44,7 +43,7 @@ from fedplan.sites.policy import (
 from fedplan.studies.experiment import build_experiment, outline_agreement
 from fedplan.studies.schema import ConfigError, study_from_dict
 from fedplan.studies.toml_values import parse_toml
-from fedplan.tensors.aux_tensors import param_key
+from fedplan.tensors.named import param_key
 from fedplan.training.fit import TrainConfig
 from fedplan.training.optimizers import sgd
 

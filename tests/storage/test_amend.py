@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedplan.errors import StoreError
-from fedplan.storage import failpoints
+from fedplan.storage import files
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.failpoints import VARIABLE
+from fedplan.storage.files import VARIABLE
 from fedplan.storage.store import Store
 
 TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 3)}
@@ -43,7 +43,7 @@ def test_the_meta_is_new_and_the_tensors_are_not_written(store: Store, tmp_path:
 def test_a_disk_that_fails_leaves_one_meta_or_the_other(
     point: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failpoints.reset_failpoints()
+    files.reset_failpoints()
     monkeypatch.setenv(VARIABLE, f"{point}:enospc@1")
     with pytest.raises(StoreError, match="the meta of checkpoint 2 was not finished"):
         store.replace_meta({"n": 3}, number=2)

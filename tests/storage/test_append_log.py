@@ -28,7 +28,7 @@ from fedplan.storage.append_log import (
     read_json_lines,
     timestamp,
 )
-from fedplan.storage.failpoints import VARIABLE, reset_failpoints
+from fedplan.storage.files import VARIABLE, reset_failpoints
 
 LINES = 6
 HEADS = [

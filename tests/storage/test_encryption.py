@@ -46,7 +46,7 @@ from fedplan.errors import FedplanError, StoreError
 from fedplan.storage import encryption
 from fedplan.storage.checkpoints import MAX_MANIFEST_BYTES
 from fedplan.storage.encryption import Encryption, new_key_file
-from fedplan.storage.failpoints import VARIABLE
+from fedplan.storage.files import VARIABLE
 from fedplan.storage.journal import Journal
 from fedplan.storage.store import Store
 from fedplan.tensors.serialization import DTYPES

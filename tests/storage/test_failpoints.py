@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.storage.failpoints import POINTS, VARIABLE, failpoint, reset_failpoints
+from fedplan.storage.files import POINTS, VARIABLE, failpoint, reset_failpoints
 
 
 @pytest.fixture(autouse=True)

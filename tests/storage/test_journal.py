@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_store import COMMITTED, STORE_POINTS, files, flip, kill, same, tensors_of, unarmed
 
 from fedplan.errors import StoreError
-from fedplan.storage import failpoints
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage import files as storage_files
+from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.storage.journal import Journal, client_state_folder
 
 __all__ = ["unarmed"]  # a fixture of every test
@@ -156,7 +156,7 @@ class JournalMachine(RuleBasedStateMachine):
         if self.journal.reply_for(request) is not None:
             return
         os.environ[VARIABLE] = f"{point}:{action}@1"
-        failpoints.reset_failpoints()
+        storage_files.reset_failpoints()
         try:
             with pytest.raises(StoreError):
                 self.commit(request, value)

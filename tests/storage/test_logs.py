@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedplan.errors import FedplanError
-from fedplan.storage import logs, processes
+from fedplan.storage import locks, logs
+from fedplan.storage.locks import Process, current_process
 from fedplan.storage.logs import LOG, Log, follow_log, read_log
-from fedplan.storage.processes import Process, current_process
 
 
 @given(st.lists(st.text(max_size=40), max_size=12))
@@ -86,10 +86,10 @@ def test_a_process_is_known_by_its_number_and_its_beginning() -> None:
     assert Process(own.pid, own.host, "another boot 1").alive is False
     assert Process(own.pid, "another host", own.start).alive is None
     child = subprocess.Popen(["sleep", "60"])
-    there = replace(own, pid=child.pid, start=processes._start(child.pid))
+    there = replace(own, pid=child.pid, start=locks._start(child.pid))
     assert there.alive is True
     child.kill()
-    while processes._start(child.pid):
+    while locks._start(child.pid):
         pass
     assert there.alive is False, "it has ended, and nobody has waited for it yet"
     child.wait()

@@ -17,8 +17,8 @@ from often import often
 
 from fedplan.errors import FedplanError
 from fedplan.runners.site_runtime import site_study_folder
+from fedplan.storage.files import safe_folder_name
 from fedplan.storage.journal import client_state_folder
-from fedplan.storage.names import safe_folder_name
 from fedplan.studies.schema import ConfigError, study_from_dict
 
 ODD = (

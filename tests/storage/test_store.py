@@ -22,9 +22,9 @@ from often import often
 from torch import Tensor
 
 from fedplan.errors import StoreError
-from fedplan.storage import failpoints
+from fedplan.storage import files as storage_files
 from fedplan.storage.checkpoints import Checkpoint, SkippedCheckpoint
-from fedplan.storage.failpoints import POINTS, VARIABLE
+from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.storage.store import Store
 from fedplan.tensors.serialization import DTYPES
 
@@ -36,9 +36,9 @@ NAMES = ("h.0.attn.c_attn.weight[query]", "x#control", 'ä "quoted"\\/ 漢', "st
 @pytest.fixture(autouse=True)
 def unarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(VARIABLE, raising=False)
-    failpoints.reset_failpoints()
+    storage_files.reset_failpoints()
     yield
-    failpoints.reset_failpoints()
+    storage_files.reset_failpoints()
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -22,7 +22,7 @@ from zoo import VISION
 from fedplan.federation import identity
 from fedplan.federation.server import Server
 from fedplan.methods.registry import METHODS
-from fedplan.privacy.mechanisms import secret
+from fedplan.privacy.mechanisms import noise
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.server import run_server
 from fedplan.runners.site import Site
@@ -39,7 +39,7 @@ def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """The id of a run and its keys are drawn: all that differs between two runs of one study."""
     monkeypatch.setattr(identity, "token_hex", lambda count: "0" * 2 * count)
     fixed = SimpleNamespace(**{**vars(os), "urandom": lambda count: bytes(range(count))})
-    monkeypatch.setattr(secret, "os", fixed)
+    monkeypatch.setattr(noise, "os", fixed)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -21,7 +21,6 @@ from often import often
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from fedplan.tensors.layout import parse_entries, tensor_view
 from fedplan.tensors.serialization import (
     DTYPES,
     MAX_DEPTH,
@@ -30,6 +29,8 @@ from fedplan.tensors.serialization import (
     SerializationError,
     pack,
     pack_message,
+    parse_entries,
+    tensor_view,
     unpack,
     unpack_message,
 )

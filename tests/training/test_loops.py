@@ -18,16 +18,15 @@ from settings import PROMPTED, SETTINGS
 from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_ledger
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles, resolve
-from fedplan.language.turn import Turn
 from fedplan.methods import METHODS, Method, fedprox, method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines

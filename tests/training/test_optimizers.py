@@ -15,8 +15,8 @@ from torch import nn
 
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.studies.schema import ConfigError, study_from_dict

@@ -20,16 +20,15 @@ from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.callbacks import CommittedRound
 from fedplan.language.parser import parse
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.runners.local import Federation
 from fedplan.studies import resume
 from fedplan.studies.schema import ConfigError, study_from_dict
-from fedplan.tensors.aux_tensors import aux_name
-from fedplan.tensors.named import digests
+from fedplan.tensors.named import aux_name, digests
 from fedplan.training import (
     FitResult,
     Job,

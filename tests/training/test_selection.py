@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role
+from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.language.turn import Turn
 from fedplan.methods.registry import method_by_name
 from fedplan.models.catalog import params_of
 from fedplan.models.description import block_modules, describe

@@ -32,7 +32,7 @@ from fedplan.federation.aggregation.secure_input import (
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.record import WHOLE_SUM
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.params import Block, Params
 from fedplan.privacy.guard import Guard, ServerGuard
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism

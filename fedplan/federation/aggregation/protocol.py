@@ -21,7 +21,7 @@ from fedplan.federation.global_state import GlobalState
 from fedplan.federation.messages import UpdateRejected
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import DefenceRecord, SecAggRecord
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.params import Block, Params
 from fedplan.privacy.guard import ServerGuard
 from fedplan.tensors.named import Tensors

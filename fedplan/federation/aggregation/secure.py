@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.protocol import (
     Aggregation,
@@ -30,7 +30,6 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.record import WHOLE_SUM, SecAggRecord
 from fedplan.models.params import Block
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.secagg.crypto import SecAggError
 from fedplan.privacy.secagg.server import UnmaskedSums
 from fedplan.privacy.secagg.simulation import ClientInput, simulate_secagg_round

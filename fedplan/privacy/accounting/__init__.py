@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.privacy.accounting.accountant import calibrate, epsilon
+    from fedplan.privacy.accounting.accountant import DPSGDSteps, Release, calibrate, epsilon
     from fedplan.privacy.accounting.budget import Budget
-    from fedplan.privacy.accounting.events import DPSGDSteps, Release
 
 __all__ = ["Budget", "DPSGDSteps", "Release", "calibrate", "epsilon"]
 

@@ -8,16 +8,15 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedplan.errors import StoreError
-from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.accounting.events import (
+from fedplan.errors import PrivacyError, StoreError
+from fedplan.privacy.accounting.accountant import (
     Charge,
     Event,
     charge_from_json,
     charge_to_json,
     composed_events,
+    epsilon,
 )
-from fedplan.privacy.errors import PrivacyError
 from fedplan.storage.append_log import AppendLog, DamagedLog
 
 Unit = Literal["client", "example"]

@@ -28,8 +28,8 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
+from fedplan.errors import PrivacyError
 from fedplan.privacy.dpsgd.per_example import squared_norm
-from fedplan.privacy.errors import PrivacyError
 
 ROUNDING_SHARE = 2.0**-26
 """Largest rounding error of a squared norm, relative to the squared sum of term norms."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, SeededExamples
-from fedplan.privacy.accounting.events import DPSGDSteps
+from fedplan.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import DPSGDSteps
 from fedplan.privacy.dpsgd.factors import GhostClippingError
 from fedplan.privacy.dpsgd.ghost_clipping import add_ghost_clipped, why_not_ghost_clipping
 from fedplan.privacy.dpsgd.per_example import (
@@ -28,7 +29,6 @@ from fedplan.privacy.dpsgd.per_example import (
     require_independent_examples,
     trained_tensors,
 )
-from fedplan.privacy.errors import PrivacyError
 from fedplan.privacy.mechanisms.noise import finest_grid_step, round_to_grid
 from fedplan.tensors.devices import fork_rng_state, model_device, sum_dtype
 from fedplan.training.fit import Fit, FitResult, Job, TrainConfig, adjust_gradients

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
+from fedplan.errors import PrivacyError
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
 from fedplan.models.quantized import mixes_examples
-from fedplan.privacy.errors import PrivacyError
 from fedplan.tensors.devices import autocast, eval_mode, fork_rng_state, model_device, to_device
 
 _CHUNK = 2**14

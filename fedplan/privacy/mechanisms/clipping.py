@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedplan.privacy.errors import PrivacyError
+from fedplan.errors import PrivacyError
 from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, round_to_grid
 
 CLIPPING_NORMS = (2.0**-20, 2.0**20)

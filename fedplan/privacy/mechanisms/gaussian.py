@@ -17,11 +17,15 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from fedplan.privacy.accounting.events import Release
-from fedplan.privacy.errors import PrivacyError
+from fedplan.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import Release
 from fedplan.privacy.mechanisms.clipping import clip_change, require_clipping_norm
-from fedplan.privacy.mechanisms.noise import NoiseStream, finest_grid_step, round_to_grid
-from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.privacy.mechanisms.noise import (
+    NoiseStream,
+    derive_key,
+    finest_grid_step,
+    round_to_grid,
+)
 from fedplan.tensors.sums import GRID, MAX_VALUE, ExactSum
 
 Change = Mapping[str, Tensor]

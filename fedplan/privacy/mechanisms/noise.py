@@ -1,18 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NoiseStream: Gaussian and uniform random numbers from a cryptographic stream."""
+"""Secrets of a run, and random numbers drawn from them by a cryptographic stream."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from fractions import Fraction
 from math import ceil, log2, pi
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedplan.privacy.errors import import_extra
-from fedplan.privacy.mechanisms.secret import SECRET_SIZE, derive_key
+from fedplan.errors import PrivacyError, import_extra
+from fedplan.privacy.accounting.accountant import SAMPLING_RATES
+from fedplan.storage.encryption import Encryption
+from fedplan.storage.locks import sync_folder
+
+SECRET_SIZE = 32
+"""Bytes of a secret."""
+_ABOUT = "secret"
+
+
+def load_or_create_secret(file: Path, encryption: Encryption | None = None) -> bytes:
+    """Read the secret in a file; if there is no file, write a new random secret first.
+
+    encryption: encrypts the file's content; None: plain bytes. The folder must exist. Creation is
+    atomic: of several processes, all get the same secret. Raises a PrivacyError if the file cannot
+    be written, and as `read_secret` does.
+    """
+    try:
+        if not file.exists():
+            secret = os.urandom(SECRET_SIZE)
+            content = secret if encryption is None else encryption.encrypt(secret, _ABOUT)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+            try:
+                os.write(descriptor, content)
+                os.fsync(descriptor)
+                with suppress(FileExistsError):
+                    os.link(temporary, file)
+            finally:
+                os.close(descriptor)
+                os.unlink(temporary)
+        sync_folder(file.parent)
+    except OSError as error:
+        raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
+    return read_secret(file, encryption)
+
+
+def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
+    """Read the secret in an existing file, decrypted if an encryption is given. Writes nothing.
+
+    Raises a PrivacyError if the file is missing, open to other users, or of the wrong size, and
+    StoreError if the content cannot be decrypted.
+    """
+    try:
+        mode = file.stat().st_mode
+        content = file.read_bytes()
+    except OSError as error:
+        raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or start a new run")
+    secret = content if encryption is None else encryption.decrypt(content, _ABOUT)
+    if len(secret) != SECRET_SIZE:
+        raise PrivacyError(
+            f"{file} must have {SECRET_SIZE} bytes, not {len(secret)}: restore a copy"
+        )
+    return secret
+
+
+def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
+    """Derive a 32-byte key for one purpose: HMAC-SHA256 of the words under the secret.
+
+    Each word goes in with type and length: different lists give different keys. Raises a
+    PrivacyError if the secret has not 32 bytes.
+    """
+    if len(secret) != SECRET_SIZE:
+        raise PrivacyError(
+            f"a secret has {SECRET_SIZE} bytes, not {len(secret)}: use load_or_create_secret()"
+        )
+    mac = hmac.new(secret, purpose.encode() + b"\0", hashlib.sha256)
+    for word in words:
+        content = word if isinstance(word, bytes) else str(word).encode()
+        mac.update(f"{type(word).__name__} {len(content)}:".encode() + content)
+    return mac.digest()
+
 
 _CHUNK = 2**16
 """Pairs of numbers made at a time, so that temporary tensors stay in the cache."""
@@ -97,3 +176,21 @@ class NoiseStream:
     def words(self, count: int) -> NDArray[np.uint64]:
         """The next `count` random 64-bit words."""
         return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8")
+
+
+def sample_cohort(roster: Iterable[str], rate: float, secret: bytes, round: int) -> list[str]:
+    """Sample the clients of a round: each of the roster with probability `rate`; may be empty.
+
+    secret: 32 bytes; the same arguments give the same clients, in the order of the roster. Raises a
+    PrivacyError for a rate out of SAMPLING_RATES and for a client that is named twice.
+    """
+    # Sampling amplifies privacy only against those who cannot tell who was sampled: so it follows
+    # from the server's secret. An empty cohort is released too: sampling again would reveal it.
+    if not SAMPLING_RATES[0] <= rate <= SAMPLING_RATES[1]:
+        raise PrivacyError(f"the rate is {rate!r}: give a number above 0 and at most 1")
+    clients = list(roster)
+    if len(set(clients)) < len(clients):
+        raise PrivacyError("the roster holds a client twice: name each once")
+    threshold = int(Fraction(rate) * 2**64)
+    keys = {client: derive_key(secret, "cohort", round, client) for client in clients}
+    return [client for client in clients if int.from_bytes(keys[client][:8]) < threshold]

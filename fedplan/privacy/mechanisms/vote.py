@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import TypeVar
 
-from fedplan.privacy.accounting.events import Release
-from fedplan.privacy.errors import PrivacyError
-from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, round_to_grid
-from fedplan.privacy.mechanisms.secret import derive_key
+from fedplan.errors import PrivacyError
+from fedplan.privacy.accounting.accountant import Release
+from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, derive_key, round_to_grid
 
 T = TypeVar("T", bound=Hashable)
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedplan.errors import FedplanError
-from fedplan.privacy.errors import EXTRA, PrivacyError
+from fedplan.errors import EXTRA, FedplanError, PrivacyError
 from fedplan.tensors.ring import Words
 
 try:

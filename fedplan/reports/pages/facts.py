@@ -14,7 +14,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.history import Metrics
 from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.language.client_classes import Participants, phase_names
+from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
 from fedplan.reports.explain_study import full_participation
 from fedplan.reports.figures.series import Series

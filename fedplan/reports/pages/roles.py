@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from fedplan.federation.record import ROLE_BY_LETTER, ROLE_LETTERS
-from fedplan.language.client_classes import client_classes
 from fedplan.language.plan import Role
+from fedplan.language.resolution import client_classes
 from fedplan.models.params import Param, Params
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.record import ROLE_BY_LETTER, RoundRecord, TurnRecord
 from fedplan.language.plan import Role
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
 from fedplan.reports.figures.bars import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
@@ -20,7 +20,7 @@ from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageFigure, PageSection
 from fedplan.reports.units import byte_unit, megabytes
-from fedplan.tensors.aux_tensors import param_key
+from fedplan.tensors.named import param_key
 
 
 @dataclass

@@ -20,7 +20,7 @@ from fedplan.federation.server import Server
 from fedplan.federation.status import StatusReporter
 from fedplan.models.params import Block
 from fedplan.runners.clients import Clients
-from fedplan.storage.failpoints import failpoint
+from fedplan.storage.files import failpoint
 
 Result = TypeVar("Result")
 

@@ -34,7 +34,7 @@ from fedplan.federation.messages import (
     block_scores_to_json,
 )
 from fedplan.federation.rounds import RoundState, accept_update
-from fedplan.language.turn import Turn
+from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
 from fedplan.runners.clients import Clients
 from fedplan.studies.experiment import build_experiment, make_eval_set

@@ -45,7 +45,7 @@ from fedplan.privacy.secagg.messages import KeyAdvert
 from fedplan.privacy.secagg.server import ProtocolServer
 from fedplan.runners.flower.records import refusal_text
 from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
-from fedplan.storage.failpoints import failpoint
+from fedplan.storage.files import failpoint
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import JSON, SerializationError, unpack_message
 

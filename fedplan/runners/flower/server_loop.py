@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.callbacks import Callback, CommittedRound, run_callbacks
 from fedplan.federation.compatibility import package_differences, protocol_mismatch
 from fedplan.federation.evaluation import EvalConfig, combine_scores
@@ -27,7 +27,6 @@ from fedplan.federation.run_states import RunState, SiteState, site_state_from_r
 from fedplan.federation.server import Server
 from fedplan.federation.status import StatusReporter
 from fedplan.federation.timeouts import Timeouts
-from fedplan.privacy.errors import PrivacyError
 from fedplan.runners.faults import Faults
 from fedplan.runners.flower.evaluation import SiteEvaluation
 from fedplan.runners.flower.records import refusal_text, reply_fields, to_arrays

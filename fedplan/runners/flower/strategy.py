@@ -36,8 +36,8 @@ from fedplan.federation.error_codes import decode_reason
 from fedplan.federation.messages import RequestRefused, UpdateRejected
 from fedplan.language.parser import parse
 from fedplan.language.plan import Best, By, Plan, Role, Roles, When
+from fedplan.language.predicates import Condition, Phase, Trait, Turn
 from fedplan.language.resolution import check_plan, resolve
-from fedplan.language.turn import Condition, Phase, Trait, Turn
 from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import get_values, set_values

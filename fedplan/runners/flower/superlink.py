@@ -47,8 +47,7 @@ from pydantic import ValidationError
 from fedplan.errors import FedplanError
 from fedplan.runners.flower.superexec import RuntimeApi
 from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
-from fedplan.storage.errors import wrap_disk_errors
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.sections import Section
 from fedplan.studies.toml_values import parse_toml

@@ -17,8 +17,7 @@ from attacks.inference import auc_error, distinguishing_auc
 from fedplan import seeds
 from fedplan.models.description import block_modules
 from fedplan.models.params import Block
-from fedplan.privacy.accounting.accountant import calibrate
-from fedplan.privacy.accounting.events import Release
+from fedplan.privacy.accounting.accountant import Release, calibrate
 from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, make_ballot
 from fedplan.training.probes import ProbeInput, attention_probe
 

@@ -29,8 +29,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Kind, Param
-from fedplan.privacy.accounting.accountant import calibrate
-from fedplan.privacy.accounting.events import DPSGDSteps
+from fedplan.privacy.accounting.accountant import DPSGDSteps, calibrate
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, dp_sgd
 from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.runners.local import Federation
