@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test t examples nightly picture architecture manifests reference site blocks
+.PHONY: help check test t examples nightly research picture architecture manifests reference site blocks
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -26,6 +26,9 @@ examples: ## the scripts of examples, and two rounds of each of the README's stu
 
 nightly: ## all tests, the long ones too, and every law on more examples
 	FEDPLAN_LAWS=night pytest -n auto
+
+research: ## the tests of research: needs the whole history of the repository
+	pytest -n auto research/tests
 
 picture: ## draw the README's picture anew
 	python docs/picture.py

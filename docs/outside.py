@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add the files outside of `docs/` that pages link to: changes, scripts, results, pages of the lab.
+"""Add the files outside of `docs/` that pages link to: changes, scripts, results and research.
 
 Links in pages are those of the repository. In the site each such file keeps its path from the root,
 and links are rewritten to it.

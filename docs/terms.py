@@ -38,7 +38,7 @@ APART = re.compile(
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with a link at the first use of each word; glossary and reference are unchanged."""
     uri = page.file.src_uri
-    if uri.startswith(("reference/", "lab/")):
+    if uri.startswith(("reference/", "research/")):
         return markdown
     return linked(markdown, relpath(GLOSSARY, Path(uri).parent))
 

@@ -10,7 +10,6 @@ import pkgutil
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -21,8 +20,8 @@ import typer
 from pages import (
     DOCUMENTS,
     GENERATED,
-    LAB,
     PROJECT,
+    RESEARCH,
     SHELL,
     Block,
     anchors,
@@ -188,7 +187,7 @@ def fits(schema: type[BaseModel], said: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *GENERATED, *PROJECT, *LAB])
+@pytest.mark.parametrize("document", [*DOCUMENTS, *GENERATED, *PROJECT, *RESEARCH])
 def test_links_lead_somewhere(document: str) -> None:
     for link in links(document):
         target, _, anchor = link.partition("#")
@@ -232,21 +231,6 @@ def test_most_of_what_the_documents_show_is_run() -> None:
     assert ran > 10 * count.get("blocks not run", 0), count
 
 
-def test_the_tables_of_the_studies_are_those_of_their_result_files() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "lab" / "table.py")], capture_output=True, text=True, check=True
-    )
-    page = (ROOT / "lab" / "pages" / "studies.md").read_text()
-    for table in done.stdout.split("### ")[1:]:
-        assert f"### {table.strip()}" in page, table
-
-
-def test_the_errors_of_forecasts_are_those_of_their_result_file() -> None:
-    words = [sys.executable, str(ROOT / "lab" / "forecasts.py"), "--told"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout in (ROOT / "lab" / "pages" / "forecasts.md").read_text()
-
-
 def test_every_command_has_a_function_with_a_documented_name() -> None:
     named = runpy.run_path(str(ROOT / "docs" / "commands.py"))["FUNCTIONS"]
     commands = {str(c.name) for c in app.registered_commands}
@@ -259,18 +243,10 @@ def test_every_command_has_a_function_with_a_documented_name() -> None:
         assert getattr(importlib.import_module(module), attribute) is not None
 
 
-def test_the_tables_of_scale_are_those_of_the_unit_costs() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "lab" / "scale.py")], capture_output=True, text=True, check=True
-    )
-    page = (ROOT / "lab" / "pages" / "scale.md").read_text()
-    for table in done.stdout.split("### ")[1:]:
-        assert f"### {table.strip()}" in page, "write it again: python lab/scale.py --write"
-
-
-def test_the_table_of_the_bench_is_that_of_its_result_files() -> None:
-    told = "import sys; from lab.bench.table import own; sys.stdout.write(own())"
-    words = [sys.executable, "-c", told]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
-    kept = (ROOT / "lab" / "results" / "bench" / "table.md").read_text()
-    assert kept.startswith(done.stdout), "make it anew: python -m lab.bench.table"
+def test_the_scripts_of_the_tutorial_are_run_and_have_at_most_forty_lines() -> None:
+    listed = re.search(r"for script in ([\w ]+);", (ROOT / "Makefile").read_text())
+    page = (ROOT / "docs" / "tutorials" / "python.md").read_text()
+    scripts = set(re.findall(r"\]\(\.\./\.\./examples/(\w+)\.py\)", page))
+    assert listed is not None and scripts <= set(listed[1].split()) and len(scripts) > 4
+    for name in scripts:
+        assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 40, name

@@ -27,8 +27,10 @@ GENERATED = [
     for page in sorted((ROOT / "docs/reference").glob("*.md"))
     if page.name != "glossary.md"
 ]
-LAB = [f"lab/pages/{page.name}" for page in sorted((ROOT / "lab/pages").glob("*.md"))]
-"""Pages of results, written by the scripts of the lab."""
+RESEARCH = [
+    f"research/pages/{page.name}" for page in sorted((ROOT / "research/pages").glob("*.md"))
+]
+"""Pages of results, written by the scripts of research."""
 PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 PLAYED = "<!-- played"
 """How a page begins that is played whole, from top to bottom in an empty folder."""
@@ -126,7 +128,7 @@ def counted() -> dict[str, int]:
     all_blocks = [b for page in DOCUMENTS for b in blocks(page)]
     done = Counter(f"blocks {b.done}" if b.done else f"blocks of {b.language}" for b in all_blocks)
     named = sum(1 for page in DOCUMENTS for _ in commands(page))
-    led = sum(len(links(page)) for page in [*DOCUMENTS, *GENERATED, *PROJECT, *LAB])
+    led = sum(len(links(page)) for page in [*DOCUMENTS, *GENERATED, *PROJECT, *RESEARCH])
     whole = {"pages": len(DOCUMENTS) + len(GENERATED), "blocks": len(all_blocks)}
     return {**whole, **dict(sorted(done.items())), "commands named": named, "links": led}
 

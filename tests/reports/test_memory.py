@@ -27,7 +27,7 @@ from fedplan.reports.memory import MemoryEstimate, TrainingStep, estimate_memory
 from fedplan.reports.units import megabytes
 from fedplan.training.freezing import trainable
 
-DOCUMENT = Path(__file__).parents[2] / "lab" / "pages" / "memory.md"
+DOCUMENT = Path(__file__).parents[2] / "research" / "pages" / "memory.md"
 STEP = TrainingStep(batch_size=4, sequence_length=64)
 WORDS = 100
 SHAPE: dict[str, Any] = {

@@ -90,5 +90,5 @@ def test_a_round_costs_little_more_than_bare_torch(tmp_path: Path) -> None:
     assert next(rounds, None) is None
     found = statistics.median(ratios[1:])  # the first round imports, and warms what is kept
     assert found < LIMIT, (
-        f"a round takes {found:.2f} times bare torch, and may take {LIMIT}: see lab/bench"
+        f"a round takes {found:.2f} times bare torch, and may take {LIMIT}: see research/bench"
     )

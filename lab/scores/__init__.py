@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Which reading of SAFL's score tells which blocks a task needs: see lab/pages/scores.md."""

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a federation of any size would cost: unit costs from the result files, and one formula each.
+
+`python research/scale.py` prints the tables of research/pages/scale.md; `--write` puts them there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent / "pages" / "scale.md"
+SITE, SERVER = 100e6 / 8, 10e9 / 8
+"""Bytes a second of a site's line, and of the server's."""
+MEMORY = 64e9
+"""Bytes of memory that a server is taken to have."""
+FEW, MANY = "turn-vit-0.2M-1", "turn-minilm-1"
+
+
+@dataclass(frozen=True)
+class Units:
+    """What one thing costs: a turn, a byte of it, a client that was heard, a registered one.
+
+    Seconds are of one core, of both ends together; training is not in them. Peaks are of memory, as
+    multiples of the model: all of it trained in float32 and in bf16, and LoRA.
+    """
+
+    turn: float
+    byte: float
+    ledger: float
+    heard: float
+    registered: float
+    peaks: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A federation: who is registered and asked, and how many params travel, of how many."""
+
+    text: str
+    registered: int
+    asked: int
+    shared: float
+    base: float
+    width: int = 4
+
+    @property
+    def update(self) -> float:
+        """Bytes that one client sends."""
+        return self.shared * self.width
+
+    def site_line(self) -> float:
+        """Seconds of a site's line, down and up."""
+        return 2 * self.update / SITE
+
+    def server_line(self) -> float:
+        """Seconds of the server's line: all that comes, while as much goes."""
+        return self.asked * self.update / SERVER
+
+    def cpu(self, units: Units) -> float:
+        """Seconds of one core for the turns of a round."""
+        return self.asked * (units.turn + units.byte * self.update)
+
+    def memory(self, units: Units) -> float:
+        """Bytes: the peak of such a plan times the model, and the clients heard."""
+        whole, half, lora = units.peaks
+        peak = lora if self.shared < self.base else whole if self.width == 4 else half
+        return peak * self.base * self.width + units.heard * self.registered
+
+    def walls(self, units: Units) -> dict[str, float]:
+        """What a round waits for, in seconds."""
+        return {
+            "a site's line": self.site_line(),
+            "the server's line": self.server_line(),
+            "the server's CPU": self.cpu(units),
+        }
+
+    def wall(self, units: Units) -> str:
+        """What a round waits for longest; memory, if there is not enough."""
+        found = self.walls(units)
+        return "memory" if self.memory(units) > MEMORY else max(found, key=lambda w: found[w])
+
+
+LORA = 32 * 2 * 16 * (4096 + 4096)
+"""Params of LoRA of rank 16 on query and value: 32 blocks that are 4,096 wide."""
+CASES = (
+    Case("ten sites, MiniLM", 10, 10, 22.7e6, 22.7e6),
+    Case("ten sites, 7 B, LoRA, bf16", 10, 10, LORA, 7e9, 2),
+    Case("ten sites, 7 B, all of it, bf16", 10, 10, 7e9, 7e9, 2),
+    Case("1,000 sites, MiniLM", 1_000, 1_000, 22.7e6, 22.7e6),
+    Case("1,000 sites, 7 B, LoRA, bf16", 1_000, 1_000, LORA, 7e9, 2),
+    Case("1,000 sites, 7 B, all of it, bf16", 1_000, 1_000, 7e9, 7e9, 2),
+    Case("10 M clients, 10,000 a round, ViT 0.2 M", 10_000_000, 10_000, 0.214e6, 0.214e6),
+    Case("10 M clients, 10,000 a round, MiniLM", 10_000_000, 10_000, 22.7e6, 22.7e6),
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def overhead(row: dict[str, Any]) -> float:
+    """CPU seconds of a turn beside bare torch's, the median of the repetitions."""
+    pairs = zip(row["seconds"]["local"], row["seconds"]["bare"], strict=True)
+    return statistics.median((ours["cpu"] - bare["cpu"]) / row["cohort"] for ours, bare in pairs)
+
+
+def units() -> Units:
+    """Unit costs of the committed files: of two models of other sizes, and of many clients."""
+    few, many = read(f"bench/{FEW}"), read(f"bench/{MANY}")
+    sizes = [4 * row["params"] for row in (few, many)]
+    byte = max(0.0, (overhead(many) - overhead(few)) / (sizes[1] - sizes[0]))
+    turn = max(0.0, overhead(few) - byte * sizes[0])
+    crowd = crowds()
+    whole = max(crowd, key=lambda row: row["registered"], default={})
+    if whole:  # the server's own part, where it was measured by itself
+        parts = (f"{word} ms a client" for word in ("begin", "take", "end", "commit"))
+        turn = max(0.0, sum(whole[part] for part in parts) / 1e3 - byte * sizes[0])
+    ledger = whole.get("ledger bytes a turn", few["told"]["local"]["ledger"])
+    kept = whole.get("checkpoint bytes beside values", 0) / max(whole.get("heard", 1), 1)
+    opened = whole.get("reopen s", 0) / whole.get("registered", 1)
+    return Units(turn, byte, ledger, kept, opened, peaks())
+
+
+def peaks() -> tuple[float, float, float]:
+    """The highest peaks of research/memory_peaks.py: all in float32, all in bf16, LoRA."""
+    rows = read("memory-peaks")["rows"]
+    kinds = ("small-float32", "gpt2-bf16", "small-lora")
+    found = [max(row["peak"] for row in rows if row["case"] == kind) for kind in kinds]
+    return found[0], found[1], found[2]
+
+
+def crowds() -> list[dict[str, Any]]:
+    """The rows of research/many_clients.py, if they are there."""
+    return read("many-clients")["rows"] if (RESULTS / "many-clients.json").exists() else []
+
+
+def said(amount: float, steps: tuple[tuple[float, str], ...]) -> str:
+    """An amount in the largest unit that it fills."""
+    size, word = next(((s, w) for s, w in steps if amount >= s), steps[-1])
+    return f"{amount / size:.3g} {word}" if amount / size < 1000 else f"{amount / size:,.0f} {word}"
+
+
+def span(amount: float) -> str:
+    """Seconds, as one says them."""
+    return said(
+        amount, ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    )
+
+
+def size(amount: float) -> str:
+    """Bytes, as one says them."""
+    return said(amount, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+
+
+def tables() -> Iterator[str]:
+    """The tables of the page, each under its title."""
+    found = units()
+    where = f"`bench/{FEW}.json`, `bench/{MANY}.json`"
+    rest = "`many-clients.json`" if crowds() else f"`bench/{FEW}.json`"
+    yield "\n".join([
+        "### Unit costs",
+        "",
+        "| unit | cost | from `research/results/` |",
+        "|---|---|---|",
+        f"| a turn of a small model, but for training | {span(found.turn)} of CPU | {where} |",
+        f"| a byte of an update | {span(1e6 * found.byte)} of CPU a MB | the same two |",
+        f"| a turn in the ledger | {size(found.ledger)} | {rest} |",
+        "| peak memory, all of a model in float32, in bf16, and LoRA "
+        f"| {' x, '.join(f'{peak:.2f}' for peak in found.peaks)} x the model | `memory-peaks.json` |",
+        *([f"| a client that was heard, in a checkpoint | {size(found.heard)} | {rest} |",
+           f"| a registered client, when a run is opened | {span(found.registered)} of CPU | {rest} |"]
+          if crowds() else []),
+    ])  # fmt: skip
+    yield "\n".join([
+        "### A round of eight federations",
+        "",
+        "| | a client sends | a site's line | the server's line | the server's CPU | its memory | ledger | first wall |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {case.text} | {size(case.update)} | {span(case.site_line())} | {span(case.server_line())} "
+            f"| {span(case.cpu(found))} | {size(case.memory(found))} | {size(case.asked * found.ledger)} "
+            f"| {case.wall(found)} |"
+            for case in CASES
+        ),
+    ])  # fmt: skip
+
+
+def written(page: str) -> str:
+    """The page with its tables made anew."""
+    for table in tables():
+        title = re.escape(table.splitlines()[0])
+        page = re.sub(rf"{title}\n\n(\|.*\n)*", lambda _, t=table: f"{t}\n", page)
+    return page
+
+
+def main() -> None:
+    for table in tables():
+        print(f"{table}\n")
+    if "--write" in sys.argv:
+        PAGE.write_text(written(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
