@@ -27,7 +27,7 @@ from fedplan.models.catalog import params_of
 if TYPE_CHECKING:
     from fedplan import data, methods, models
     from fedplan.audits.run import verify_run
-    from fedplan.federation.callbacks import EarlyStopping
+    from fedplan.federation.ledger.callbacks import EarlyStopping
     from fedplan.models.description import describe
     from fedplan.reports.explanation import explain
     from fedplan.reports.pages.run_report import report
@@ -95,7 +95,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "": "data methods models",
         "audits.run": "verify_run",
-        "federation.callbacks": "EarlyStopping",
+        "federation.ledger.callbacks": "EarlyStopping",
         "models.description": "describe",
         "reports.explanation": "explain",
         "reports.pages.run_report": "report",

@@ -16,7 +16,7 @@ from fedplan.cli import app
 from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data.tasks import TASK_NAMES, task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.trackers import TRACKER_NAMES
+from fedplan.federation.ledger.callbacks import TRACKER_NAMES
 from fedplan.methods import METHODS, fedavg, method_by_name, register_method
 from fedplan.methods.registry import (
     METHOD_REGISTRY,

@@ -68,9 +68,6 @@ def run_command(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics and /health on this port of localhost.")
     ] = None,
-    webhook: Annotated[
-        list[str] | None, typer.Option(help="URL that is notified of problems; repeatable.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a study. It can be stopped at any moment; --resume continues with identical results.
@@ -84,7 +81,7 @@ def run_command(
     from fedplan.studies.resume import open_study
 
     with print_errors():
-        monitoring = MonitoringConfig(metrics_port, tuple(webhook or ()))
+        monitoring = MonitoringConfig(metrics_port)
         console = Console(highlight=False, stderr=as_json)
         opened_study, folder = open_study(
             study, change or [], output, resume=resume, earlier=continue_from

@@ -17,7 +17,6 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import make_aggregation
 from fedplan.federation.aggregation.protocol import Aggregator
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.change_schedule import Roster, class_turns, last_changing_rounds
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_values
 from fedplan.federation.history import History, Metrics, round_row
@@ -27,6 +26,7 @@ from fedplan.federation.identity import (
     load_or_create_identity,
     read_identity,
 )
+from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.ledger_segments import next_segment, open_ledger, read_history, read_segment
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monitor a run from outside: metrics, webhooks and certificate expiry; training is unaffected."""
+"""Monitor a run from outside: Prometheus metrics, health, certificate expiry.
+
+Training is unaffected. An alert rule of Prometheus tells of runs that fail or stand still.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.status import StatusReporter
-from fedplan.reports.metrics_server import serve_metrics
-from fedplan.reports.webhooks import CERTIFICATE, Webhooks
+from fedplan.federation.ledger.events import Notice
+from fedplan.federation.ledger.status import RunState, RunStatus, SiteState
+from fedplan.federation.ledger.stream import EventStream
+
+HOST = "127.0.0.1"
+"""Only this machine can connect; use a proxy to monitor from elsewhere."""
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+"""The content type of Prometheus's text format."""
 
 CERTIFICATES = ("ca.crt", "server.crt")
 """The certificate files in a federation's folder."""
@@ -22,53 +32,56 @@ EXPIRY_NOTICE = timedelta(days=30)
 """The time before its expiry at which a certificate is reported."""
 DAY = 86_400.0
 """Seconds between two checks of the certificates."""
+CERTIFICATE = "certificate"
+"""Kind of the notice of a certificate."""
+
+Labels = Mapping[str, str]
+Samples = list[tuple[Labels, float | None]]
+"""The samples of a metric, each with its labels; None is left out."""
 
 
 @dataclass(frozen=True)
 class MonitoringConfig:
     """How a run is monitored from outside.
 
-    `metrics_port` serves Prometheus metrics on this machine (None: not served). `webhooks` are URLs
-    that receive events. `certificates` is a federation's folder: certificates there that expire
-    within 30 days are reported daily (None: not checked).
+    `metrics_port` serves Prometheus metrics on this machine (None: not served). `certificates` is a
+    federation's folder: certificates there that expire within 30 days are reported daily (None: not
+    checked).
     """
 
     metrics_port: int | None = None
-    webhooks: tuple[str, ...] = ()
     certificates: Path | None = None
 
 
 @contextmanager
-def start_monitoring(folder: Path, config: MonitoringConfig) -> Generator[StatusReporter]:
-    """Yield a status reporter for the run in a folder, and monitor the run as `config` says.
+def start_monitoring(folder: Path, config: MonitoringConfig) -> Generator[EventStream]:
+    """Yield an event stream for the run in a folder, and monitor the run as `config` says.
 
-    Serving metrics, sending events and checking certificates stop when the context ends. Inside of
-    the context, in the main thread, SIGTERM raises KeyboardInterrupt as Ctrl-C does. Raises
-    FedplanError if the port cannot be bound or a webhook is no URL.
+    Serving metrics and checking certificates stop when the context ends. Inside of the context, in
+    the main thread, SIGTERM raises KeyboardInterrupt as Ctrl-C does. Raises FedplanError if the
+    port cannot be bound.
     """
-    hooks = Webhooks(config.webhooks)
-    status = StatusReporter(folder, [hooks] if config.webhooks else [])
+    events = EventStream(folder)
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
             stack.callback(signal.signal, signal.SIGTERM, previous)
-        stack.callback(hooks.close)
         if config.metrics_port is not None:
-            stack.enter_context(serve_metrics(status, config.metrics_port))
+            stack.enter_context(serve_metrics(events, config.metrics_port))
         if (certificates := config.certificates) is not None:
             ended = threading.Event()
 
             def check() -> None:
                 pause = 1.0  # the run has its id by then
                 while not ended.wait(pause):
-                    report_expiries(status, certificates)
+                    report_expiries(events, certificates)
                     pause = DAY
 
             thread = threading.Thread(target=check, name="certificates", daemon=True)
             thread.start()
             stack.callback(thread.join, 1.0)
             stack.callback(ended.set)
-        yield status
+        yield events
 
 
 def certificate_expiries(folder: Path) -> dict[str, datetime]:
@@ -91,8 +104,8 @@ def certificate_expiries(folder: Path) -> dict[str, datetime]:
     return expiries
 
 
-def report_expiries(status: StatusReporter, folder: Path) -> None:
-    """Notify `status` of each certificate that has expired or expires within 30 days.
+def report_expiries(events: EventStream, folder: Path) -> None:
+    """Emit a notice of each certificate that has expired or expires within 30 days.
 
     `folder` is the federation's. If a certificate cannot be read, only that is reported; missing
     files are ignored.
@@ -100,11 +113,124 @@ def report_expiries(status: StatusReporter, folder: Path) -> None:
     try:
         expiries = certificate_expiries(folder)
     except FedplanError as error:
-        status.notify(CERTIFICATE, str(error))
+        events.emit(Notice(CERTIFICATE, str(error)))
         return
     for name, when in expiries.items():
         left = when - datetime.now(UTC)
         if left < EXPIRY_NOTICE:
             expiry = "has expired" if left < timedelta(0) else f"expires in {left.days} days"
             text = f"{name} {expiry}, on {when:%Y-%m-%d}: renew it (docs/how-to/operate.md)"
-            status.notify(CERTIFICATE, text)
+            events.emit(Notice(CERTIFICATE, text))
+
+
+@contextmanager
+def serve_metrics(events: EventStream, port: int) -> Generator[int]:
+    """Serve `/metrics` and `/health` of a run's status while the context is open; yield the port.
+
+    Listens on 127.0.0.1 in a daemon thread; port 0 takes any free port. Raises FedplanError if the
+    port cannot be bound.
+    """
+    try:
+        server = ThreadingHTTPServer((HOST, port), _handler(events))
+    except OSError as error:
+        raise FedplanError(
+            f"cannot listen on --metrics-port {port} ({error.strerror}); use another port"
+        ) from error
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def prometheus_text(status: RunStatus, *, healthy: bool) -> str:
+    """Return a run's status in Prometheus's text format; `healthy` becomes a metric.
+
+    Metrics without a value are left out; under client-level differential privacy also all metrics
+    of single sites.
+    """
+    lines = list[str]()
+    for name, kind, text, samples in _metrics(status, healthy=healthy):
+        present = [(labels, value) for labels, value in samples if value is not None]
+        if present:
+            lines += [f"# HELP fedplan_{name} {text}", f"# TYPE fedplan_{name} {kind}"]
+        for labels, value in present:
+            pairs = ",".join(
+                '{}="{}"'.format(
+                    label, each.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+                )
+                for label, each in labels.items()
+            )
+            lines.append(f"fedplan_{name}{f'{{{pairs}}}' if pairs else ''} {value!r}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _metrics(status: RunStatus, *, healthy: bool) -> Iterator[tuple[str, str, str, Samples]]:
+    """Yield (name, type, help text, samples) of each metric of a run's status."""
+    labels = {"study": status.study, "run": status.run}
+    states = _one_hot({}, status.state, tuple(RunState))
+    yield "run_info", "gauge", "Study and run id.", [(labels, 1.0)]
+    yield "run_state", "gauge", "1 for the current state of the run.", states
+    yield "healthy", "gauge", "1 while the run makes progress.", [({}, float(healthy))]
+    yield "round", "gauge", "The last closed round.", [({}, float(status.round))]
+    yield "rounds", "gauge", "The number of rounds of the run.", [({}, float(status.rounds))]
+    yield "loss", "gauge", "The training loss of the last round.", [({}, status.loss)]
+    scores: Samples = [({"name": name}, value) for name, value in status.scores.items()]
+    yield "score", "gauge", "The last scores by name.", scores
+    yield "round_seconds", "gauge", "Seconds per round, recently.", [({}, status.round_seconds)]
+    yield "remaining_seconds", "gauge", "Estimated seconds left.", [({}, status.seconds_left)]
+    yield "epsilon_spent", "gauge", "Epsilon spent so far.", [({}, status.epsilon_spent)]
+    yield "epsilon", "gauge", "Epsilon guaranteed at the end.", [({}, status.epsilon)]
+    if status.client_level_dp:
+        return
+    sites = [({"site": name}, site) for name, site in status.sites.items()]
+    states = [s for labels, site in sites for s in _one_hot(labels, site.state, tuple(SiteState))]
+    yield "site_state", "gauge", "1 for the current state of each site.", states
+    rounds: Samples = [(labels, float(site.round)) for labels, site in sites]
+    yield "site_round", "gauge", "The last round that a site has answered.", rounds
+    up: Samples = [(labels, float(site.upload_bytes)) for labels, site in sites]
+    yield "site_upload_bytes_total", "counter", "Bytes of values uploaded by a site.", up
+    down: Samples = [(labels, float(site.download_bytes)) for labels, site in sites]
+    yield "site_download_bytes_total", "counter", "Bytes of values downloaded by a site.", down
+
+
+def _one_hot(labels: Labels, current: str, states: tuple[str, ...]) -> Samples:
+    """Return a sample with `labels` for each state: 1 for the current state, 0 for the others."""
+    return [({**labels, "state": state}, float(state == current)) for state in states]
+
+
+def _handler(events: EventStream) -> type[BaseHTTPRequestHandler]:
+    """Return an HTTP handler class that serves the current status of a run.
+
+    `/health` has HTTP status 200 if the run is healthy and 503 if not; other paths have 404.
+    """
+
+    class StatusHandler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, TEXT, prometheus_text(events.status, healthy=events.healthy))
+            elif self.path == "/health":
+                now, healthy = events.status, events.healthy
+                health = {"healthy": healthy, "state": now.state, "round": now.round}
+                text = json.dumps(health) + "\n"
+                self._answer(200 if healthy else 503, "application/json", text)
+            else:
+                self._answer(404, "text/plain", "not found; use /metrics or /health\n")
+
+        def _answer(self, code: int, kind: str, text: str) -> None:
+            content = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Do not print requests to the terminal of the run."""
+
+    return StatusHandler

@@ -19,8 +19,7 @@ from rich.text import Text
 from fedplan.data.custom_task import CUSTOM_KIND as OWN_TASK
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.record import RoundRecord
-from fedplan.federation.run_states import (
+from fedplan.federation.ledger.status import (
     LIVE,
     RunState,
     RunStatus,
@@ -28,6 +27,7 @@ from fedplan.federation.run_states import (
     ask_to_stop,
     read_status,
 )
+from fedplan.federation.record import RoundRecord
 from fedplan.reports.round_lines import (
     HEADING,
     PERSONAL,

@@ -17,11 +17,12 @@ from torch import nn
 from fedplan.data.custom_task import BatchMetrics, Collate, CustomTask, batch_columns, model_loss
 from fedplan.data.examples import Loss
 from fedplan.data.tasks import Task
-from fedplan.federation.callbacks import LOWER_IS_BETTER, Callback
 from fedplan.federation.client import Client
+from fedplan.federation.ledger.callbacks import LOWER_IS_BETTER
+from fedplan.federation.ledger.events import Callback
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Participation
 from fedplan.federation.server import STUDY
-from fedplan.federation.status import StatusReporter
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.runners.executors.config import LOCAL, make_pool_config
@@ -64,7 +65,7 @@ def run_study(
         folder,
         earlier_run=continue_from,
         callbacks=callbacks,
-        status=StatusReporter(folder),
+        events=EventStream(folder),
         pool_config=pool_config,
     ).run()
 
@@ -161,7 +162,7 @@ def simulate(
         run_folder,
         in_memory,
         callbacks=callbacks,
-        status=StatusReporter(run_folder) if folder else None,
+        events=EventStream(run_folder) if folder else None,
         pool_config=make_pool_config(runner, workers),
     )
     return simulation.run() if run else simulation

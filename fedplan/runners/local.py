@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
 from fedplan.federation.eval_sets import EvalSet
 from fedplan.federation.evaluation import Scores
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.initial_model import InitialModel, digest_initial_model
+from fedplan.federation.ledger.events import CommittedRound, RoundStarted
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Participation
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
-from fedplan.federation.status import StatusReporter
 from fedplan.language.predicates import Turn
 from fedplan.models.values import get_values
 from fedplan.runners.clients import Clients
@@ -43,7 +43,7 @@ class Federation:
     moved to `device`; the values of the global state stay in host memory. `deterministic` makes
     PyTorch fail where no deterministic kernel exists. `start` and `initial_model` are the model's
     initial values and digests, computed if None. `keep_replies` stores replies in the clients'
-    journals, `activation_cache` is shared by all clients, `status` receives progress.
+    journals, `activation_cache` is shared by all clients, `events` receives progress.
     `make_executor` makes the executor of clients (default: SerialExecutor).
     """
 
@@ -65,13 +65,13 @@ class Federation:
         device: torch.device | None = None,
         deterministic: bool = Client.deterministic,
         eval_sets: Mapping[str, EvalSet | None] | None = None,
-        status: StatusReporter | None = None,
-        make_executor: Callable[[Server, Clients, StatusReporter], Executor] | None = None,
+        events: EventStream | None = None,
+        make_executor: Callable[[Server, Clients, EventStream], Executor] | None = None,
         start: Mapping[str, Tensor] | None = None,
         initial_model: InitialModel | None = None,
         activation_cache: ActivationCache | None = None,
     ) -> None:
-        self.status = status or StatusReporter()
+        self.events = events or EventStream()
         start = get_values(model, agreement.trainable) if start is None else start
         initial_model = initial_model or digest_initial_model(model, agreement.params, start)
         self.model = move_model(model.eval(), device) if device else model.eval()
@@ -108,7 +108,7 @@ class Federation:
             activation_cache=activation_cache,
         )
         make_executor = make_executor or SerialExecutor
-        self.executor: Executor = make_executor(self.server, self.clients, self.status)
+        self.executor: Executor = make_executor(self.server, self.clients, self.events)
 
     @property
     def agreement(self) -> Agreement:
@@ -132,7 +132,7 @@ class Federation:
         absent = round_state.cohort.keys() - self.clients.keys()
         round_state.rejected |= {name: "no answer" for name in absent}
         present = [name for name in round_state.cohort if name in self.clients]
-        self.status.open_round(len(present))
+        self.events.emit(RoundStarted(len(present)))
         self.executor.run_turns(round_state, present, late)
         self.server.close_round(round_state)
         return round_state

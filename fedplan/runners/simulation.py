@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.metrics import metric_spread
-from fedplan.federation.callbacks import Callback, CommittedRound, EarlyStopping, run_callbacks
 from fedplan.federation.evaluation import combine_scores
 from fedplan.federation.history import Metrics
-from fedplan.federation.status import StatusReporter
+from fedplan.federation.ledger.callbacks import EarlyStopping
+from fedplan.federation.ledger.events import Callback, CommittedRound
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.timeouts import Timeouts
-from fedplan.federation.trackers import close_trackers
 from fedplan.models.attention import attention_shift
 from fedplan.models.values import set_values
 from fedplan.runners.executors.config import PoolConfig
@@ -63,7 +63,7 @@ class Simulation:
     round; an unfinished run in the folder is continued. `in_memory` are Python objects in place of
     the study's files, `earlier_run` is the run folder from which clients take their personal params
     if the study continues another run. `callbacks` are called after each committed round, before
-    the study's own; `status` receives progress; `pool_config` runs clients in a worker pool, None
+    the study's own; `events` receives progress; `pool_config` runs clients in a worker pool, None
     in this process. `stopped` says why the run ended before the last round (the text of a callback,
     or an operator's request), and is empty otherwise. After rounds: `metrics`, `global_model`,
     `personal_model`, and `resume` to go on. The constructor raises ConfigError if study, data and
@@ -78,7 +78,7 @@ class Simulation:
         *,
         earlier_run: Path | str = "",
         callbacks: Sequence[Callback] = (),
-        status: StatusReporter | None = None,
+        events: EventStream | None = None,
         pool_config: PoolConfig | None = None,
     ) -> None:
         if not study.has_central_data:
@@ -92,8 +92,8 @@ class Simulation:
             )
         self.study, self.folder, self.in_memory = study, folder, in_memory
         self.earlier_run = earlier_run
-        self.callbacks, self.stopped = (*callbacks, *study.evaluate.callbacks), ""
-        self.status, self.pool_config = status or StatusReporter(), pool_config
+        self.callbacks = (*callbacks, *study.evaluate.callbacks)
+        self.events, self.pool_config = events or EventStream(), pool_config
         self.pool: PoolExecutor | None = None
         self._open()
 
@@ -139,7 +139,7 @@ class Simulation:
                 device=device,
                 deterministic=study.deterministic,
                 eval_sets={n: make_eval_set(study, self.data, n) for n in tested},
-                status=self.status,
+                events=self.events,
                 make_executor=self.pool.bind if self.pool else None,
                 start=experiment.initial_values,
                 initial_model=experiment.initial_model,
@@ -167,29 +167,30 @@ class Simulation:
         Callbacks first get the last committed round again. At the end workers and trackers are
         stopped, also if the generator is closed.
         """
-        callbacks, status, federation = self._check_callbacks(), self.status, self.federation
+        events, federation = self.events, self.federation
         server, executor = federation.server, federation.executor
+        events.callbacks = self._check_callbacks()
         timeouts = Timeouts(**self.study.timeouts.model_dump())
         try:
-            with status.track_run(server, self.study.name, timeouts):
+            with events.track_run(server, self.study.name, timeouts):
                 last = server.last_round()
                 server.keep_best(self.scoring.best_round(server.history))
-                self.stopped = status.stop_reason(
-                    self._stop_reason(callbacks, self._with_task(last)) if last else ""
-                )
+                events.call_back(self._with_task(last) if last else None)
                 while (
                     server.global_state.round < server.rounds
-                    and not self.stopped
+                    and not events.stop_text
                     and self.federation is federation  # else it was resumed meanwhile
                 ):
                     closed = self._with_task(self._run_round())
-                    status.record_round(closed)
-                    self.stopped = status.stop_reason(self._stop_reason(callbacks, closed))
+                    events.emit(closed)
                     yield closed
         finally:
             executor.close()
-            close_trackers(callbacks)
-        self.stopped = status.stop_text
+
+    @property
+    def stopped(self) -> str:
+        """Why the run ended before the last round; "" if it did not."""
+        return self.events.stop_text
 
     def _run_round(self) -> CommittedRound:
         """Run, evaluate if due, and commit the next round; keep the checkpoint if it is best."""
@@ -202,11 +203,6 @@ class Simulation:
         closed = self.federation.commit(round_state, scores, shifts)
         self.federation.server.keep_best(self.scoring.best_round(closed.metrics))
         return closed
-
-    def _stop_reason(self, callbacks: Sequence[Callback], closed: CommittedRound) -> str:
-        """Call the callbacks with a round, and return why to stop; empty after the last round."""
-        reason = run_callbacks(callbacks, closed)
-        return reason if closed.round < self.study.train.rounds else ""
 
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
         """Return the round with the task's primary metric and its direction."""

@@ -8,11 +8,10 @@ fedplan, no examples and no tensor values.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from datetime import UTC, datetime
@@ -58,7 +57,7 @@ def utc_now() -> str:
 
 
 class Log:
-    """Writer of the log files in `folder`, which must exist. Call `note` for each event.
+    """Writer of the log files in `folder`, which must exist. Call `note` or `append`.
 
     `log.jsonl` is created by the first line, and renamed to `log.1.jsonl` at 4 MiB, that file to
     `log.2.jsonl` and so on; the former `log.4.jsonl` is lost. A line that cannot be written (full
@@ -78,11 +77,14 @@ class Log:
         round: int = 0,
         site: str = "",
     ) -> None:
-        """Append a line with the current time and these fields of LogEntry. Never raises OSError.
+        """Append a line with the current time and these fields of LogEntry; see `append`."""
+        self.append(LogEntry(utc_now(), level, run, round, site, event, text))
 
-        Rotates the log files first if the line would exceed the size limit.
+    def append(self, entry: LogEntry) -> None:
+        """Append an entry; rotate the files first if the line would exceed the size limit.
+
+        Never raises OSError.
         """
-        entry = LogEntry(utc_now(), level, run, round, site, event, text)
         with suppress(OSError):
             line = json.dumps(asdict(entry)).encode() + b"\n"
             file = self.folder / LOG
@@ -96,36 +98,6 @@ class Log:
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
-
-    @contextmanager
-    def capture_warnings(self, run: str) -> Generator[None]:
-        """Copy warnings and errors of the Python logger "fedplan" to this log during the body.
-
-        `run` is the name of the run in these lines. The warnings are still printed as before.
-        """
-        source = logging.getLogger("fedplan")
-        # Without handlers Python prints warnings by its last resort: keep that.
-        last = logging.lastResort if not source.hasHandlers() else None
-        handlers = [_Handler(self, run), *([last] if last else [])]
-        for handler in handlers:
-            source.addHandler(handler)
-        try:
-            yield
-        finally:
-            for handler in handlers:
-                source.removeHandler(handler)
-
-
-class _Handler(logging.Handler):
-    """Handler for `logging` that notes records from level WARNING on in `log`, as of run `run`."""
-
-    def __init__(self, log: Log, run: str) -> None:
-        super().__init__(logging.WARNING)
-        self._log, self._run = log, run
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
-        self._log.note("note", record.getMessage(), level=record.levelname.lower(), run=self._run)
 
 
 def read_log(folder: Path, *, site: str = "", since: str = "") -> list[LogEntry]:

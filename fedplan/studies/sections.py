@@ -10,13 +10,13 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.federation.aggregation.defence import RULES, Defence
-from fedplan.federation.callbacks import Callback, EarlyStopping
 from fedplan.federation.eval_sets import EvalSet
 from fedplan.federation.evaluation import BestBy, EvalConfig
+from fedplan.federation.ledger.callbacks import EarlyStopping, make_tracker
+from fedplan.federation.ledger.events import Callback
 from fedplan.federation.participation import Participation
 from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
 from fedplan.federation.timeouts import Timeouts
-from fedplan.federation.trackers import make_tracker
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee

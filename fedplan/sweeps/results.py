@@ -11,11 +11,15 @@ from pathlib import Path
 from fedplan.data.custom_task import CUSTOM_KIND, CustomTask
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import LOWER_IS_BETTER, SPREADS
 from fedplan.federation.history import Metrics
-from fedplan.federation.run_states import RunState, read_status
+from fedplan.federation.ledger.callbacks import (
+    COHORT_PREFIXES,
+    LOWER_IS_BETTER,
+    PER_CLIENT_PREFIXES,
+    SPREADS,
+)
+from fedplan.federation.ledger.status import RunState, read_status
 from fedplan.federation.server import STUDY
-from fedplan.federation.trackers import COHORT_PREFIXES, PER_CLIENT_PREFIXES
 from fedplan.reports.privacy_statements import read_privacy_statement
 from fedplan.studies.run import Run, open_run, read_consistently
 from fedplan.studies.schema import Study

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from statistics import mean
 from typing import Any
 
-from fedplan.federation.run_states import read_status
+from fedplan.federation.ledger.status import read_status
 from fedplan.storage.files import wrap_disk_errors
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.schema import ConfigError, Study

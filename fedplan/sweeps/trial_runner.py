@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fedplan.errors import FedplanError
-from fedplan.federation.run_states import read_stop_request
+from fedplan.federation.ledger.status import read_stop_request
 from fedplan.reports.privacy_statements import write_privacy_statement
 from fedplan.runners.api import run_study
 from fedplan.studies.schema import Study

@@ -20,6 +20,9 @@ from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
+from fedplan.federation.ledger.events import ClientChanged
+from fedplan.federation.ledger.status import SiteState
+from fedplan.federation.ledger.stream import MAX_LISTED_SITES, EventStream
 from fedplan.federation.participation import Participation
 from fedplan.federation.record import TurnRecord
 from fedplan.federation.rounds import (
@@ -29,9 +32,7 @@ from fedplan.federation.rounds import (
     close_round,
     make_request,
 )
-from fedplan.federation.run_states import SiteState
 from fedplan.federation.server import Server
-from fedplan.federation.status import MAX_LISTED_SITES, StatusReporter
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import class_representatives
@@ -242,10 +243,10 @@ def test_of_very_many_sites_the_status_lists_none(tmp_path: Path) -> None:
     agreement, start = agreed(PLANS["all"])
     roster = {f"c{i}": dict[str, str]() for i in range(MAX_LISTED_SITES + 1)}
     server = Server(agreement, start, tmp_path, rounds=1, roster=roster)
-    status = StatusReporter(tmp_path)
-    with status.track_run(server, "many"):
+    events = EventStream(tmp_path)
+    with events.track_run(server, "many"):
         for name in list(roster)[:10]:
-            status.set_site_state(name, SiteState.REQUESTED)
-            status.set_site_state(name, SiteState.NOT_AGGREGATED, "away")
-        assert not status.current.sites
+            events.emit(ClientChanged(name, SiteState.REQUESTED))
+            events.emit(ClientChanged(name, SiteState.NOT_AGGREGATED, "away"))
+        assert not events.status.sites
     assert (tmp_path / "status.json").stat().st_size < 2000

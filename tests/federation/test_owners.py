@@ -23,9 +23,9 @@ import fedplan as fp
 from fedplan.audits.ledger import verify_ledger
 from fedplan.federation import messages
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint, open_journal, read_personal_model
+from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation
 from fedplan.federation.rounds import RoundState

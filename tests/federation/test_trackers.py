@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.history import Metrics
-from fedplan.federation.record import RoundRecord
-from fedplan.federation.trackers import (
+from fedplan.federation.ledger.callbacks import (
     PER_CLIENT_PREFIXES,
     TRACKERS,
     Tracker,
@@ -25,6 +23,8 @@ from fedplan.federation.trackers import (
     make_tracker,
     tracked_metrics,
 )
+from fedplan.federation.ledger.events import CommittedRound
+from fedplan.federation.record import RoundRecord
 from fedplan.naming import UnknownName
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
@@ -132,7 +132,7 @@ def test_a_round_is_written_when_it_is_told_and_not_with_the_next() -> None:
 def test_one_that_is_not_installed_is_named_before_anything_runs(
     here: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedplan.federation.trackers.find_spec", lambda _: None)
+    monkeypatch.setattr("fedplan.federation.ledger.callbacks.find_spec", lambda _: None)
     study = read_study(here / "study.toml", [f'evaluate.trackers=["{name}"]'])
     with pytest.raises(FedplanError, match=rf"pip install 'fedplan\[{name}\]'"):
         Simulation(study, here / "out")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from commands import STUDY, some_digits
 
-from fedplan.federation.callbacks import CommittedRound
-from fedplan.federation.run_states import ask_to_stop
+from fedplan.federation.ledger.events import CommittedRound
+from fedplan.federation.ledger.status import ask_to_stop
 from fedplan.studies.run import open_run
 from fedplan.sweeps.sweeping import Sweep, sweep
 

@@ -16,9 +16,9 @@ from grids import InProcess
 
 from fedplan.errors import PrivacyError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import CommittedRound
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server

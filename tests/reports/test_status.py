@@ -19,7 +19,8 @@ from rich.console import Console
 from fedplan.errors import FedplanError
 from fedplan.federation import identity
 from fedplan.federation.error_codes import KINDS, describe_code
-from fedplan.federation.run_states import (
+from fedplan.federation.ledger.events import ClientChanged, Event, Subscriber
+from fedplan.federation.ledger.status import (
     STATUS,
     STOP_REQUEST,
     RunState,
@@ -31,7 +32,7 @@ from fedplan.federation.run_states import (
     read_stop_request,
     site_state_from_reason,
 )
-from fedplan.federation.status import StatusReporter
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.privacy.mechanisms import noise
 from fedplan.reports.status import DEAD, RunSnapshot, follow_run, run_snapshot, stop_run, watch
 from fedplan.runners.api import run_study
@@ -39,7 +40,7 @@ from fedplan.runners.simulation import Simulation
 from fedplan.storage import files as storage_files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.storage.locks import Process, current_process
-from fedplan.storage.logs import LogEntry, read_log
+from fedplan.storage.logs import read_log
 from fedplan.studies.run import open_run
 from fedplan.studies.schema import read_study
 
@@ -104,11 +105,11 @@ def test_a_killed_driver_is_told_as_dead_after_the_round_that_it_committed(
     assert len(read_log(Path("out"))) > 3
 
 
-def once(event: str, round: int, do: Callable[[], None]) -> Callable[[LogEntry], None]:
-    """Something that is done at an event of a round, while the run goes on."""
+def once(state: str, round: int, do: Callable[[], None]) -> Subscriber:
+    """Something that is done when a client has a state in a round, while the run goes on."""
 
-    def listen(entry: LogEntry) -> None:
-        if (entry.event, entry.round) == (event, round):
+    def listen(event: Event, status: RunStatus) -> None:
+        if isinstance(event, ClientChanged) and (event.state, status.round + 1) == (state, round):
             do()
 
     return listen
@@ -124,9 +125,9 @@ def test_stopped_and_resumed_has_the_bits_of_a_run_that_was_never_stopped(
 ) -> None:
     number, at_once = when
     run_study("study.toml", "whole")
-    event = f"site {SiteState.RESPONDED if at_once else SiteState.REQUESTED}"
-    status = StatusReporter(Path("out"), [once(event, number, lambda: asked(at_once))])
-    stopped = Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
+    state = SiteState.RESPONDED if at_once else SiteState.REQUESTED
+    events = EventStream(Path("out"), [once(state, number, lambda: asked(at_once))])
+    stopped = Simulation(read_study(Path("study.toml")), Path("out"), events=events).run()
     done = number - at_once
     assert stopped.federation.global_state.round == done
     found = run_snapshot("out")
@@ -158,8 +159,8 @@ def test_a_run_that_fails_says_so_by_a_code_alone(here: Path) -> None:
 
 
 def test_who_asks_for_no_more_rounds_has_stopped_the_run(here: Path) -> None:
-    status = StatusReporter(Path("out"))
-    rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
+    events = EventStream(Path("out"))
+    rounds = Simulation(read_study(Path("study.toml")), Path("out"), events=events).rounds()
     next(rounds)
     assert run_snapshot("out").state == RunState.RUNNING
     rounds.close()
@@ -283,8 +284,8 @@ def test_the_commands_tell_of_a_run(here: Path) -> None:
 
 def test_it_is_watched_until_it_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedplan.reports.status.POLL_SECONDS", 0.0)
-    status = StatusReporter(Path("out"))
-    rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
+    events = EventStream(Path("out"))
+    rounds = Simulation(read_study(Path("study.toml")), Path("out"), events=events).rounds()
     next(rounds)
     seen, told = list[int](), list[str]()
     for found in watch("out"):

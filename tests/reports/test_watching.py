@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,101 +16,27 @@ import pytest
 import torch
 from canaries import casts, hits, plant
 from commands import STUDY
+from heard import Heard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedplan.errors import FedplanError
-from fedplan.federation.run_states import RunState, RunStatus, SiteState, SiteStatus
-from fedplan.federation.status import StatusReporter
+from fedplan.federation.ledger.events import ClientChanged
+from fedplan.federation.ledger.status import RunState, RunStatus, SiteState, SiteStatus
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.timeouts import Timeouts
-from fedplan.reports.metrics_server import prometheus_text, serve_metrics
 from fedplan.reports.monitoring import (
     MonitoringConfig,
     certificate_expiries,
+    prometheus_text,
     report_expiries,
+    serve_metrics,
     start_monitoring,
 )
-from fedplan.reports.webhooks import MAX_QUEUED, SENT_EVENTS, Webhooks
 from fedplan.runners.api import simulate
 from fedplan.runners.flower.keys import make_keys
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.logs import LogEntry
 from fedplan.studies.schema import read_study
-
-NOW = "2026-01-01T00:00:00+00:00"
-
-
-@contextmanager
-def receiver(hang: float = 0.0, broken: int = 0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An address, and what was sent to it; it may hang, or be broken a few times first."""
-    heard, left = list[dict[str, Any]](), [broken]
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers["Content-Length"]))
-            time.sleep(hang)
-            left[0] -= 1
-            if left[0] < 0:
-                heard.append(json.loads(content))
-            self.send_response(200 if left[0] < 0 else 500)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", heard
-    server.shutdown()
-    server.server_close()
-
-
-def entry(event: str, site: str = "", text: str = "") -> LogEntry:
-    return LogEntry(NOW, "warning", "0" * 16, 3, site, event, text)
-
-
-# Webhooks ------------------------------------------------------------------------------------
-
-
-def test_an_address_that_hangs_delays_nobody() -> None:
-    with receiver(hang=30.0) as (slow, _), receiver() as (quick, heard):
-        hooks = Webhooks([slow, quick], timeout=0.5, tries=2)
-        began = time.monotonic()
-        for _ in range(10 * MAX_QUEUED):
-            hooks(entry("site away", "north"))
-        assert time.monotonic() - began < 10.0
-        began = time.monotonic()
-        hooks.close(within=1.0)
-        assert time.monotonic() - began < 10.0
-        until = time.monotonic() + 30
-        while len(heard) < MAX_QUEUED and time.monotonic() < until:
-            time.sleep(0.05)
-        assert len(heard) >= MAX_QUEUED
-
-
-def test_an_address_is_tried_again_and_only_told_what_matters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fedplan.reports.webhooks.RETRY_SECONDS", 0.01)
-    with receiver(broken=2) as (url, heard):
-        hooks = Webhooks([url])
-        for event in ("site asked", "round closed", "site failed", "run running", "run done"):
-            hooks(entry(event, "north" if event.startswith("site") else ""))
-        hooks.close()
-    assert [said["event"] for said in heard] == ["site failed", "run done"]
-    assert heard[0].keys() == {"source", "time", "level", "run", "round", "site", "event", "text"}
-
-
-def test_nobody_there_is_no_error_and_other_schemes_are_refused() -> None:
-    hooks = Webhooks(["http://127.0.0.1:9/x"], timeout=0.2, tries=1)
-    hooks(entry("run failed"))
-    hooks.close()
-    for url in ("file:///etc/passwd", "ftp://x", "alerts.example.org"):
-        with pytest.raises(FedplanError, match="http"):
-            Webhooks([url])
-
 
 # What leaves ---------------------------------------------------------------------------------
 
@@ -130,7 +51,7 @@ class Tower(torch.nn.Module):
 
 
 def test_nothing_of_rows_or_values_is_in_what_is_told(tmp_path: Path) -> None:
-    """Not in the log, the status, the metrics or what an address hears."""
+    """Not in the log, the status, the metrics or what a subscriber hears."""
     planted = plant({f"rows{n}": torch.ones(16, 32) for n in range(2)}, seed=3)
     rows = {
         f"client-{n}": torch.utils.data.TensorDataset(planted[f"rows{n}"], torch.arange(16) % 2)
@@ -144,13 +65,15 @@ def test_nothing_of_rows_or_values_is_in_what_is_told(tmp_path: Path) -> None:
 
     folder = tmp_path / "run"
     made = simulate(share(), Tower(), rows, loss, rounds=2, folder=folder, run=False)
-    heard = list[LogEntry]()
-    made.status = made.federation.status = StatusReporter(folder, [heard.append])
+    heard = Heard()
+    made.events = made.federation.executor.events = made.federation.events = EventStream(
+        folder, [heard]
+    )
     made.run()
     values = {k: v for k, v in made.federation.global_values().items()}
     patterns = casts({**planted, **values})
     places = [folder / "log.jsonl", folder / "status.json"]
-    page = prometheus_text(made.status.current, healthy=True).encode()
+    page = prometheus_text(made.events.status, healthy=True).encode()
     assert heard and not hits(patterns, [*places, page, repr(heard).encode()])
     losses = {f"{row['loss']:.6f}"[:5] for row in made.metrics}
     assert not any(loss in each.text for each in heard for loss in losses)
@@ -162,23 +85,23 @@ CLIENTS = '[privacy]\nunit = "client"\nepsilon = 900.0\ndelta = 1e-5\nclipping_n
 def test_where_clients_are_hidden_nobody_outside_hears_of_one(here: Path) -> None:
     study = STUDY[: STUDY.index("[clients]")] + "[evaluate]\npersonal = false\n" + CLIENTS
     Path("study.toml").write_text(study)
-    heard = list[LogEntry]()
-    status = StatusReporter(Path("out"), [heard.append])
-    Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
+    heard = Heard()
+    events = EventStream(Path("out"), [heard])
+    Simulation(read_study(Path("study.toml")), Path("out"), events=events).run()
     assert [each.event for each in heard][-1] == "run done"
     assert not any(each.site or "client-0" in each.text for each in heard)
-    page = prometheus_text(status.current, healthy=True)
+    page = prometheus_text(events.status, healthy=True)
     assert "client-0" not in page and "fedplan_epsilon_spent" in page
-    assert status.current.epsilon_spent and status.current.epsilon == 900.0
+    assert events.status.epsilon_spent and events.status.epsilon == 900.0
 
 
 def test_most_of_a_budget_is_told_once_and_all_of_it_once(here: Path) -> None:
     calibrated = CLIENTS.replace("noise_multiplier = 1.0\n", "").replace("900.0", "8.0")
     study = STUDY[: STUDY.index("[clients]")] + "[evaluate]\npersonal = false\n" + calibrated
     Path("study.toml").write_text(study.replace("rounds = 3", "rounds = 6\nsteps = 1"))
-    heard = list[LogEntry]()
-    status = StatusReporter(Path("out"), [heard.append])
-    Simulation(read_study(Path("study.toml")), Path("out"), status=status).run()
+    heard = Heard()
+    events = EventStream(Path("out"), [heard])
+    Simulation(read_study(Path("study.toml")), Path("out"), events=events).run()
     said = [each.text for each in heard if each.event == "budget"]
     assert said == ["80% of epsilon is spent", "100% of epsilon is spent"]
 
@@ -253,15 +176,15 @@ def got(port: int, path: str) -> tuple[int, str]:
 def test_metrics_and_health_are_answered_while_a_run_goes_on(here: Path) -> None:
     seen = list[tuple[tuple[int, str], tuple[int, str]]]()
     with (
-        start_monitoring(Path("out"), MonitoringConfig(metrics_port=0)) as status,
-        serve_metrics(status, 0) as port,
+        start_monitoring(Path("out"), MonitoringConfig(metrics_port=0)) as events,
+        serve_metrics(events, 0) as port,
     ):
-        simulation = Simulation(read_study(Path("study.toml")), Path("out"), status=status)
+        simulation = Simulation(read_study(Path("study.toml")), Path("out"), events=events)
         for _ in simulation.rounds():
             seen.append((got(port, "/health"), got(port, "/metrics")))
         assert got(port, "/health")[0] == 503  # nobody drives it any more
         assert got(port, "/etc/passwd")[0] == 404
-        with pytest.raises(FedplanError, match="--metrics-port"), serve_metrics(status, port):
+        with pytest.raises(FedplanError, match="--metrics-port"), serve_metrics(events, port):
             pass
     assert [health[0] for health, _ in seen] == [200, 200, 200]
     rounds = [samples(page)["fedplan_round", ()] for _, (_, page) in seen]
@@ -272,18 +195,18 @@ def test_metrics_and_health_are_answered_while_a_run_goes_on(here: Path) -> None
 def test_a_driver_that_gets_no_further_is_not_well(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, clock = StatusReporter(Path("out")), [time.monotonic()]
-    rounds = Simulation(read_study(Path("study.toml")), Path("out"), status=status).rounds()
+    events, clock = EventStream(Path("out")), [time.monotonic()]
+    rounds = Simulation(read_study(Path("study.toml")), Path("out"), events=events).rounds()
     next(rounds)
-    assert status.healthy
+    assert events.healthy
     patience = Timeouts()
-    monkeypatch.setattr("fedplan.federation.status.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fedplan.federation.ledger.stream.time.monotonic", lambda: clock[0])
     clock[0] += patience.updates + patience.sites + 60
-    assert not status.healthy
-    status.set_site_state("client-00", SiteState.AWAY)
-    assert not status.healthy
+    assert not events.healthy
+    events.emit(ClientChanged("client-00", SiteState.AWAY))
+    assert not events.healthy
     next(rounds)
-    assert status.healthy
+    assert events.healthy
 
 
 # Certificates --------------------------------------------------------------------------------
@@ -299,24 +222,24 @@ def test_a_certificate_that_ends_within_thirty_days_is_told(
     assert certificate_expiries(tmp_path / "fed").keys() == {"ca.crt", "server.crt"}
     until = certificate_expiries(tmp_path / "fed")["server.crt"]
     assert abs(until - datetime.now(UTC) - timedelta(days=days)) < timedelta(days=1)
-    heard = list[LogEntry]()
-    report_expiries(StatusReporter(None, [heard.append]), tmp_path / "fed")
+    heard = Heard()
+    report_expiries(EventStream(None, [heard]), tmp_path / "fed")
     assert [each.text.split()[0] for each in heard] == told
-    assert {each.event for each in heard} <= SENT_EVENTS
+    assert {each.event for each in heard} <= {"certificate"}
     assert certificate_expiries(tmp_path) == {}
     (tmp_path / "fed/ca.crt").write_text("nothing")
-    report_expiries(StatusReporter(None, [heard.append]), tmp_path / "fed")
+    report_expiries(EventStream(None, [heard]), tmp_path / "fed")
     assert "cannot read" in heard[-1].text
 
 
 def test_a_site_in_trouble_is_told_once(tmp_path: Path) -> None:
-    heard = list[LogEntry]()
-    status = StatusReporter(tmp_path, [heard.append])
+    heard = Heard()
+    events = EventStream(tmp_path, [heard])
     for _ in range(3):
-        status.set_site_state("north", SiteState.FAILED, "failed: disk")
-    status.set_site_state("north", SiteState.AWAY)
+        events.emit(ClientChanged("north", SiteState.FAILED, "failed: disk"))
+    events.emit(ClientChanged("north", SiteState.AWAY))
     assert [(each.event, each.site) for each in heard] == [
         ("site failed", "north"),
         ("site away", "north"),
     ]
-    assert status.current.sites["north"].error == "away"
+    assert events.status.sites["north"].error == "away"

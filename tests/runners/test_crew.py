@@ -26,7 +26,7 @@ import fedplan as fp
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.private import ClientDPAggregator
 from fedplan.federation.aggregation.robust import BufferedAggregator
-from fedplan.federation.status import StatusReporter
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.runners.executors.config import PoolConfig, make_pool_config
 from fedplan.runners.executors.process_transport import ProcessTransport
 from fedplan.runners.executors.worker import BEGIN
@@ -325,7 +325,7 @@ def test_objects_of_this_process_have_no_workers() -> None:
 
 def test_no_old_world_and_no_folder_of_the_idle_stays(here: Path) -> None:
     study = study_with("fedavg", clients={"fraction": 0.2}, train={"rounds": 4, "batch_size": 8})
-    whole = Simulation(study, here / "run", status=StatusReporter())
+    whole = Simulation(study, here / "run", events=EventStream())
     worlds = list[weakref.ref[Tensor]]()
     for _ in whole.rounds():
         worlds.append(weakref.ref(next(iter(whole.federation.global_state.values.values()))))

@@ -16,15 +16,23 @@ from flwr.app import Context
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.supercore.run import RunNotRunningException
 from grids import InProcess
+from heard import Heard
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.compatibility import local_versions
 from fedplan.federation.endpoint import Endpoint
-from fedplan.federation.run_states import RunState, RunStatus, SiteState, ask_to_stop, read_status
+from fedplan.federation.ledger.events import RunChanged
+from fedplan.federation.ledger.status import (
+    RunState,
+    RunStatus,
+    SiteState,
+    ask_to_stop,
+    read_status,
+)
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.server import Server
-from fedplan.federation.status import StatusReporter
 from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
@@ -34,7 +42,7 @@ from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.rpc import FlowerRunEnded
 from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.storage.journal import Journal, client_state_folder
-from fedplan.storage.logs import LogEntry, read_log
+from fedplan.storage.logs import read_log
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import pack_message
@@ -52,7 +60,7 @@ class Driven:
     """A federation on a grid of one process, of which some are there."""
 
     def __init__(self, folder: Path, there: tuple[str, ...], say: Say = lambda *_: "") -> None:
-        self.folder, self.heard = folder, list[LogEntry]()
+        self.folder, self.heard = folder, Heard()
         agreement = Agreement(
             "driven",
             describe(zoo.build("bert")),
@@ -72,7 +80,7 @@ class Driven:
             return sites[name].answer(kind, message)
 
         self.grid = InProcess(client_app(answer), [{"name": name} for name in there])
-        self.status = StatusReporter(folder, [self.heard.append])
+        self.stream = EventStream(folder, [self.heard])
 
     def _endpoint(self, name: str) -> Endpoint:
         model = zoo.build("bert")
@@ -91,8 +99,8 @@ class Driven:
         return Endpoint(self.server.agreement, site, self.folder / "sites" / name)
 
     def drive(self, quorum: int = 1, patience: Timeouts = SOON) -> RunStatus:
-        carrier = ServerLoop(self.grid, self.server, patience, quorum=quorum, status=self.status)
-        with self.status.track_run(self.server, "driven", patience, has_examples=False):
+        carrier = ServerLoop(self.grid, self.server, patience, quorum=quorum, events=self.stream)
+        with self.stream.track_run(self.server, "driven", patience, has_examples=False):
             carrier.run()
         found = read_status(self.folder)
         assert found is not None
@@ -148,8 +156,9 @@ def test_a_site_with_another_wire_is_not_asked(
 
 def test_a_driver_that_waits_stops_when_it_is_asked_to(tmp_path: Path) -> None:
     driven = Driven(tmp_path, NAMES[:1])
-    driven.status.listeners = (
-        lambda entry: ask_to_stop(tmp_path, at_once=True) if "waiting" in entry.event else None,
+    waiting = RunChanged(RunState.WAITING)
+    driven.stream.subscribe(
+        lambda event, _: ask_to_stop(tmp_path, at_once=True) if event == waiting else None
     )
     found = driven.drive()
     assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.reason
@@ -185,9 +194,9 @@ def test_a_run_that_flower_ends_is_no_end_of_ours(
     monkeypatch.setattr(driven.grid, "pull_messages", over)
     with (
         pytest.raises(FlowerRunEnded),
-        driven.status.track_run(driven.server, "driven", retried_errors=FlowerRunEnded),
+        driven.stream.track_run(driven.server, "driven", retried_errors=FlowerRunEnded),
     ):
-        ServerLoop(driven.grid, driven.server, SOON, status=driven.status).run()
+        ServerLoop(driven.grid, driven.server, SOON, events=driven.stream).run()
     found = read_status(tmp_path)
     assert found is not None and found.state not in (RunState.STOPPED, RunState.FAILED)
 

@@ -18,7 +18,7 @@ from transformers import SchedulerType, get_scheduler
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.callbacks import CommittedRound
+from fedplan.federation.ledger.events import CommittedRound
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve

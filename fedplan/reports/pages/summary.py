@@ -10,7 +10,7 @@ from inspect import getdoc
 
 from fedplan.errors import FedplanError
 from fedplan.federation.identity import RUN_FILE
-from fedplan.federation.run_states import RunState
+from fedplan.federation.ledger.status import RunState
 from fedplan.language.plan import Role
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.reports.explanation import sort_params

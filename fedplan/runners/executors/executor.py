@@ -13,11 +13,12 @@ from fedplan.federation.client_round import train_round
 from fedplan.federation.error_codes import describe_code
 from fedplan.federation.evaluation import Scores, evaluate_client, make_eval_request
 from fedplan.federation.layer_scoring import score_layers
+from fedplan.federation.ledger.events import ClientChanged
+from fedplan.federation.ledger.status import SiteState
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.messages import ClientStateMissing, Request, RequestRefused
 from fedplan.federation.rounds import RoundState
-from fedplan.federation.run_states import SiteState
 from fedplan.federation.server import Server
-from fedplan.federation.status import StatusReporter
 from fedplan.models.params import Block
 from fedplan.runners.clients import Clients
 from fedplan.storage.files import failpoint
@@ -64,11 +65,11 @@ class SerialExecutor:
     """Executor that runs one client after the other in this process.
 
     `server` makes the requests and takes the updates, `clients` makes the Client of a name, and
-    `status` receives progress. There is nothing to start or close.
+    `events` receives progress. There is nothing to start or close.
     """
 
-    def __init__(self, server: Server, clients: Clients, status: StatusReporter) -> None:
-        self.server, self.clients, self.status = server, clients, status
+    def __init__(self, server: Server, clients: Clients, events: EventStream) -> None:
+        self.server, self.clients, self.events = server, clients, events
 
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
@@ -84,13 +85,13 @@ class SerialExecutor:
         Updates of clients in `late` are recorded, but not aggregated.
         """
         for name in names:
-            self.status.heartbeat()
-            self.status.set_site_state(name, SiteState.REQUESTED)
+            self.events.heartbeat()
+            self.events.emit(ClientChanged(name, SiteState.REQUESTED))
             update = self._call(partial(train_round, copy=False), round_state, name)
             failpoint("round.answered")
             self.server.take(round_state, update, late=name in late)
             del update  # it aliases the model, which the next turn overwrites
-            self.status.set_site_state(name, SiteState.RESPONDED)
+            self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
         """Evaluate the clients `names` one by one; return scores and refusals, as in Executor.

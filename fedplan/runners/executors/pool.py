@@ -16,12 +16,13 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.error_codes import describe_code
 from fedplan.federation.evaluation import Scores, make_eval_request
+from fedplan.federation.ledger.events import ClientChanged, Notice
+from fedplan.federation.ledger.status import SiteState
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.messages import Request, block_scores_from_json, request_header
 from fedplan.federation.record import read_turn
 from fedplan.federation.rounds import RoundState
-from fedplan.federation.run_states import SiteState
 from fedplan.federation.server import Server
-from fedplan.federation.status import StatusReporter
 from fedplan.models.params import Block
 from fedplan.runners.clients import Clients
 from fedplan.runners.executors.tasks import (
@@ -54,7 +55,7 @@ class PoolExecutor:
 
     Call `bind` once, then the methods of Executor; `close` stops the workers, and the next call
     restarts them. `transport` connects to the workers, `begin` is the first message to each worker
-    (study and folder). `bind` sets `server`, `clients` and `status`. `workers` are the running
+    (study and folder). `bind` sets `server`, `clients` and `events`. `workers` are the running
     workers by number, `seconds` the durations of the clients' last turns, `lost` the number of
     workers that died in the last call, by cause. Every method raises FedplanError, and stops all
     workers, if a client fails in a worker or over MOST_LOST workers die for the same cause.
@@ -62,7 +63,7 @@ class PoolExecutor:
 
     server: Server
     clients: Clients
-    status: StatusReporter
+    events: EventStream
 
     def __init__(self, transport: WorkerTransport, begin: Mapping[str, Any]) -> None:
         self.transport, self.begin = transport, begin
@@ -70,9 +71,9 @@ class PoolExecutor:
         self.seconds, self.lost = dict[str, float](), Counter[str]()
         self._batch, self._seconds_per_step, self._shared = 0, 1.0, dict[tuple[str, ...], object]()
 
-    def bind(self, server: Server, clients: Clients, status: StatusReporter) -> PoolExecutor:
-        """Set the server, clients and status to work for, and return this executor."""
-        self.server, self.clients, self.status = server, clients, status
+    def bind(self, server: Server, clients: Clients, events: EventStream) -> PoolExecutor:
+        """Set the server, clients and events to work for, and return this executor."""
+        self.server, self.clients, self.events = server, clients, events
         return self
 
     def start(self) -> None:
@@ -150,7 +151,7 @@ class PoolExecutor:
                 return self._resend_full(round_state, task)
             if reply["overflow"] and not in_order:
                 raise SumOverflow(f"the update of {task.client} overflowed a partial sum")
-            self.status.set_site_state(task.client, SiteState.RESPONDED)
+            self.events.emit(ClientChanged(task.client, SiteState.RESPONDED))
             self.seconds[task.client] = reply["seconds"]
             self._seconds_per_step = reply["seconds"] / max(self._step_count(task.client), 1)
             return None
@@ -244,7 +245,7 @@ class PoolExecutor:
                 if not left and not any(w.pending for w in self.workers.values() if w.ready):
                     return
                 replies = self.transport.receive(BEAT)
-                self.status.heartbeat()
+                self.events.heartbeat()
                 for number, reply in replies:
                     if reply is None:
                         queue += self._replace_worker(number)
@@ -277,7 +278,7 @@ class PoolExecutor:
                     self._send(number, None, {"do": "open", "sum": sum_description})
                     worker.sum_open = True
                 if task.do == "turn":
-                    self.status.set_site_state(task.client, SiteState.REQUESTED)
+                    self.events.emit(ClientChanged(task.client, SiteState.REQUESTED))
                 message: JsonObject = {"do": task.do, "client": task.client, "late": task.late}
                 if (request := task.request) is not None:
                     versions, state = request.versions, self.server.global_state
@@ -356,7 +357,7 @@ class PoolExecutor:
         when = f"while it ran client {tasks[0].client!r}" if tasks else SUMMING
         when = when if worker.ready else STARTING
         self.lost[when] += 1
-        self.status.notify("worker died", f"worker {number}, {when}")
+        self.events.emit(Notice("worker died", f"worker {number}, {when}"))
         if self.lost[when] > MOST_LOST:
             raise FedplanError(
                 f"a worker died {MOST_LOST + 1} times {when}: see what it wrote to stderr; if "

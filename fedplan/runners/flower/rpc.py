@@ -22,8 +22,9 @@ from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
 from fedplan.federation.error_codes import APPROVAL, decode_reason
-from fedplan.federation.run_states import SiteState, site_state_from_reason
-from fedplan.federation.status import StatusReporter
+from fedplan.federation.ledger.events import ClientChanged, Notice, RunStalled
+from fedplan.federation.ledger.status import SiteState, site_state_from_reason
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.timeouts import Timeouts
 from fedplan.runners.flower.records import from_records, refusal_text, to_records
 from fedplan.tensors.message import Message
@@ -89,7 +90,7 @@ class SiteRpc:
     not connected; these get the hello again until accepted. A site's name is the registered name of
     the node; for a node without one (on one machine only), the name in the reply is accepted.
     `registered_names`, if set, returns the names of registered nodes; `wait_for_sites` then waits
-    for no other site. `status` receives progress.
+    for no other site. `events` receives progress.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class SiteRpc:
         self._pending_hellos: dict[str, int] = {}
         self._gone_since: dict[str, float] = {}
         self.registered_names: Callable[[], Iterable[str]] | None = None
-        self.status = StatusReporter()
+        self.events = EventStream()
         self._reported: dict[str, tuple[str, str]] = {}
 
     def wait_for_sites(self, enough: int) -> None:
@@ -118,7 +119,7 @@ class SiteRpc:
         deadline = time.monotonic() + self.timeouts.sites
         while missing := [name for name in self.names if name not in self.sites]:
             self.poll_nodes()
-            if self.status.stop_reason():
+            if self.events.stop_reason():
                 return
             if self.registered_names is not None and len(self.sites) >= enough:
                 with suppress(FedplanError):  # the SuperLink does not answer: try again later
@@ -172,8 +173,8 @@ class SiteRpc:
                 state = SiteState.NOT_CONNECTED, ""
             if self._reported.get(name) != state:
                 self._reported[name] = state
-                self.status.set_site_state(name, *state)
-        self.status.heartbeat()
+                self.events.emit(ClientChanged(name, *state))
+        self.events.heartbeat()
         return online
 
     def is_away(self, name: str) -> bool:
@@ -265,9 +266,7 @@ class SiteRpc:
             return self._refuse(node, "", f"says that it is {name!r}, as node {other.node} does")
         # Logged here, out of the site's reach: a rewritten egress log has another end.
         ends = re.sub("[^0-9a-f]", "?", str(fields.get("egress_head", ""))[:64])
-        self.status.notify(
-            "site hello", f"egress log ends with hash {ends}", level="info", site=name
-        )
+        self.events.emit(Notice("site hello", f"egress log ends with hash {ends}", "info", name))
         self.refusals.pop(name, None)
         self.sites[name] = ConnectedSite(node, agreement, start, run, traits, versions, node_key)
 
@@ -298,7 +297,7 @@ class SiteRpc:
         message, arrays = call.make_message()
         for message_id in self._push(site.node, kind, message, arrays):
             call.message_ids[message_id] = site.node
-        self.status.set_site_state(name, SiteState.REQUESTED)
+        self.events.emit(ClientChanged(name, SiteState.REQUESTED))
 
     def _push(
         self, node: int, kind: str, message: Message, arrays: ArrayRecord | None
@@ -310,7 +309,7 @@ class SiteRpc:
     def _retry(self, call: Callable[[], Iterable[Item]]) -> list[Item]:
         """Return the items of a call to the grid; repeat the call while the SuperLink fails.
 
-        Reports the problem to the status. Raises FlowerRunEnded if Flower has ended the run, and
+        Emits RunStalled meanwhile. Raises FlowerRunEnded if Flower has ended the run, and
         the last error after the timeout for sites; errors in the call itself are raised at once.
         """
         deadline, pause = time.monotonic() + self.timeouts.sites, self.timeouts.poll_interval
@@ -327,12 +326,12 @@ class SiteRpc:
                     raise
                 log.warning("the SuperLink does not answer; trying again: %r", error)
             else:
-                self.status.set_problem("")
+                self.events.emit(RunStalled(""))
                 return items
-            self.status.set_problem("the SuperLink does not answer; trying again")
+            self.events.emit(RunStalled("the SuperLink does not answer; trying again"))
             resume = time.monotonic() + pause
             while (left := resume - time.monotonic()) > 0:
-                self.status.heartbeat()
+                self.events.heartbeat()
                 time.sleep(min(left, 1.0))
             pause = min(30.0, 2 * pause)
 

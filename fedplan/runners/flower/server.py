@@ -8,11 +8,10 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from fedplan.federation.callbacks import Callback
+from fedplan.federation.ledger.events import Callback
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.server import Server
-from fedplan.federation.status import StatusReporter
 from fedplan.federation.timeouts import Timeouts
-from fedplan.federation.trackers import close_trackers
 from fedplan.models.values import set_values
 from fedplan.runners.faults import study_faults
 from fedplan.runners.flower.rpc import FlowerRunEnded
@@ -35,14 +34,14 @@ def run_server(
     study: Study,
     folder: Path,
     callbacks: Sequence[Callback] = (),
-    status: StatusReporter | None = None,
+    events: EventStream | None = None,
     registered_names: Callable[[], Iterable[str]] | None = None,
 ) -> None:
     """Run all rounds of a study's server with the sites on `grid`, or continue the run in `folder`.
 
     Builds the model, locks the folder, and blocks until the last round or a stop. `callbacks` are
-    called after each round, before the study's own. `status` receives progress (default: a
-    StatusReporter of the folder). `registered_names` returns the names of registered sites; a
+    called after each round, before the study's own. `events` receives progress (default: an
+    EventStream of the folder). `registered_names` returns the names of registered sites; a
     continued run waits for no others. Raises ConfigError if the folder has another study,
     FlowerRunEnded if Flower ends its run, FedplanError if too few sites take part.
     """
@@ -70,7 +69,7 @@ def run_server(
         callback.require_measured(kinds)
     # Free the model, unless the test uses it: the server has the initial values.
     del experiment
-    status = status or StatusReporter(folder)
+    events = events or EventStream(folder)
     loop = ServerLoop(
         grid,
         server,
@@ -81,16 +80,13 @@ def run_server(
         study=study,
         scoring=scoring,
         test=test,
-        status=status,
+        events=events,
     )
     loop.rpc.registered_names = registered_names if server.global_state.round else None
-    try:
-        with status.track_run(
-            server, study.name, timeouts, has_examples=False, retried_errors=FlowerRunEnded
-        ):
-            loop.run()
-    finally:
-        close_trackers(loop.callbacks)
+    with events.track_run(
+        server, study.name, timeouts, has_examples=False, retried_errors=FlowerRunEnded
+    ):
+        loop.run()
     del folder_lock
 
 

@@ -12,9 +12,18 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError
-from fedplan.federation.callbacks import Callback, CommittedRound, run_callbacks
 from fedplan.federation.compatibility import package_differences, protocol_mismatch
 from fedplan.federation.evaluation import EvalConfig, combine_scores
+from fedplan.federation.ledger.events import (
+    Callback,
+    ClientChanged,
+    CommittedRound,
+    Notice,
+    RoundStarted,
+    RunChanged,
+)
+from fedplan.federation.ledger.status import RunState, SiteState, site_state_from_reason
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.messages import (
     Request,
     block_scores_from_json,
@@ -23,9 +32,7 @@ from fedplan.federation.messages import (
     request_message,
 )
 from fedplan.federation.rounds import RoundState, accept_masked_report
-from fedplan.federation.run_states import RunState, SiteState, site_state_from_reason
 from fedplan.federation.server import Server
-from fedplan.federation.status import StatusReporter
 from fedplan.federation.timeouts import Timeouts
 from fedplan.runners.faults import Faults
 from fedplan.runners.flower.evaluation import SiteEvaluation
@@ -48,7 +55,7 @@ class ServerLoop:
     updates. A site with another study or initial model gets no requests. `faults` simulates
     dropouts and late replies. After a committed round the sites are evaluated as `scoring` says,
     `test` evaluates the global values here, and `callbacks` are called. `study` is sent to the
-    sites with the first message. `status` receives progress and requests to stop. The constructor
+    sites with the first message. `events` receives progress. The constructor
     raises PrivacyError for a quorum above 1 under client-level DP.
     """
 
@@ -64,7 +71,7 @@ class ServerLoop:
         scoring: EvalConfig | None = None,
         test: GlobalTest | None = None,
         study: Study | None = None,
-        status: StatusReporter | None = None,
+        events: EventStream | None = None,
     ) -> None:
         if server.aggregation.hides_clients and quorum > 1:
             raise PrivacyError(
@@ -76,8 +83,8 @@ class ServerLoop:
         self.server, self.quorum = server, 0 if server.aggregation.hides_clients else quorum
         hello = hello_message(server.agreement.run, study)
         self.rpc = SiteRpc(grid, server.roster, timeouts or Timeouts(), hello)
-        self.status = self.rpc.status = status or StatusReporter()
-        self.callbacks = tuple(callbacks)
+        self.events = self.rpc.events = events or EventStream()
+        self.events.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
         self._mismatches: dict[str, str] = {}
         self._adverts: dict[str, Any] = {}
@@ -98,19 +105,19 @@ class ServerLoop:
             if self._needs_scores(last):
                 self._wait_for_sites(0)
             last = self._add_scores(last)
-        stopped = run_callbacks(self.callbacks, self._with_task(last)) if last else ""
-        stopped = self.status.stop_reason(stopped)
-        if server.global_state.round < server.rounds and not stopped:
+        self.events.call_back(self._with_task(last) if last else None)
+        if server.global_state.round < server.rounds and not self.events.stop_text:
             self._wait_for_sites(min(self.quorum, len(server.roster)))
-            stopped = self.status.stop_reason()
-        while server.global_state.round < server.rounds and not stopped:
+            self.events.stop_reason()
+        while server.global_state.round < server.rounds and not self.events.stop_text:
             self._update_roster()
             round_state = server.begin_round()
             self._late = self.faults.apply(server, round_state)
             for name in round_state.cohort.keys() & self._mismatches.keys():
                 round_state.rejected[name] = f"not requested: it {self._mismatches[name]}"
             self._choose_blocks(round_state)
-            self.status.open_round(len(round_state.cohort.keys() - self._mismatches.keys()))
+            present = round_state.cohort.keys() - self._mismatches.keys()
+            self.events.emit(RoundStarted(len(present)))
             if server.agreement.secagg.active:
                 self._collect_secagg(round_state)
             else:
@@ -118,15 +125,14 @@ class ServerLoop:
             server.close_round(round_state)
             closed = self._with_task(self._add_scores(server.commit(round_state)))
             log.info("%s", _round_summary(closed, self.scoring.primary))
-            self.status.record_round(closed)
-            stopped = self.status.stop_reason(run_callbacks(self.callbacks, closed))
-        if stopped:
-            log.info("stopped after round %d: %s", server.global_state.round, stopped)
+            self.events.emit(closed)
+        if reason := self.events.stop_text:
+            log.info("stopped after round %d: %s", server.global_state.round, reason)
 
     def _wait_for_sites(self, enough: int) -> None:
-        self.status.set_state(RunState.WAITING)
+        self.events.emit(RunChanged(RunState.WAITING))
         self.rpc.wait_for_sites(enough)
-        self.status.set_state(RunState.RUNNING)
+        self.events.emit(RunChanged(RunState.RUNNING))
 
     def _needs_scores(self, closed: CommittedRound) -> bool:
         """Whether the committed round `closed` is due for evaluation and has no scores yet."""
@@ -165,16 +171,16 @@ class ServerLoop:
             if reason := self._mismatch(name, site):
                 if self._mismatches.get(name) != reason:
                     log.warning("%s gets no requests: it %s", name, reason)
-                self.status.set_site_state(name, SiteState.REFUSED, f"not requested: it {reason}")
+                refusal = f"not requested: it {reason}"
+                self.events.emit(ClientChanged(name, SiteState.REFUSED, refusal))
                 self._mismatches[name] = reason
                 continue
             self._mismatches.pop(name, None)
             self.server.roster[name] = site.traits
             differences = package_differences(site.versions)
             if differences and self._version_notes.get(name) != differences:
-                self.status.notify(
-                    "site versions", f"the site has {differences}; it takes part", site=name
-                )
+                text = f"the site has {differences}; it takes part"
+                self.events.emit(Notice("site versions", text, client=name))
             self._version_notes[name] = differences
 
     def _mismatch(self, name: str, site: ConnectedSite) -> str:
@@ -213,7 +219,8 @@ class ServerLoop:
         for name, reply in self.rpc.call("train", requests, lambda: self._enough(round_state)):
             if isinstance(reply, str):
                 round_state.rejected.setdefault(name, reply.splitlines()[0])
-                self.status.set_site_state(name, SiteState.FAILED, round_state.rejected[name])
+                reason = round_state.rejected[name]
+                self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
             elif self._resend_if_missing(round_state, name, reply):
                 requests[name] = self._request_factory(round_state, name)
             else:
@@ -227,7 +234,7 @@ class ServerLoop:
         round_state.rejected |= {name: "no answer" for name in without_reply}
         for name in without_reply:
             if not self.rpc.is_away(name):
-                self.status.set_site_state(name, SiteState.FAILED, "no answer in time")
+                self.events.emit(ClientChanged(name, SiteState.FAILED, "no answer in time"))
         if not self._enough(round_state):
             reasons = "; ".join(f"{n}: {why}" for n, why in sorted(round_state.rejected.items()))
             raise FedplanError(
@@ -301,7 +308,7 @@ class ServerLoop:
         if text := refusal_text(fields):
             reason = round_state.rejected.setdefault(name, text)
             log.warning("%s %s", name, text)
-            self.status.set_site_state(name, site_state_from_reason(reason), reason)
+            self.events.emit(ClientChanged(name, site_state_from_reason(reason), reason))
             return
         limit = 2 * nbytes(self.server.global_state.values) + 2**22
         try:
@@ -312,16 +319,16 @@ class ServerLoop:
         except FedplanError as error:
             reason = round_state.rejected[name] = str(error).splitlines()[0]
             log.warning("the update of %s is rejected: %s", name, reason)
-            self.status.set_site_state(name, SiteState.FAILED, reason)
+            self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
             return
         agreement, state = self.server.agreement, self.server.global_state
         if agreement.secagg.active:
             if accept_masked_report(agreement, state, round_state, update):
                 self._adverts[name] = fields.get("advert")
-                self.status.set_site_state(name, SiteState.RESPONDED)
+                self.events.emit(ClientChanged(name, SiteState.RESPONDED))
             return
         self.server.take(round_state, update, late=name in self._late)
-        self.status.set_site_state(name, SiteState.RESPONDED)
+        self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
     def _choose_blocks(self, round_state: RoundState) -> None:
         """Let the sites choose blocks together before a round, if the plan has a joint choice.

@@ -25,8 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import Callback
-from fedplan.federation.status import StatusReporter
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.runners.flower.rpc import FlowerRunEnded
 from fedplan.runners.flower.server import run_server
 from fedplan.runners.flower.superlink import SuperLink
@@ -46,13 +45,12 @@ def run_on_superlink(
     link: SuperLink,
     study: Study,
     folder: Path,
-    callbacks: list[Callback],
-    status: StatusReporter | None = None,
+    events: EventStream | None = None,
 ) -> None:
     """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
-    Blocks until the study ends. `callbacks` are called after each round; `status` receives progress
-    (default: a StatusReporter of the folder). If Flower ends its run, as after a long silence of
+    Blocks until the study ends. `events` receives progress
+    (default: an EventStream of the folder). If Flower ends its run, as after a long silence of
     the SuperLink, another Flower run is started and the study continued; FlowerRunEnded is raised
     after ATTEMPTS Flower runs. Raises FedplanError if the SuperLink gives no task, and the errors
     of `run_server`.
@@ -60,7 +58,9 @@ def run_on_superlink(
     for left in reversed(range(ATTEMPTS)):
         try:
             with acquire_grid(link) as grid:
-                return run_server(grid, study, folder, callbacks, status, link.site_names)
+                return run_server(
+                    grid, study, folder, events=events, registered_names=link.site_names
+                )
         except FlowerRunEnded as error:
             if not left:
                 raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: TensorBoard, MLflow and Weights & Biases, called after each round.
+"""Callbacks of fedplan: early stopping, and the trackers TensorBoard, MLflow and W&B.
 
 A tracker is a callback with an open resource. It writes below the run's folder, and cannot change
 the results of a run. The same metrics are in metrics.jsonl.
@@ -10,15 +10,98 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from fedplan.errors import FedplanError
-from fedplan.federation.callbacks import Callback, CommittedRound
+from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.naming import Registry
+
+GLOBAL_PREFIX = "global."
+"""Prefix of the global model's metrics on the common test set."""
+
+SPREADS = ("personal.", "sites.spread.")
+"""Prefixes of metrics over clients of the task's primary metric."""
+
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
+"""Ends of the names of metrics that improve by becoming lower."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """A stateless callback that stops a run when a metric no longer improves.
+
+    `metric`: name in a round's row, for example `loss`, `global.accuracy` or `personal.accuracy`.
+    `patience`: number of rounds with the metric, but without improvement, until the run stops; the
+    constructor raises FedplanError if below 1. `min_delta`: an improvement must exceed this.
+    `higher_is_better`: if None, a metric that starts as in SPREADS has the direction of the task's
+    primary metric, if known; any other metric improves by becoming higher, unless the name ends as
+    in LOWER_IS_BETTER. A call with a CommittedRound returns the reason to stop, or None. The call
+    raises FedplanError if no round so far has the metric; for a name with a dot, only after a round
+    with evaluation.
+    """
+
+    metric: str = "loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    higher_is_better: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise FedplanError(f"patience is {self.patience}: give a number of rounds, 1 or more")
+
+    def require_public(self) -> None:
+        """Raise FedplanError unless the metric is of the global model on the common test set.
+
+        The names of these metrics start with GLOBAL_PREFIX. Call this under differential privacy,
+        where the stopping time by another metric would reveal private data.
+        """
+        if not self.metric.startswith(GLOBAL_PREFIX):
+            raise FedplanError(
+                f"early_stopping.metric is {self.metric!r}, which depends on private data, "
+                "so the stopping time would reveal it: use a metric of the common test, such as "
+                "global.loss"
+            )
+
+    def require_measured(self, kinds: Iterable[str]) -> None:
+        """Raise FedplanError if the run does not measure the metric.
+
+        `kinds`: kinds of evaluation metrics of the run, such as "global" and "sites". A metric's
+        kind is the name up to the first dot. A name without a dot, such as "loss", is accepted.
+        """
+        kind, dot, _ = self.metric.partition(".")
+        if dot and kind not in kinds:
+            raise FedplanError(
+                f"early_stopping.metric is {self.metric!r}, and this run has no {kind} metrics: "
+                "give it test examples, or use loss"
+            )
+
+    def __call__(self, committed: CommittedRound) -> str | None:
+        """Return the reason to stop, or None; raise FedplanError if no round has the metric."""
+        values = [row[self.metric] for row in committed.metrics if self.metric in row]
+        if not values and (committed.scores or "." not in self.metric):
+            names = ", ".join(committed.row)
+            raise FedplanError(f"no round has a metric {self.metric!r}; use one of {names}")
+        higher = self.higher_is_better
+        if higher is None and self.metric.startswith(SPREADS):
+            higher = committed.higher_is_better
+        if higher is None:
+            higher = not self.metric.endswith(LOWER_IS_BETTER)
+        best, index = -inf, 0  # of the last value that improved on all before by min_delta
+        for i, value in enumerate(values):
+            score = value if higher else -value
+            if score > best + self.min_delta:  # False for nan
+                best, index = score, i
+        waited = len(values) - 1 - index
+        if waited < self.patience:
+            return None
+        return f"{self.metric} has not improved for {waited} rounds"
+
 
 FOLDER = "trackers"
 """Folder of all trackers within a run's folder."""
@@ -222,10 +305,3 @@ def make_tracker(name: str) -> Callback:
     """
     callback = TRACKER_NAMES.find(name).value
     return callback() if isinstance(callback, type) else callback
-
-
-def close_trackers(callbacks: tuple[Callback, ...]) -> None:
-    """Close the trackers among some callbacks."""
-    for callback in callbacks:
-        if isinstance(callback, Tracker):
-            callback.close()
