@@ -70,7 +70,7 @@ FUNCTIONS = {
     "export": "fedplan.export_run",
     "privacy": "fedplan.reports.privacy_statements.read_privacy_statement",
     "egress": "fedplan.reports.egress_report.read_egress_report",
-    "faults": "fedplan.federation.fault_log.read_faults",
+    "faults": "fedplan.federation.ledger.faults.read_faults",
     "digest": "fedplan.studies.build_experiment",
     "methods": "fedplan.methods.method_info.method_info",
     "data": "fedplan.reports.data_distribution.data_distribution",

@@ -10,7 +10,7 @@ from typing import Any, Self
 class FedplanError(Exception):
     """Base class of all errors that fedplan raises on purpose.
 
-    `code` is an error code of `federation.error_codes`: a site sends only the code to the server,
+    `code` is an error code of `federation.ledger.faults`: a site sends only the code to the server,
     because the message may quote training data. `exit_code` is the exit status of a command that
     fails with this error: 2 for a mistake of the user, 1 for a failed check.
     """

@@ -18,7 +18,7 @@ from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client_round import train_round
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.record import ROLE_BY_LETTER
+from fedplan.federation.ledger.records import ROLE_BY_LETTER
 from fedplan.federation.rounds import (
     RoundState,
     accept_update,

@@ -31,9 +31,9 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GLOBAL_FOLDER
+from fedplan.federation.ledger.records import VERSION, join_digests, read_turn
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import VERSION, join_digests, read_turn
 from fedplan.federation.server import Server
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from fedplan.federation.record import RoundRecord, TurnRecord
+from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.models.params import Params
 from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.run import open_run

@@ -98,22 +98,23 @@ LENT = {
     """,
     "federation": """
         AGGREGATION_KINDS AGREEMENT APPROVAL Account Authorization BEST BestBy
-        COHORT_PREFIXES Callback CommittedRound DELTA EGRESS_LOG EVALUATE EarlyStopping
-        EgressLog EvalConfig EvalSet FaultLog GLOBAL_FOLDER HELLO InitialModel KEY KINDS
-        LIVE LOWER_IS_BETTER Limits METRICS MeanAggregator MetricPolicy Metrics
-        PER_CLIENT_PREFIXES REPLIES ROLE_BY_LETTER ROLE_LETTERS ROUND_CHECKPOINT RULES
-        RUN_FILE Record RecordError RunIdentity RunState RunStatus SCORES
-        SCORING_CHECKPOINT SECAGG_STEPS SEVERITY SPREADS STUDY Scores SecAggClient
-        SecureAggregator SecureSum SiteState StatusReporter TensorsAndJson Timeouts
-        UNMASKING UPDATE WHOLE_SUM WRITE_ONCE_FILES WireCost accept_masked_report
-        agreement_folders announce_phase ask_to_stop block_scores_from_json
-        block_scores_to_json bytes_by_part changed_examples close_trackers
-        closed_segment_faults collect_metrics combine_scores decode_reason describe_code
-        digest_initial_model encode_code encrypted_shares_from_json
-        encrypted_shares_to_json error_code_of error_entry error_fields evaluate_client
-        examples_digest find_capped_weights forwarded_shares_to_json global_values
-        group_weights is_run_id join_digests key_advert_from_json key_advert_to_json
-        key_roster_to_json keyed_digest last_ledger_round ledger_lines local_versions
+        COHORT_PREFIXES Callback ClientChanged CommittedRound DELTA EGRESS_LOG EVALUATE
+        EarlyStopping EgressLog EvalConfig EvalSet Event EventStream FaultLog
+        GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE LOWER_IS_BETTER Limits METRICS
+        MeanAggregator MetricPolicy Metrics Notice PER_CLIENT_PREFIXES REPLIES
+        ROLE_BY_LETTER ROLE_LETTERS ROUND_CHECKPOINT RULES RUN_FILE Record RecordError
+        RoundStarted RunChanged RunIdentity RunStalled RunState RunStatus SCORES
+        SCORING_CHECKPOINT SECAGG_STEPS SPREADS STUDY Scores SecAggClient
+        SecureAggregator SecureSum SiteState TensorsAndJson Timeouts UNMASKING UPDATE
+        WHOLE_SUM WRITE_ONCE_FILES WireCost accept_masked_report agreement_folders
+        announce_phase ask_to_stop block_scores_from_json block_scores_to_json
+        bytes_by_part changed_examples closed_segment_faults combine_scores
+        decode_reason describe_code digest_initial_model encode_code
+        encrypted_shares_from_json encrypted_shares_to_json error_code_of error_entry
+        error_fields evaluate_client examples_digest find_capped_weights
+        forwarded_shares_to_json global_values group_weights is_run_id join_digests
+        join_scores key_advert_from_json key_advert_to_json key_roster_to_json
+        keyed_digest last_ledger_round ledger_lines ledger_rows local_versions
         make_eval_request make_example_guard make_noise_guard make_tracker make_warnings
         metrics_from_json newest_segment only_run_folder open_journal open_partial_sum
         package_differences params_by_senders parse_line personal_values
@@ -121,9 +122,9 @@ LENT = {
         read_masked_input read_personal_model read_record read_replies read_run_id
         read_secagg_checkpoint read_secagg_message read_status read_stop_request
         read_turn read_update recent_drifts request_header request_message
-        require_private_method run_callbacks secagg_message segment_header_faults
-        segment_number signature_list_to_json site_run_folder site_state_from_reason
-        split_digests survivor_list_to_json survivor_signature_from_json turn_digest
+        require_private_method secagg_message segment_header_faults segment_number
+        signature_list_to_json site_run_folder site_state_from_reason split_digests
+        survivor_list_to_json survivor_signature_from_json turn_digest
         unmask_shares_from_json write_secagg_checkpoint
     """,
     "studies": """
@@ -170,7 +171,11 @@ VAGUE = {"utils", "util", "helpers", "common", "misc", "base"}
 WITHOUT_TORCH = (
     *("fedplan", "fedplan.parts", "fedplan.cli", "fedplan.tensors.message", "fedplan.models"),
     *("fedplan.models.manifest", "fedplan.models.layouts", "fedplan.language.resolution"),
-    *("fedplan.language.parser", "fedplan.federation.error_codes", "fedplan.federation.wire_cost"),
+    *(
+        "fedplan.language.parser",
+        "fedplan.federation.ledger.faults",
+        "fedplan.federation.wire_cost",
+    ),
     *("fedplan.reports.explanation", "fedplan.runners.flower"),
 )
 

@@ -18,7 +18,7 @@ from often import often
 from typer.testing import CliRunner
 
 from fedplan.cli import app
-from fedplan.federation.egress_log import EgressEntry, EgressLog
+from fedplan.federation.ledger.egress import EgressEntry, EgressLog
 
 PLAN = STUDY[STUDY.index("plan =") : STUDY.index("[train]")]
 PRIVATE = '[privacy]\nunit = "client"\nepsilon = 8.0\nnoise_multiplier = 9.0\n'

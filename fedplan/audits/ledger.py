@@ -13,14 +13,14 @@ from fedplan.federation.aggregation.robust import (
     params_by_senders,
 )
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.record import (
+from fedplan.federation.ledger.history import make_warnings, recent_drifts
+from fedplan.federation.ledger.records import (
     ROLE_BY_LETTER,
     RoundRecord,
     TurnRecord,
     read_record,
     split_digests,
 )
-from fedplan.federation.round_warnings import make_warnings, recent_drifts
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
 from fedplan.models.params import Block

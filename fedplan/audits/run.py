@@ -11,10 +11,9 @@ from pathlib import Path
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
-from fedplan.federation.digests import keyed_digest
 from fedplan.federation.identity import changed_examples
-from fedplan.federation.ledger_segments import segment_header_faults, segment_number
-from fedplan.federation.record import (
+from fedplan.federation.ledger.digests import keyed_digest
+from fedplan.federation.ledger.records import (
     ROLE_BY_LETTER,
     WHOLE_SUM,
     RecordError,
@@ -23,6 +22,7 @@ from fedplan.federation.record import (
     read_record,
     split_digests,
 )
+from fedplan.federation.ledger.segments import segment_header_faults, segment_number
 from fedplan.federation.server import WRITE_ONCE_FILES
 from fedplan.privacy.mechanisms.noise import read_secret
 from fedplan.privacy.statement import Statement

@@ -92,7 +92,7 @@ def faults_command(
     as_json: JsonOption = False,
 ) -> None:
     """At a site: print its errors in full. The server has received only an error code for each."""
-    from fedplan.federation.fault_log import read_faults
+    from fedplan.federation.ledger.faults import read_faults
     from fedplan.storage.encryption import Encryption
 
     with print_errors():

@@ -185,7 +185,7 @@ def logs_command(
     as_json: JsonLinesOption = False,
 ) -> None:
     """Print the events of a run or of a site: time, round, site, event and text."""
-    from fedplan.reports.log_lines import format_log_entry, parse_since
+    from fedplan.reports.formats import format_log_entry, parse_since
     from fedplan.storage.logs import follow_log, read_log
 
     console = Console(highlight=False, soft_wrap=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedplan.federation.endpoint import Endpoint
     from fedplan.federation.global_state import GlobalState
     from fedplan.federation.layer_scoring import score_layers
+    from fedplan.federation.ledger.records import RoundRecord, TurnRecord
     from fedplan.federation.messages import (
         ClientStateMissing,
         Request,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         UpdateRejected,
     )
     from fedplan.federation.participation import Participation
-    from fedplan.federation.record import RoundRecord, TurnRecord
     from fedplan.federation.rounds import RoundState, accept_update, close_round, make_request
     from fedplan.federation.secagg_config import SecAggConfig
     from fedplan.federation.server import Server
@@ -71,7 +71,7 @@ __getattr__, __dir__ = lazy_exports(
         "layer_scoring": "score_layers",
         "messages": "ClientStateMissing Request RequestRefused Update UpdateRejected",
         "participation": "Participation",
-        "record": "RoundRecord TurnRecord",
+        "ledger.records": "RoundRecord TurnRecord",
         "rounds": "RoundState accept_update close_round make_request",
         "secagg_config": "SecAggConfig",
         "server": "Server",

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
-from fedplan.federation.account import Account, Answer
 from fedplan.federation.agreement import Agreement, versions_digest
-from fedplan.federation.digests import combine_digests, examples_digest, model_digest
 from fedplan.federation.eval_sets import EvalSet, MetricPolicy
 from fedplan.federation.initial_model import InitialModel
+from fedplan.federation.ledger.digests import combine_digests, examples_digest, model_digest
+from fedplan.federation.ledger.egress import Account, Answer
+from fedplan.federation.ledger.records import role_letters
 from fedplan.federation.messages import ClientStateMissing, Request, RequestRefused
-from fedplan.federation.record import role_letters
 from fedplan.language.plan import Roles
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values

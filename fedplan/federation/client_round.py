@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.federation.account import Answer
 from fedplan.federation.aggregation.mean import make_contribution
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
@@ -28,10 +27,11 @@ from fedplan.federation.client import (
     received_digests,
     require_same_start,
 )
-from fedplan.federation.digests import keyed_digest
 from fedplan.federation.initial_model import InitialModel
+from fedplan.federation.ledger.digests import keyed_digest
+from fedplan.federation.ledger.egress import Answer
+from fedplan.federation.ledger.records import TurnRecord, join_digests, role_letters
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
-from fedplan.federation.record import TurnRecord, join_digests, role_letters
 from fedplan.language.plan import Best, Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import candidate_blocks

@@ -19,7 +19,10 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.client_round import train_round
 from fedplan.federation.compatibility import local_versions
-from fedplan.federation.egress_log import (
+from fedplan.federation.evaluation import evaluate_client, metrics_to_json
+from fedplan.federation.identity import is_run_id
+from fedplan.federation.layer_scoring import score_layers
+from fedplan.federation.ledger.egress import (
     AGREEMENT,
     EVALUATION,
     KEYS,
@@ -35,11 +38,8 @@ from fedplan.federation.egress_log import (
     content_digest,
     error_entry,
 )
-from fedplan.federation.error_codes import error_fields
-from fedplan.federation.evaluation import evaluate_client, metrics_to_json
-from fedplan.federation.fault_log import FaultLog
-from fedplan.federation.identity import is_run_id
-from fedplan.federation.layer_scoring import score_layers
+from fedplan.federation.ledger.faults import FaultLog, error_fields
+from fedplan.federation.ledger.records import ROLE_BY_LETTER
 from fedplan.federation.messages import (
     Request,
     RequestRefused,
@@ -48,7 +48,6 @@ from fedplan.federation.messages import (
     read_run_id,
     update_message,
 )
-from fedplan.federation.record import ROLE_BY_LETTER
 from fedplan.federation.secagg_config import MASKED_INPUT_STEP, SECAGG_STEPS
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import write_if_changed

@@ -18,7 +18,6 @@ from typing import Any, Literal, cast
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_spread
 from fedplan.errors import StoreError
-from fedplan.federation.account import Answer
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     Client,
@@ -28,10 +27,11 @@ from fedplan.federation.client import (
     received_values,
 )
 from fedplan.federation.client_versions import NEVER_SEEN
-from fedplan.federation.digests import combine_digests, examples_digest, model_digest
 from fedplan.federation.eval_sets import EXAMPLE_COUNT, EvalSet, is_due
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.history import Metrics
+from fedplan.federation.ledger.digests import combine_digests, examples_digest, model_digest
+from fedplan.federation.ledger.egress import Answer
+from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.messages import Request, RequestRefused
 from fedplan.federation.rounds import make_request
 from fedplan.language.resolution import permitted_roles

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedplan.federation.account import Answer
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     Client,
@@ -16,6 +15,7 @@ from fedplan.federation.client import (
     make_probe_input,
     receive_request,
 )
+from fedplan.federation.ledger.egress import Answer
 from fedplan.federation.messages import Request, RequestRefused
 from fedplan.language.resolution import permitted_roles
 from fedplan.models.params import Block

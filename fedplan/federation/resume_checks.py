@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.federation.record import RecordError, parse_line
+from fedplan.federation.ledger.records import RecordError, parse_line
 from fedplan.privacy.guard import SECRET_FILE
 from fedplan.storage.files import file_size_and_digest
 

@@ -16,8 +16,8 @@ from fedplan.federation.aggregation.protocol import AggregationResult, Aggregato
 from fedplan.federation.agreement import Agreement, versions_digest
 from fedplan.federation.client_versions import NEVER_SEEN, ClientSync
 from fedplan.federation.global_state import GlobalState
+from fedplan.federation.ledger.records import DefenceRecord, SecAggRecord, TurnRecord, read_turn
 from fedplan.federation.messages import Request, Update, UpdateRejected
-from fedplan.federation.record import DefenceRecord, SecAggRecord, TurnRecord, read_turn
 from fedplan.federation.validation import validate_digests, validate_record
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn

@@ -19,7 +19,6 @@ from fedplan.federation.aggregation.protocol import Aggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.change_schedule import Roster, class_turns, last_changing_rounds
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_values
-from fedplan.federation.history import History, Metrics, round_row
 from fedplan.federation.identity import (
     RUN_FILE,
     RunIdentity,
@@ -27,12 +26,12 @@ from fedplan.federation.identity import (
     read_identity,
 )
 from fedplan.federation.ledger.events import CommittedRound
-from fedplan.federation.ledger_segments import next_segment, open_ledger, read_history, read_segment
+from fedplan.federation.ledger.history import History, Metrics, make_warnings, round_row
+from fedplan.federation.ledger.records import RoundRecord, TurnRecord, join_digests, read_round
+from fedplan.federation.ledger.segments import next_segment, open_ledger, read_history, read_segment
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import RoundRecord, TurnRecord, join_digests, read_round
 from fedplan.federation.resume_checks import check_noise_secrets
-from fedplan.federation.round_warnings import make_warnings
 from fedplan.federation.rounds import (
     RequestBuilder,
     RoundState,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, split_digests
 from fedplan.federation.messages import Request, Update, UpdateRejected, block_scores_to_json
-from fedplan.federation.record import ROLE_BY_LETTER, TurnRecord, split_digests
 from fedplan.language.plan import Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import DELTA, REPLIES, read_replies
-from fedplan.federation.egress_log import (
+from fedplan.federation.ledger.egress import (
     AGREEMENT,
+    DELTA,
+    REPLIES,
     SCORES,
     UNMASKING,
     UPDATE,
@@ -24,6 +25,7 @@ from fedplan.federation.egress_log import (
     bytes_by_part,
     read_agreement,
     read_egress,
+    read_replies,
 )
 from fedplan.privacy.accounting.budget import Budget, read_budget_unit
 from fedplan.privacy.guard import CHARGES_FILE

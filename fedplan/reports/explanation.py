@@ -19,8 +19,8 @@ from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.figures.palette import ROLE_STYLES
 from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForecast
 from fedplan.reports.forecasts import forecast
+from fedplan.reports.formats import megabytes, millions, percent
 from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory
-from fedplan.reports.units import megabytes, millions, percent
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from fedplan.federation.agreement import require_private_method
-from fedplan.federation.egress_log import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import only_run_folder
+from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import Statement
 from fedplan.storage.files import write_atomic

@@ -15,11 +15,17 @@ from rich.text import Text
 from fedplan.federation.ledger.events import CommittedRound, Event
 from fedplan.federation.ledger.status import RunStatus
 from fedplan.federation.ledger.stream import EventStream
+from fedplan.reports.formats import (
+    HEADING,
+    duration,
+    millions,
+    score_note,
+    simulation_line,
+    sites_line,
+)
 from fedplan.reports.monitoring import MonitoringConfig, start_monitoring
 from fedplan.reports.privacy_statements import write_privacy_statement
-from fedplan.reports.round_lines import HEADING, score_note, simulation_line, sites_line
 from fedplan.reports.status import answered_text
-from fedplan.reports.units import duration, millions
 from fedplan.runners.executors.config import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study

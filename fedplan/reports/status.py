@@ -19,6 +19,7 @@ from rich.text import Text
 from fedplan.data.custom_task import CUSTOM_KIND as OWN_TASK
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
+from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import (
     LIVE,
     RunState,
@@ -27,16 +28,16 @@ from fedplan.federation.ledger.status import (
     ask_to_stop,
     read_status,
 )
-from fedplan.federation.record import RoundRecord
-from fedplan.reports.round_lines import (
+from fedplan.reports.formats import (
     HEADING,
     PERSONAL,
     SCORE_LABELS,
+    duration,
+    megabytes,
     score_note,
     simulation_line,
     sites_line,
 )
-from fedplan.reports.units import duration, megabytes
 from fedplan.studies.run import RunAdvanced, open_run
 
 DEAD = "died"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fedplan.data.metrics import metric_spread
 from fedplan.federation.evaluation import combine_scores
-from fedplan.federation.history import Metrics
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import Callback, CommittedRound
+from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.timeouts import Timeouts
 from fedplan.models.attention import attention_shift

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedplan.data.tables import load_table
-from fedplan.federation.account import Account, Limits
 from fedplan.federation.client import Client, make_example_guard, make_noise_guard
-from fedplan.federation.egress_log import EgressLog
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
-from fedplan.federation.error_codes import error_fields
 from fedplan.federation.eval_sets import MetricPolicy
-from fedplan.federation.fault_log import FaultLog
+from fedplan.federation.ledger.egress import Account, EgressLog, Limits
+from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.egress_log import EGRESS_LOG, agreement_folders, bytes_by_part
+from fedplan.federation.ledger.egress import EGRESS_LOG, agreement_folders, bytes_by_part
 from fedplan.reports.egress_report import (
     DatasetAccount,
     SiteRecord,
@@ -20,11 +20,11 @@ from fedplan.reports.explanation import sort_params
 from fedplan.reports.figures.bars import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
 from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid
+from fedplan.reports.formats import byte_unit, megabytes
 from fedplan.reports.pages.audit import audit_badge
 from fedplan.reports.pages.markup import Html, html_table, paragraphs, tag
 from fedplan.reports.pages.page import Page, PageFigure, PageSection
 from fedplan.reports.privacy_statements import read_privacy_statement
-from fedplan.reports.units import byte_unit, megabytes
 from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, UNDECIDED
 from fedplan.sites.egress_audit import RunEgress, read_decisions
 from fedplan.storage.append_log import head_file, read_head

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress_log import EGRESS_LOG, UPDATE, bytes_by_part
+from fedplan.federation.ledger.egress import EGRESS_LOG, UPDATE, bytes_by_part
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
 from fedplan.naming import allow_imports

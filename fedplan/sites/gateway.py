@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedplan.errors import FedplanError
-from fedplan.federation.egress_log import Authorization, EgressLog, error_entry
 from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint, site_run_folder
-from fedplan.federation.error_codes import KINDS, encode_code, error_fields
 from fedplan.federation.eval_sets import MetricPolicy
-from fedplan.federation.fault_log import FaultLog
 from fedplan.federation.identity import is_run_id
+from fedplan.federation.ledger.egress import Authorization, EgressLog, error_entry
+from fedplan.federation.ledger.faults import KINDS, FaultLog, encode_code, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps

@@ -12,8 +12,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedplan.errors import FedplanError
-from fedplan.federation.account import Limits
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.egress import Limits
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import Part
 from fedplan.language.plan import Role
@@ -29,7 +29,7 @@ from fedplan.language.resolution import (
 from fedplan.models.params import Kind, Param, Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.units import megabytes
+from fedplan.reports.formats import megabytes
 from fedplan.studies.field_types import Count, as_value_error
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import Section

@@ -20,7 +20,7 @@ from fedplan.models.params import Param
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.forecast_types import Forecast, StageForecast
 from fedplan.reports.forecasts import forecast
-from fedplan.reports.units import megabytes
+from fedplan.reports.formats import megabytes
 from fedplan.sites.policy import Policy, site_in_study
 from fedplan.studies.experiment import outline_agreement, privacy_statement
 from fedplan.studies.referenced_code import named_objects

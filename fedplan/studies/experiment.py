@@ -21,8 +21,8 @@ from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.federation.eval_sets import EvalSet
 from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.initial_model import InitialModel, digest_initial_model
+from fedplan.federation.ledger.records import join_digests
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import join_digests
 from fedplan.language.parser import parse
 from fedplan.language.plan import chain
 from fedplan.language.resolution import check_plan, phase_names

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fedplan.data.tasks import Task
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress_log import AGREEMENT, read_agreement
 from fedplan.federation.endpoint import only_run_folder, read_personal_model
 from fedplan.federation.global_state import global_values, personal_values
+from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
 from fedplan.language.predicates import Turn
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, Preprocessing, load_folder, save_folder

@@ -29,7 +29,7 @@ from fedplan.data.tables import (
     select_rows,
 )
 from fedplan.data.tasks import Task, make_task, task_class
-from fedplan.federation.digests import examples_digest
+from fedplan.federation.ledger.digests import examples_digest
 from fedplan.studies.schema import Study
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState
-from fedplan.federation.history import Metrics, collect_metrics
 from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
-from fedplan.federation.ledger_segments import closed_segment_faults, ledger_lines
-from fedplan.federation.record import Record, parse_line, read_record
+from fedplan.federation.ledger.history import Metrics, join_scores, ledger_rows
+from fedplan.federation.ledger.records import Record, parse_line, read_record
+from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
 from fedplan.federation.server import STUDY
 from fedplan.models.manifest import read_manifest
 from fedplan.models.params import Params
@@ -154,7 +154,7 @@ class Run:
                 committed_length = self.meta["files"][METRICS][0]
                 content = (self.folder / METRICS).read_bytes()[:committed_length]
         scores = [cast("dict[str, Any]", parse_line(line)) for line in content.splitlines()]
-        return collect_metrics(self.records, scores)
+        return join_scores(ledger_rows(self.records), scores)
 
     def client_state(self, client: str) -> TensorsAndMeta:
         """Return (tensors, metadata) of a client's stored state, as of `round`.

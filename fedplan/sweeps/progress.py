@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from fedplan.reports.units import duration
+from fedplan.reports.formats import duration
 from fedplan.sweeps.records import FAILURES_FILE
 from fedplan.sweeps.sweeping import Sweep, SweepEvent, SweepProgress, sweep
 from fedplan.sweeps.trials import read_base_study

@@ -11,13 +11,13 @@ from pathlib import Path
 from fedplan.data.custom_task import CUSTOM_KIND, CustomTask
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.history import Metrics
 from fedplan.federation.ledger.callbacks import (
     COHORT_PREFIXES,
     LOWER_IS_BETTER,
     PER_CLIENT_PREFIXES,
     SPREADS,
 )
+from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.status import RunState, read_status
 from fedplan.federation.server import STUDY
 from fedplan.reports.privacy_statements import read_privacy_statement

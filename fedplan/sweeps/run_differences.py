@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedplan.federation.record import ROLE_BY_LETTER, TurnRecord, read_record
+from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, read_record
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind
+from fedplan.reports.formats import millions
 from fedplan.reports.groups import differing_fields, study_fields
-from fedplan.reports.units import millions
 from fedplan.studies.run import Run, read_consistently
 from fedplan.studies.schema import Study
 

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
-from fedplan.reports.units import duration, megabytes
+from fedplan.reports.formats import duration, megabytes
 from fedplan.sweeps.statistics import Interval
 
 if TYPE_CHECKING:

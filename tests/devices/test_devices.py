@@ -22,7 +22,7 @@ import fedplan
 from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation import client_round
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.digests import model_digest
+from fedplan.federation.ledger.digests import model_digest
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve

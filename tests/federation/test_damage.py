@@ -404,7 +404,7 @@ def test_a_poll_that_cannot_be_added_is_left_out(kind: str, tmp_path: Path) -> N
 
 
 def test_lines_are_written_as_they_are_read(tmp_path: Path) -> None:
-    from fedplan.federation.record import read_record, read_turn
+    from fedplan.federation.ledger.records import read_record, read_turn
 
     found = Round("alone", "plain()", tmp_path)
     for update in found.updates.values():

@@ -22,14 +22,14 @@ from sites import PRIVATE, SAFL, VOTE, site_of, study_text, world_of
 from fedplan.errors import FedplanError
 from fedplan.federation import endpoint
 from fedplan.federation.endpoint import HELLO, POLL, TRAIN
-from fedplan.federation.error_codes import (
+from fedplan.federation.ledger.faults import (
     KINDS,
     decode_reason,
     describe_code,
     encode_code,
     error_fields,
+    read_faults,
 )
-from fedplan.federation.fault_log import read_faults
 from fedplan.federation.messages import RequestRefused, request_message
 from fedplan.federation.rounds import make_request
 from fedplan.runners.flower.apps import client_app
@@ -260,7 +260,7 @@ def test_the_codes_of_fedplans_errors_are_codes() -> None:
 def test_a_log_does_not_grow_without_end(
     held: endpoint.Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedplan.federation.fault_log.MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr("fedplan.federation.ledger.faults.MAX_LOG_BYTES", 10_000)
     for _ in range(60):
         held.answer("strange", Message(b""))
     files = list(held.faults.folder.glob("faults.*"))

@@ -31,11 +31,9 @@ from sites import RUN as SITE_RUN
 
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
-from fedplan.federation.account import Account, Limits, read_replies
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.client_versions import ClientSync
-from fedplan.federation.egress_log import read_egress
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
 from fedplan.federation.eval_sets import EvalSet, MetricPolicy
 from fedplan.federation.evaluation import (
@@ -46,13 +44,14 @@ from fedplan.federation.evaluation import (
     metrics_to_json,
 )
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.history import Metrics
+from fedplan.federation.ledger.egress import Account, Limits, read_egress, read_replies
+from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.messages import Request, read_run_id, request_message
 from fedplan.federation.server import Server
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values, set_values
-from fedplan.reports.round_lines import sites_line
+from fedplan.reports.formats import sites_line
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.server import run_server
 from fedplan.runners.flower.server_loop import ServerLoop

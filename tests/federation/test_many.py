@@ -21,10 +21,10 @@ from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.ledger.events import ClientChanged
+from fedplan.federation.ledger.records import TurnRecord
 from fedplan.federation.ledger.status import SiteState
 from fedplan.federation.ledger.stream import MAX_LISTED_SITES, EventStream
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import TurnRecord
 from fedplan.federation.rounds import (
     RequestBuilder,
     RoundState,

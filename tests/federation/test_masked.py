@@ -28,9 +28,9 @@ from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.aggregation.secure import SecureAggregation, SecureAggregator
 from fedplan.federation.aggregation.secure_input import round_slots, round_terms
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.records import WHOLE_SUM, SecAggRecord, split_digests
 from fedplan.federation.messages import UpdateRejected, turn_digest
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import WHOLE_SUM, SecAggRecord, split_digests
 from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support
 from fedplan.federation.secagg_messages import key_advert_from_json
 from fedplan.language.plan import Best, share
@@ -325,7 +325,7 @@ def test_two_thirds_and_one_always_hold_and_two_sites_must_be_meant() -> None:
 
 
 def test_a_record_of_a_masked_sum_reads_as_it_was_written() -> None:
-    from fedplan.federation.record import RoundRecord, read_round
+    from fedplan.federation.ledger.records import RoundRecord, read_round
 
     told = SecAggRecord(3, ("a", "b", "c"), {"q": "1 of 2 senders are left"})
     made = RoundRecord(1, "", ("a", "b", "c"), {}, {}, {}, 0, 0, secagg=told)

@@ -29,7 +29,7 @@ from fedplan.federation.aggregation.distributed_dp import (
 )
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX, round_slots
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.record import ROLE_BY_LETTER, split_digests
+from fedplan.federation.ledger.records import ROLE_BY_LETTER, split_digests
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role, share

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplan.federation.identity import read_identity
-from fedplan.federation.messages import request_message
-from fedplan.federation.record import (
+from fedplan.federation.ledger.records import (
     DefenceRecord,
     RecordError,
     RoundRecord,
     TurnRecord,
     read_record,
 )
+from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.server import run_server

@@ -37,9 +37,9 @@ from fedplan.federation.aggregation.robust import (
     update_norms,
 )
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.history import DRIFT_WINDOW, make_warnings, recent_drifts
+from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.federation.messages import UpdateRejected
-from fedplan.federation.record import RoundRecord, TurnRecord
-from fedplan.federation.round_warnings import DRIFT_WINDOW, make_warnings, recent_drifts
 from fedplan.language.parser import parse
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name

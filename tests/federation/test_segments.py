@@ -16,10 +16,10 @@ from clients import RUN, few, know_secrets, loss
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
-from fedplan.federation import ledger_segments
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GLOBAL_FOLDER
-from fedplan.federation.ledger_segments import (
+from fedplan.federation.ledger import segments
+from fedplan.federation.ledger.segments import (
     closed_segment_faults,
     ledger_lines,
     newest_segment,
@@ -67,14 +67,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda limit: monkeypatch.setattr(ledger_segments, "SEGMENT_BYTES", limit)
+    return lambda limit: monkeypatch.setattr(segments, "SEGMENT_BYTES", limit)
 
 
 @pytest.fixture(scope="module")
 def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, in a segment a round."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ledger_segments, "SEGMENT_BYTES", 1)
+        patched.setattr(segments, "SEGMENT_BYTES", 1)
         return play(tmp_path_factory.mktemp("parted") / "run").server.folder
 
 

@@ -26,8 +26,8 @@ from sites import (
 )
 
 from fedplan.errors import FedplanError, PrivacyError
-from fedplan.federation.account import Account, Answer, Limits, read_replies
 from fedplan.federation.endpoint import POLL, Endpoint
+from fedplan.federation.ledger.egress import Account, Answer, Limits, read_replies
 from fedplan.federation.messages import RequestRefused
 from fedplan.privacy.accounting.accountant import DPSGDSteps, epsilon
 from fedplan.privacy.guarantee import Guarantee

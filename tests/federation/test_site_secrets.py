@@ -22,8 +22,8 @@ from torch import Tensor
 from fedplan.errors import StoreError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.endpoint import read_personal_model
+from fedplan.federation.ledger.records import split_digests
 from fedplan.federation.messages import Update
-from fedplan.federation.record import split_digests
 from fedplan.federation.rounds import RoundState
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name

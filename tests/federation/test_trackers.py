@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fedplan.errors import FedplanError
-from fedplan.federation.history import Metrics
 from fedplan.federation.ledger.callbacks import (
     PER_CLIENT_PREFIXES,
     TRACKERS,
@@ -24,7 +23,8 @@ from fedplan.federation.ledger.callbacks import (
     tracked_metrics,
 )
 from fedplan.federation.ledger.events import CommittedRound
-from fedplan.federation.record import RoundRecord
+from fedplan.federation.ledger.history import Metrics
+from fedplan.federation.ledger.records import RoundRecord
 from fedplan.naming import UnknownName
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.client_round import train_round
+from fedplan.federation.ledger.records import join_digests, split_digests
 from fedplan.federation.messages import Request, Update
-from fedplan.federation.record import join_digests, split_digests
 from fedplan.runners.executors import executor
 from fedplan.tensors.named import digests
 

@@ -18,11 +18,11 @@ from masked import directory, node
 from torch import nn
 
 from fedplan.audits.ledger import verify_ledger
-from fedplan.federation.account import Account, Limits
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, make_noise_guard
 from fedplan.federation.endpoint import Endpoint, site_run_folder
 from fedplan.federation.identity import read_identity
+from fedplan.federation.ledger.egress import Account, Limits
 from fedplan.federation.secagg_client import SecAggClient
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.federation.server import Server

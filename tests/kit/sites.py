@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedplan.federation.account import Limits
 from fedplan.federation.endpoint import TRAIN, Endpoint
 from fedplan.federation.global_state import GlobalState
+from fedplan.federation.ledger.egress import Limits
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.naming import allow_imports

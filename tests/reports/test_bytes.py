@@ -20,8 +20,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
-from fedplan.federation.ledger_segments import read_segment
-from fedplan.federation.record import RoundRecord, TurnRecord
+from fedplan.federation.ledger.records import RoundRecord, TurnRecord
+from fedplan.federation.ledger.segments import read_segment
 from fedplan.federation.server import Server
 from fedplan.language.resolution import Participants
 from fedplan.methods.method import Method

@@ -23,8 +23,8 @@ from fedplan.language.predicates import Turn
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Params
+from fedplan.reports.formats import megabytes
 from fedplan.reports.memory import MemoryEstimate, TrainingStep, estimate_memory
-from fedplan.reports.units import megabytes
 from fedplan.training.freezing import trainable
 
 DOCUMENT = Path(__file__).parents[2] / "research" / "pages" / "memory.md"

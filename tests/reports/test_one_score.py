@@ -9,9 +9,9 @@ import pytest
 
 from fedplan.data.metrics import METRICS, score_spread
 from fedplan.data.tasks import TASK_KINDS
+from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import RunStatus
-from fedplan.federation.record import RoundRecord
-from fedplan.reports.round_lines import SCORE_LABELS, simulation_line, sites_line
+from fedplan.reports.formats import SCORE_LABELS, simulation_line, sites_line
 from fedplan.reports.status import score_texts
 
 MEASURED = ("loss", "perplexity", "f1", *METRICS)

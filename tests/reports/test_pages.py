@@ -20,8 +20,8 @@ from commands import STUDY, run
 
 import fedplan as fp
 from fedplan.errors import FedplanError
+from fedplan.federation.ledger.records import TurnRecord
 from fedplan.federation.ledger.status import STATUS, RunState, RunStatus
-from fedplan.federation.record import TurnRecord
 from fedplan.reports.pages.curves import group_runs
 from fedplan.reports.pages.facts import RunFacts, read_run_facts
 from fedplan.reports.pages.markup import Html, tag

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from fedplan.errors import FedplanError
 from fedplan.federation import identity
-from fedplan.federation.error_codes import KINDS, describe_code
 from fedplan.federation.ledger.events import ClientChanged, Event, Subscriber
+from fedplan.federation.ledger.faults import KINDS, describe_code
 from fedplan.federation.ledger.status import (
     STATUS,
     STOP_REQUEST,

@@ -26,13 +26,12 @@ from torch import nn
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation import messages
-from fedplan.federation.account import Account, Limits
 from fedplan.federation.aggregation.defence import Defence
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client, make_example_guard
-from fedplan.federation.egress_log import bytes_by_part, read_egress
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
+from fedplan.federation.ledger.egress import Account, Limits, bytes_by_part, read_egress
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server

@@ -23,8 +23,8 @@ from fedplan.federation import secagg_config
 from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.aggregation.secure import SecureAggregator
 from fedplan.federation.client import client_turn
-from fedplan.federation.egress_log import read_egress
 from fedplan.federation.layer_scoring import score_layers
+from fedplan.federation.ledger.egress import read_egress
 from fedplan.federation.messages import RequestRefused, read_request, request_message
 from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
 from fedplan.federation.secagg_config import SecAggConfig

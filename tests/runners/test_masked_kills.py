@@ -15,7 +15,7 @@ import pytest
 from masked_runs import NAMES, MaskedRun
 from test_masked_flower import FEDAVG, SERVER_POINTS, STEPS
 
-from fedplan.federation.egress_log import read_egress
+from fedplan.federation.ledger.egress import read_egress
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE

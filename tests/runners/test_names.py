@@ -15,8 +15,7 @@ from sites import NAME, PRIVATE, hello, make_gateway, site_of, study_text, world
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.endpoint import TRAIN, Endpoint
-from fedplan.federation.error_codes import describe_code
-from fedplan.federation.fault_log import read_faults
+from fedplan.federation.ledger.faults import describe_code, read_faults
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.runners.api import run_study

@@ -19,7 +19,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from test_deployment import MORE, SITES, require_same, rows_of, study_from_dict, whole
 
-from fedplan.federation.egress_log import read_egress
+from fedplan.federation.ledger.egress import read_egress
 from fedplan.runners.flower import superlink as links
 from fedplan.runners.flower.records import from_records
 from fedplan.runners.flower.superexec import RuntimeApi

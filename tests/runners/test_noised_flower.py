@@ -22,10 +22,10 @@ from torch import Tensor
 
 from fedplan.errors import PrivacyError
 from fedplan.federation import secagg_config
-from fedplan.federation.account import Limits
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX
+from fedplan.federation.ledger.egress import Limits
+from fedplan.federation.ledger.records import WHOLE_SUM
 from fedplan.federation.messages import RequestRefused
-from fedplan.federation.record import WHOLE_SUM
 from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
 from fedplan.federation.secagg_client import SecAggClient
 from fedplan.language.parser import parse

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 
 import fedplan as fp
 from fedplan.data import make_task
-from fedplan.federation.history import Metrics
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import CommittedRound
-from fedplan.federation.record import RoundRecord
+from fedplan.federation.ledger.history import Metrics
+from fedplan.federation.ledger.records import RoundRecord
 from fedplan.methods import METHODS, Method, method_by_name
 from fedplan.methods.recorded_method import parse_recorded_method
 from fedplan.runners.api import run_study, simulate

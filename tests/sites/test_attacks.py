@@ -10,8 +10,8 @@ import pytest
 from sites import NAME, RUN, study_text, words_of, world_of
 
 from fedplan.federation.endpoint import EVALUATE, HELLO, TRAIN
-from fedplan.federation.error_codes import KINDS
 from fedplan.federation.evaluation import metrics_from_json
+from fedplan.federation.ledger.faults import KINDS
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.sites.gateway import SiteGateway, site_approvals

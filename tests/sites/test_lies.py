@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from sites import NAME, RUN, Anybody, study_text, words_of, world_of
 
-from fedplan.federation.account import Limits
 from fedplan.federation.endpoint import HELLO, POLL, TRAIN, Endpoint
-from fedplan.federation.error_codes import KINDS
-from fedplan.federation.fault_log import read_faults
+from fedplan.federation.ledger.egress import Limits
+from fedplan.federation.ledger.faults import KINDS, read_faults
 from fedplan.federation.messages import RequestRefused, request_message
 from fedplan.federation.rounds import make_request
 from fedplan.models.values import get_values

@@ -13,8 +13,8 @@ import pytest
 from commands import run
 from sites import NAME, RUN, Anybody, hello, study_text, words_of, world_of
 
-from fedplan.federation.egress_log import bytes_by_part, read_egress
 from fedplan.federation.endpoint import HELLO, TRAIN
+from fedplan.federation.ledger.egress import bytes_by_part, read_egress
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.language.predicates import Turn

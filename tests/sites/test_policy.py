@@ -23,8 +23,8 @@ from studies import offered
 
 from fedplan.errors import FedplanError, PlanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.ledger_segments import read_segment
-from fedplan.federation.record import ROLE_BY_LETTER, TurnRecord
+from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord
+from fedplan.federation.ledger.segments import read_segment
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import check_plan, phase_names, resolve

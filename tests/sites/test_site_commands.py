@@ -11,15 +11,15 @@ from commands import run
 from sites import NAME, RUN, Anybody, asked, site_of, study_text, words_of, world_of
 from studies import approvals_in, offered
 
-from fedplan.federation import egress_log as egress
-from fedplan.federation.egress_log import (
+from fedplan.federation.endpoint import EVALUATE, HELLO
+from fedplan.federation.ledger import egress
+from fedplan.federation.ledger.egress import (
     EGRESS_LOG,
     Authorization,
     EgressLog,
     error_entry,
     read_egress,
 )
-from fedplan.federation.endpoint import EVALUATE, HELLO
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.sites.approvals import current_user

@@ -10,7 +10,7 @@ import numpy as np
 from sites import NAME, RUN, hello, make_gateway, study_text, write_rows
 
 from fedplan.federation.endpoint import HELLO, TRAIN
-from fedplan.federation.fault_log import FaultLog, read_faults
+from fedplan.federation.ledger.faults import FaultLog, read_faults
 from fedplan.storage.logs import LOG, read_log
 from fedplan.tensors.serialization import pack_message
 

@@ -16,8 +16,8 @@ from commands import STUDY, run
 
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.egress_log import EGRESS_LOG, EgressEntry, EgressLog, read_egress
 from fedplan.federation.identity import RUN_FILE
+from fedplan.federation.ledger.egress import EGRESS_LOG, EgressEntry, EgressLog, read_egress
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation

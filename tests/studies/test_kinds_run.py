@@ -16,8 +16,8 @@ from chat import END, chat_tokenizer, messages, pairs, tiny_chat
 from fedplan.data.chats import PLAIN_TEMPLATE
 from fedplan.data.tables import DataError
 from fedplan.errors import FedplanError
-from fedplan.federation.history import Metrics
 from fedplan.federation.ledger.callbacks import EarlyStopping
+from fedplan.federation.ledger.history import Metrics
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import export_run
 from fedplan.studies.federated_data import load_federated_data

@@ -17,7 +17,7 @@ from commands import STUDY
 from often import AT_NIGHT
 
 import fedplan
-from fedplan.federation.record import RoundRecord
+from fedplan.federation.ledger.records import RoundRecord
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.run import Run, RunAdvanced, open_run, read_consistently
 from fedplan.studies.schema import ConfigError, Study, read_study

@@ -18,7 +18,7 @@ from tables import LANGUAGE, MOODS, Row, cases, row, seen, study, tokenizer, wri
 
 from fedplan.data.causality import require_attention_mask
 from fedplan.data.tables import DataError, load_table
-from fedplan.federation.digests import examples_digest
+from fedplan.federation.ledger.digests import examples_digest
 from fedplan.studies.federated_data import FederatedData, load_federated_data
 
 ROWS = [*map(row, range(30)), row(3, fold=1), row(3, fold=2), row(7, fold=3), row(9), row(9)]

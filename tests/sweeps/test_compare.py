@@ -17,7 +17,7 @@ from sweeps import small_study
 
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.history import Metrics
+from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.status import ask_to_stop
 from fedplan.language.parser import parse
 from fedplan.runners.api import run_study

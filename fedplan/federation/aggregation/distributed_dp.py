@@ -31,7 +31,7 @@ from fedplan.federation.aggregation.secure_input import (
 )
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.record import WHOLE_SUM
+from fedplan.federation.ledger.records import WHOLE_SUM
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block, Params
 from fedplan.privacy.guard import Guard, ServerGuard

@@ -18,8 +18,8 @@ from fedplan.federation.aggregation.protocol import Aggregation, Aggregator, Pol
 from fedplan.federation.aggregation.robust import BUFFERED_KIND, BufferedAggregator
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
+from fedplan.federation.ledger.records import MAX_SCORE
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import MAX_SCORE
 from fedplan.models.params import Block
 from fedplan.privacy.guard import ServerGuard
 from fedplan.tensors.named import Tensors

@@ -20,8 +20,8 @@ from fedplan.federation.aggregation.protocol import (
     sums_state,
 )
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.records import DefenceRecord
 from fedplan.federation.messages import UpdateRejected
-from fedplan.federation.record import DefenceRecord
 from fedplan.privacy.mechanisms.clipping import capped_weight
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum, peak_steps_and_squared_distances

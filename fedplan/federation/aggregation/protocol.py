@@ -18,9 +18,9 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.lora_products import Errors
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
+from fedplan.federation.ledger.records import DefenceRecord, SecAggRecord
 from fedplan.federation.messages import UpdateRejected
 from fedplan.federation.participation import Participation
-from fedplan.federation.record import DefenceRecord, SecAggRecord
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block, Params
 from fedplan.privacy.guard import ServerGuard

@@ -22,8 +22,8 @@ from fedplan.federation.aggregation.drift import Squares, drift_around
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator, TensorsAndJson
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.records import DefenceRecord
 from fedplan.federation.messages import UpdateRejected
-from fedplan.federation.record import DefenceRecord
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import MAX_SUM_STEPS, ExactSum
 

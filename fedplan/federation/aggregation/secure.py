@@ -28,7 +28,7 @@ from fedplan.federation.aggregation.secure_input import (
 )
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.record import WHOLE_SUM, SecAggRecord
+from fedplan.federation.ledger.records import WHOLE_SUM, SecAggRecord
 from fedplan.models.params import Block
 from fedplan.privacy.secagg.crypto import SecAggError
 from fedplan.privacy.secagg.server import UnmaskedSums

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.records import WHOLE_SUM
 from fedplan.federation.messages import UpdateRejected
-from fedplan.federation.record import WHOLE_SUM
 from fedplan.models.params import Block
 from fedplan.privacy.secagg.crypto import sha256_of
 from fedplan.privacy.secagg.server import UnmaskedSums

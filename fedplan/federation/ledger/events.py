@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedplan.federation.history import Metrics, Row
+from fedplan.federation.ledger.history import Metrics, Row
+from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.federation.ledger.status import SEVERITY, RunState, RunStatus
-from fedplan.federation.record import RoundRecord, TurnRecord
 from fedplan.storage.logs import LogEntry, utc_now
 
 

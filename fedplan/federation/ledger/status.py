@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.federation.error_codes import APPROVAL
+from fedplan.federation.ledger.faults import APPROVAL
 from fedplan.storage.files import write_atomic
 from fedplan.storage.locks import Process
 from fedplan.storage.logs import utc_now

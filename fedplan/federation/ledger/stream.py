@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from fedplan.errors import FedplanError
-from fedplan.federation.error_codes import encode_code, error_code_of
 from fedplan.federation.ledger.callbacks import Tracker
 from fedplan.federation.ledger.events import (
     WARNING,
@@ -33,6 +32,9 @@ from fedplan.federation.ledger.events import (
     Subscriber,
     log_entry,
 )
+from fedplan.federation.ledger.faults import encode_code, error_code_of
+from fedplan.federation.ledger.records import TurnRecord
+from fedplan.federation.ledger.segments import read_segment
 from fedplan.federation.ledger.status import (
     AT_ONCE,
     LIVE,
@@ -45,8 +47,6 @@ from fedplan.federation.ledger.status import (
     SiteStatus,
     read_stop_request,
 )
-from fedplan.federation.ledger_segments import read_segment
-from fedplan.federation.record import TurnRecord
 from fedplan.federation.timeouts import Timeouts
 from fedplan.storage.files import write_atomic
 from fedplan.storage.locks import current_process

@@ -12,8 +12,8 @@ from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.history import Metrics
-from fedplan.federation.record import RoundRecord, TurnRecord
+from fedplan.federation.ledger.history import Metrics
+from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
 from fedplan.reports.explain_study import full_participation

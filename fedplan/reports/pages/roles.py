@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from fedplan.federation.record import ROLE_BY_LETTER, ROLE_LETTERS
+from fedplan.federation.ledger.records import ROLE_BY_LETTER, ROLE_LETTERS
 from fedplan.language.plan import Role
 from fedplan.language.resolution import client_classes
 from fedplan.models.params import Param, Params
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid
 from fedplan.reports.figures.palette import ROLE_PAINTS
+from fedplan.reports.formats import millions
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.page import PageFigure, PageSection
-from fedplan.reports.units import millions
 
 LEGEND = {
     "share": "S shared: trained and uploaded",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedplan.errors import FedplanError
+from fedplan.reports.formats import megabytes
 from fedplan.reports.pages.audit import audit_section
 from fedplan.reports.pages.clients import clients_section, drift_section
 from fedplan.reports.pages.curves import curves_section, group_runs, run_names
@@ -20,7 +21,6 @@ from fedplan.reports.pages.privacy import privacy_section
 from fedplan.reports.pages.roles import roles_section
 from fedplan.reports.pages.summary import run_summary
 from fedplan.reports.pages.traffic import traffic_section
-from fedplan.reports.units import megabytes
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.logs import utc_now
 from fedplan.studies.run import Run, read_consistently

@@ -15,9 +15,9 @@ from fedplan.language.plan import Role
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.forecast_types import StageForecast
+from fedplan.reports.formats import duration, megabytes, millions
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import Html, tag
-from fedplan.reports.units import duration, megabytes, millions
 from fedplan.tensors.devices import AUTO
 
 ROLE_PHRASES = {

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.record import ROLE_BY_LETTER, RoundRecord, TurnRecord
+from fedplan.federation.ledger.records import ROLE_BY_LETTER, RoundRecord, TurnRecord
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
@@ -16,10 +16,10 @@ from fedplan.reports.figures.drawing import Drawing
 from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.series import Series
 from fedplan.reports.forecast_types import ByteRange
+from fedplan.reports.formats import byte_unit, megabytes
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageFigure, PageSection
-from fedplan.reports.units import byte_unit, megabytes
 from fedplan.tensors.named import param_key
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.federation.error_codes import describe_code
 from fedplan.federation.evaluation import Scores, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged, Notice
+from fedplan.federation.ledger.faults import describe_code
+from fedplan.federation.ledger.records import read_turn
 from fedplan.federation.ledger.status import SiteState
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.messages import Request, block_scores_from_json, request_header
-from fedplan.federation.record import read_turn
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.models.params import Block

@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedplan.errors import FedplanError
-from fedplan.federation.error_codes import KINDS, describe_code
+from fedplan.federation.ledger.faults import KINDS, describe_code
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import unpack_message
 

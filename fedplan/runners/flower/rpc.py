@@ -21,8 +21,8 @@ from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
-from fedplan.federation.error_codes import APPROVAL, decode_reason
 from fedplan.federation.ledger.events import ClientChanged, Notice, RunStalled
+from fedplan.federation.ledger.faults import APPROVAL, decode_reason
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.timeouts import Timeouts

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fedplan.errors import FedplanError, PlanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.error_codes import decode_reason
+from fedplan.federation.ledger.faults import decode_reason
 from fedplan.federation.messages import RequestRefused, UpdateRejected
 from fedplan.language.parser import parse
 from fedplan.language.plan import Best, By, Plan, Role, Roles, When

@@ -33,7 +33,7 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from fedplan.federation.error_codes import encode_code, error_code_of
+from fedplan.federation.ledger.faults import encode_code, error_code_of
 from fedplan.runners.flower.records import from_records, to_records
 from fedplan.tensors.message import BrokenMessage, Message
 

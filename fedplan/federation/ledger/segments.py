@@ -19,10 +19,17 @@ from typing import Any, cast
 
 from fedplan.errors import FedplanError
 from fedplan.federation.global_state import LEDGER
-from fedplan.federation.history import History, Row, join_scores, ledger_rows
-from fedplan.federation.record import Record, RecordError, parse_line, read_record
+from fedplan.federation.ledger.history import (
+    DriftByKind,
+    Drifts,
+    History,
+    Row,
+    join_scores,
+    ledger_rows,
+    recent_drifts,
+)
+from fedplan.federation.ledger.records import Record, RecordError, parse_line, read_record
 from fedplan.federation.resume_checks import last_ledger_round
-from fedplan.federation.round_warnings import DriftByKind, Drifts, recent_drifts
 from fedplan.storage.append_log import CommittedLog, read_json_lines
 from fedplan.storage.locks import sync_folder
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a run by round, read from the ledger and from the evaluations beside it."""
+"""Metrics and warnings of a run by round, from ledger records and the evaluations beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from fedplan.federation.record import Record, RoundRecord, TurnRecord
-from fedplan.federation.round_warnings import Drifts
+from fedplan.federation.ledger.records import Record, RoundRecord, TurnRecord
 
 if TYPE_CHECKING:
     import pandas
@@ -18,6 +19,18 @@ Row = dict[str, float]
 
 ScoreLine = Mapping[str, Any]
 """Evaluation metrics of one round, as in the metrics file."""
+
+DOMINANT_SHARE, DOMINANT_RATIO = 0.5, 4
+"""A client dominates a round if it has more than this share of the total weight, and more than this
+many times the next weight."""
+DRIFT_WINDOW, MIN_DRIFT_ROUNDS, DRIFT_JUMP = 5, 3, 5.0
+"""Drift jumps if it exceeds this many times the median of the last rounds (the window), of which at
+least the minimum must have drift of that kind."""
+
+DriftByKind = Mapping[str, tuple[float, float]]
+"""Drift of one round by kind of param, as in `RoundRecord.drift`."""
+Drifts = deque[DriftByKind]
+"""Drift of the last DRIFT_WINDOW rounds."""
 
 
 class Metrics(list[Row]):
@@ -47,11 +60,6 @@ class History:
         self.ledger_rows.append(ledger_row(record, turns))
         self.metrics.append(round_row(record, turns, scores))
         self.drifts.append(record.drift)
-
-
-def collect_metrics(records: Iterable[Record], scored: Iterable[ScoreLine]) -> Metrics:
-    """Return the rows of all rounds, from the ledger's records and evaluation metrics by round."""
-    return join_scores(ledger_rows(records), scored)
 
 
 def ledger_rows(records: Iterable[Record]) -> list[Row]:
@@ -86,7 +94,7 @@ def ledger_row(record: RoundRecord, turns: Sequence[TurnRecord]) -> Row:
     `record` is of the round, `turns` of all clients in the round. The row has round, upload_bytes
     and download_bytes, aggregated and rejected (numbers of clients). Only if present: loss (mean
     over clients, weighted by `weight`), warnings (number), and the errors of LoRA products,
-    product_error and product_error_left (`lora_products.Errors`).
+    product_error and product_error_left (`lora_product_sum.Errors`).
     """
     losses = [(turn.loss, turn.weight) for turn in turns if turn.loss is not None]
     weight = sum(weight for _, weight in losses)
@@ -101,15 +109,52 @@ def ledger_row(record: RoundRecord, turns: Sequence[TurnRecord]) -> Row:
     return row
 
 
-def _flatten_scores(scores: ScoreLine) -> Row:
+def _flatten_scores(scores: ScoreLine, prefix: str = "") -> Row:
     """Return the numbers of nested metrics by dotted names, without `round`."""
-    return dict(_walk_numbers("", {k: v for k, v in scores.items() if k != "round"}))
+    row = Row()
+    for key, value in scores.items():
+        if isinstance(value, Mapping):
+            row |= _flatten_scores(cast("ScoreLine", value), f"{prefix}{key}.")
+        elif isinstance(value, int | float) and (prefix or key != "round"):
+            row[f"{prefix}{key}"] = value
+    return row
 
 
-def _walk_numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
-    """Yield each number in nested mappings with its dotted name."""
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[str, object]", value).items():
-            yield from _walk_numbers(f"{name}.{key}".lstrip("."), item)
-    elif isinstance(value, int | float):
-        yield name, value
+def recent_drifts(records: Iterable[Record]) -> Drifts:
+    """Return the drift of the last rounds among some records."""
+    rounds = (record.drift for record in records if isinstance(record, RoundRecord))
+    return Drifts(rounds, maxlen=DRIFT_WINDOW)
+
+
+def make_warnings(
+    record: RoundRecord, turns: Iterable[TurnRecord], earlier: Sequence[DriftByKind]
+) -> tuple[str, ...]:
+    """Return the warnings of a round as sentences; empty if all is usual.
+
+    Warns of a client with most of the weight, of kinds of params with a jump of drift, of outliers
+    of the defence, and of params with too few senders for the defence. `record`, `turns`: the
+    ledger's records of the round. `earlier`: drift of the last DRIFT_WINDOW rounds before. The
+    sentences are part of the ledger, and an audit recomputes them.
+    """
+    warnings, counted = list[str](), set(record.aggregated)
+    weights = {turn.client: turn.weight for turn in turns if turn.client in counted}
+    if len(weights) >= 2:
+        ranked = sorted(weights.items(), key=lambda item: (-item[1], item[0]))
+        (client, largest), (_, second) = ranked[:2]
+        share = largest / sum(weights.values())
+        if share > DOMINANT_SHARE and largest > DOMINANT_RATIO * second:
+            warnings.append(f"{client} reports {share:.3f} of the round's weight")
+    for kind, (drift, _) in sorted(record.drift.items()):
+        past = [by_kind[kind][0] for by_kind in earlier if kind in by_kind]
+        reference = median(past) if len(past) >= MIN_DRIFT_ROUNDS else 0.0
+        if reference and drift > DRIFT_JUMP * reference:
+            times = f"{drift / reference:.1f} times"
+            warnings.append(f"the drift of {kind} is {times} that of the last rounds")
+    if (defence := record.defence) is not None:
+        for client, ratio in sorted(defence.distance.items()):
+            distance = f"{ratio:.4g} times as far"
+            warnings.append(f"{client} lies {distance} from the rule's values as is usual")
+        if defence.undefended:
+            few = f"{defence.undefended} params came from too few clients"
+            warnings.append(f"{few} for the rule to tolerate a malicious client")
+    return tuple(warnings)
