@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test starts from: no network, one thread."""
+"""What every test starts from: no network, one thread, and torch only where a test imports it."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
@@ -11,19 +12,18 @@ os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from commands import STUDY, some_digits
 from hypothesis import settings
 from often import AT_NIGHT, DAY, NIGHT, spread
-from second_device import NAME as SECOND
-from second_device import Backend, second
-from second_device import device as backend
 
-from fedplan.tensors.devices import resolve_device
+if TYPE_CHECKING:
+    import torch
+    from second_device import Backend
 
-torch.set_num_threads(1)
+SECOND = "elsewhere"
 settings.register_profile(
     "laws", max_examples=NIGHT if AT_NIGHT else DAY, deadline=None, derandomize=True
 )
@@ -52,9 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left]
 
 
+def pytest_collection_finish() -> None:
+    """Give torch one thread, if a collected test imported it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of `--device`; without one, the second device of the kit."""
+    from second_device import second
+
+    from fedplan.tensors.devices import resolve_device
+
     name = request.config.getoption("--device")
     with second() if name == SECOND else nullcontext():
         yield resolve_device(name)
@@ -65,6 +75,8 @@ def counts(device: torch.device) -> Backend:
     """What is moved to the second device and from it."""
     if device.type != SECOND:
         pytest.skip("transfers are counted on the second device alone")
+    from second_device import device as backend
+
     return backend()
 
 
