@@ -72,7 +72,7 @@ FUNCTIONS = {
     "egress": "fedplan.reports.egress_report.read_egress_report",
     "faults": "fedplan.federation.ledger.faults.read_faults",
     "digest": "fedplan.studies.build_experiment",
-    "methods": "fedplan.methods.method_info.method_info",
+    "methods": "fedplan.methods.registry.method_info",
     "data": "fedplan.reports.data_distribution.data_distribution",
     "draw": "fedplan.reports.draw_roles",
     "keys": "fedplan.runners.flower.keys.make_keys",

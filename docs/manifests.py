@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from fedplan.models.catalog import MANIFEST_FOLDER, SHORT_NAMES, meta_model
+from fedplan.models.catalog import MANIFEST_FOLDER, SHORT_NAMES, manifest_json, meta_model
 from fedplan.models.description import describe
-from fedplan.models.manifest import manifest_json
 
 if __name__ == "__main__":
     for name in SHORT_NAMES:

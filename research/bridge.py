@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer
 
-from fedplan.models.images import image_mean_std, image_tensor
+from fedplan.models.folder import image_mean_std, image_tensor
 from research.prepare import CIFAR
 
 SIZE, BLOCKS, WIDTH, BATCH = 70, 6, 256, 64

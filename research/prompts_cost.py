@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from fedplan.data.examples import ImageExamples
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.methods.prompts import pfeddc
+from fedplan.methods.adapters import pfeddc
 from fedplan.models.description import describe
 from fedplan.models.dual_encoder import load_dual_encoder
 from fedplan.models.values import get_values

@@ -49,16 +49,15 @@ LENT = {
         write_if_changed
     """,
     "models": """
-        CONFIG ITEMSIZE LoraLayer Preprocessing QUANTIZATIONS SETTINGS SHORT_NAMES
-        TASK_CLASSES TEMPLATE TRAINABLE_DTYPES adapter_families adapter_family
-        add_adapter add_prompts align_mask attention_shift block_modules
-        capture_attention copy_buffers image_mean_std image_tensor is_hub_id
-        is_quantized load_adapter load_model_config load_pretrained lora_layers
-        lora_scales make_peft_config manifest_json merge_and_dequantize meta_model
-        mixes_examples no_progress_bars param_value pin_packed_layout proposal_report
-        quantization_config read_manifest register_study_layer_map
-        require_unchanged_buffers restore_layer_maps save_adapter small_model_like
-        strip_hub_prefix token_mask
+        CONFIG ITEMSIZE Preprocessing QUANTIZATIONS SETTINGS SHORT_NAMES TASK_CLASSES
+        TEMPLATE TRAINABLE_DTYPES adapter_families adapter_family add_adapter
+        add_prompts align_mask attention_shift block_modules capture_attention
+        copy_buffers image_mean_std image_tensor is_hub_id is_quantized load_adapter
+        load_model_config load_pretrained lora_scales make_peft_config manifest_json
+        merge_and_dequantize meta_model mixes_examples no_progress_bars param_value
+        pin_packed_layout proposal_report quantization_config read_manifest
+        register_study_layer_map require_unchanged_buffers restore_layer_maps
+        save_adapter small_model_like strip_hub_prefix token_mask
     """,
     "language": """
         After Assign Best By Condition MAX_ROUNDS_CHECKED Part Participants Phase Roles
@@ -69,12 +68,13 @@ LENT = {
         value with_text
     """,
     "data": """
-        BatchMetrics CUSTOM_KIND Collate CustomTask METRIC_NAMES NO_LABEL
-        PARTITION_KINDS SeededExamples SparseExamples TASK_NAMES TableSchema adapt_task
-        batch_columns class_names column_values example_digests filter_rows infer_schema
+        BatchMetrics CUSTOM_KIND Collate CustomTask METRIC_NAMES PARTITION_KINDS
+        SeededExamples SparseExamples TASK_NAMES TableSchema adapt_task batch_columns
+        class_names column_values epoch_steps example_digests filter_rows infer_schema
         label_names label_sort_key label_text label_values matches_any metric_spread
-        model_loss partition_table require_attention_mask require_packing_support
-        sample_rows select_rows task_class training_mask
+        model_loss partition_table prefetch require_attention_mask
+        require_packing_support sample_rows select_rows split_step task_class
+        token_lengths training_mask
     """,
     "training": """
         CLIENT_HOOK_NAMES CONTROL DECAY DEFAULT_MEGABYTES LOOP_NAMES MOMENTUM
@@ -82,9 +82,9 @@ LENT = {
         get_client_hook get_training_loop is_data_independent use_gradient_checkpointing
     """,
     "methods": """
-        LoraFactors METHOD_REGISTRY MeansAndResidual RecordedMethod
-        SERVER_OPTIMIZER_REGISTRY hosts_of list_methods make_server_optimizer
-        method_info parse_product_rule parse_recorded_method
+        LoraFactors LoraLayer METHOD_REGISTRY MeansAndResidual RecordedMethod
+        SERVER_OPTIMIZER_REGISTRY hosts_of list_methods lora_layers
+        make_server_optimizer method_info parse_product_rule parse_recorded_method
     """,
     "privacy": """
         CHARGES_FILE CLIPPING_NORMS Change ClientInput DiskProgressStore
@@ -170,7 +170,7 @@ UNSAFE_ARGUMENTS = {"trust_remote_code", "allow_pickle", "shell"}
 VAGUE = {"utils", "util", "helpers", "common", "misc", "base"}
 WITHOUT_TORCH = (
     *("fedplan", "fedplan.parts", "fedplan.cli", "fedplan.tensors.message", "fedplan.models"),
-    *("fedplan.models.manifest", "fedplan.models.layouts", "fedplan.language.resolution"),
+    *("fedplan.models.catalog", "fedplan.models.layer_maps", "fedplan.language.resolution"),
     *(
         "fedplan.language.parser",
         "fedplan.federation.ledger.faults",
@@ -334,7 +334,7 @@ def test_weights_and_tokenizers_are_loaded_in_one_place() -> None:
         if node.func.attr == "from_pretrained"
     }
     # peft's configuration is a file of JSON in a folder that is there.
-    assert calls == {("models.hub", "loader"), ("models.peft_adapters", "peft.PeftConfig")}
+    assert calls == {("models.catalog", "loader"), ("models.adapters", "peft.PeftConfig")}
 
 
 def test_every_public_name_is_documented() -> None:

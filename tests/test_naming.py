@@ -148,7 +148,7 @@ def test_the_process_comes_before_the_installed(place: Path) -> None:
     try:
         register_method("yours", fedavg)
         assert METHOD_REGISTRY.find("yours").value is fedavg
-        assert METHOD_REGISTRY.find("yours").origin == "fedplan.methods.full"
+        assert METHOD_REGISTRY.find("yours").origin == "fedplan.methods.published"
     finally:
         METHOD_REGISTRY.registered.clear()
     assert METHOD_REGISTRY.find("yours").origin == "mypackage 1.2"

@@ -23,8 +23,7 @@ from fedplan.cli.console import (
 )
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
-from fedplan.models.catalog import params_of
-from fedplan.models.manifest import manifest_json
+from fedplan.models.catalog import manifest_json, params_of
 from fedplan.reports.explain_plan import explain_plan
 from fedplan.reports.explanation import parts_table
 from fedplan.reports.memory import TrainingStep
@@ -161,7 +160,7 @@ def propose_command(
     The test runs a small random model of the type. The exit code is 1 if a layer does not behave as
     proposed.
     """
-    from fedplan.models.behaviour.proposal import (
+    from fedplan.models.proposal import (
         proposal_report,
         propose_layer_map,
         small_model_like,
@@ -204,8 +203,7 @@ def methods_command(
     as_json: JsonOption = False,
 ) -> None:
     """List the methods that a study can name, with their origin and plan; or describe one."""
-    from fedplan.methods.method_info import method_info
-    from fedplan.methods.registry import METHOD_REGISTRY, list_methods
+    from fedplan.methods.registry import METHOD_REGISTRY, list_methods, method_info
 
     console = Console(soft_wrap=True, highlight=False)
     with print_errors():

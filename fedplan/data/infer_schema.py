@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedplan.data.tables import DataError, class_names, label_text, load_table
-from fedplan.models.hub import is_hub_id, strip_hub_prefix
+from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -184,10 +184,7 @@ def _find_by_name(columns: Iterable[ColumnSchema], names: Sequence[str]) -> str:
 def _first_of_kinds(
     columns: Sequence[ColumnSchema], names: Sequence[str], kinds: Sequence[ColumnKind]
 ) -> str:
-    """Return the name of a column of the first kind that is present; "" if none is.
-
-    Of several such columns, one with a name in `names`, else the one with the longest cells.
-    """
+    """Return the name of a column of the first kind that is present; "" if none is."""
     for kind in kinds:
         of_kind = [column for column in columns if column.kind == kind]
         if of_kind:

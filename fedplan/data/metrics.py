@@ -33,10 +33,7 @@ class Metric:
 
 
 def _sklearn(function: str, **settings: Any) -> MetricFunction:
-    """Return a metric function that calls `sklearn.metrics.<function>` with `settings`.
-
-    The result is NaN for non-finite predictions. scikit-learn is imported at the first call.
-    """
+    """Return a metric function that calls `sklearn.metrics.<function>` with `settings`."""
 
     def measure(truth: Any, predictions: Any) -> float:
         from sklearn import metrics

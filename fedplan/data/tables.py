@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.models.hub import is_hub_id, strip_hub_prefix
+from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -83,10 +83,7 @@ def _from_csv(path: Path) -> Dataset:
 
 
 def _from_json(path: Path) -> Dataset:
-    """Read a JSON list of objects, or JSON lines.
-
-    Absent fields are missing. May raise ValueError.
-    """
+    """Read a JSON list of objects, or JSON lines."""
     from datasets import Dataset
 
     text = path.read_text(encoding="utf-8")
@@ -109,11 +106,7 @@ _READERS: dict[str, Callable[[Path], Dataset]] = {
 
 
 def _from_arrays(path: Path, split: str) -> Dataset:
-    """Read an .npz file as a table with a column per array.
-
-    With a split `train`, only arrays such as `x_train` are read, as column `x`. Raises DataError
-    without such arrays, or if the arrays have different lengths.
-    """
+    """Read an .npz file as a table with a column per array."""
     import datasets
     import numpy as np
 
@@ -143,12 +136,7 @@ def _from_arrays(path: Path, split: str) -> Dataset:
 
 
 def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
-    """Load the table of a folder saved by `datasets`, or the joined tables of a folder's files.
-
-    With a `split`, the files with names that start with the split are read; if there are none, the
-    split is selected within each file (`allow_empty` as in `filter_rows`). Raises DataError if the
-    folder has no readable file.
-    """
+    """Load the table of a folder saved by `datasets`, or the joined tables of a folder's files."""
     import datasets
 
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
@@ -177,10 +165,7 @@ def _from_hub(name: str, split: str) -> Dataset:
 
 
 def _select_split(loaded: Any, split: str, path: str) -> Dataset:
-    """Return `loaded` if a table, or the split of a DatasetDict; without a name, its only split.
-
-    Raises DataError if the split does not exist or must be named; `path` is for the message.
-    """
+    """Return `loaded` if a table, or the split of a DatasetDict; without a name, its only split."""
     if not isinstance(loaded, dict):
         return cast("Dataset", loaded)
     tables = cast("dict[str, Dataset]", loaded)

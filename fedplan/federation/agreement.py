@@ -24,10 +24,10 @@ from fedplan.language.resolution import (
     permitted_roles,
     resolve,
 )
+from fedplan.methods.lora import LoraLayer
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
-from fedplan.models.lora_layers import LoraLayer
-from fedplan.models.manifest import manifest_json
+from fedplan.models.catalog import manifest_json
 from fedplan.models.params import ITEMSIZE, Block, Param, Params
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.compression import plain

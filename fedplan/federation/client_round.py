@@ -35,9 +35,8 @@ from fedplan.federation.messages import Request, RequestRefused, Update, turn_di
 from fedplan.language.plan import Best, Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import candidate_blocks
-from fedplan.models.buffers import copy_buffers, require_unchanged_buffers
 from fedplan.models.params import Block
-from fedplan.models.values import get_values
+from fedplan.models.values import copy_buffers, get_values, require_unchanged_buffers
 from fedplan.privacy.mechanisms.vote import make_ballot
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors, all_finite, nbytes, only_aux, same_bits, split_aux

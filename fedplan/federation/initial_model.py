@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fedplan.models.params import Param, Params
-from fedplan.models.quantized import param_value
+from fedplan.models.values import param_value
 from fedplan.tensors.devices import CPU, model_device, read_ints
 from fedplan.tensors.named import Tensors, checksum, full_digest
 

@@ -6,24 +6,45 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.methods.adapters import fedex_lora, fedit, fedsa_lora, ffa_lora, flexlora
+    from fedplan.methods.adapters import (
+        fedex_lora,
+        fedit,
+        fedsa_lora,
+        ffa_lora,
+        flexlora,
+        local_prompts,
+        pfeddc,
+        promptfl,
+    )
     from fedplan.methods.compositions import fedper_safl, pfeddc_held, safl_frozen, safl_lora
-    from fedplan.methods.frozen import fedfrozen
-    from fedplan.methods.full import (
+    from fedplan.methods.lora import (
+        ProductRule,
+        average_separately,
+        by_residual,
+        by_svd,
+        train_at_client_rank,
+    )
+    from fedplan.methods.method import Method
+    from fedplan.methods.phases import PhaseContext, PhaseRule, PlannedPhases, SettledPhase
+    from fedplan.methods.published import (
+        bitfit,
         fedadam,
         fedavg,
         fedavgm,
+        fedbabu,
+        fedbn,
+        fedfrozen,
+        fedpart,
+        fedper,
         fedprox,
+        fedrep,
         fedyogi,
+        head_only,
+        lg_fedavg,
         local_only,
+        safl,
         scaffold,
     )
-    from fedplan.methods.layers import bitfit, fedpart, head_only, safl
-    from fedplan.methods.lora_products import ProductRule, average_separately, by_residual, by_svd
-    from fedplan.methods.method import Method
-    from fedplan.methods.personal import fedbabu, fedbn, fedper, fedrep, lg_fedavg
-    from fedplan.methods.phases import PhaseContext, PhaseRule, PlannedPhases, SettledPhase
-    from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
     from fedplan.methods.registry import METHODS, method_by_name, register_method
     from fedplan.methods.server_optimizer import (
         ServerOptimizer,
@@ -81,22 +102,20 @@ __all__ = [
     "safl_frozen",
     "safl_lora",
     "scaffold",
+    "train_at_client_rank",
     "yogi",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "adapters": "fedex_lora fedit fedsa_lora ffa_lora flexlora",
+        "adapters": "fedex_lora fedit fedsa_lora ffa_lora flexlora local_prompts pfeddc promptfl",
         "compositions": "fedper_safl pfeddc_held safl_frozen safl_lora",
-        "frozen": "fedfrozen",
-        "full": "fedadam fedavg fedavgm fedprox fedyogi local_only scaffold",
-        "layers": "bitfit fedpart head_only safl",
+        "lora": "ProductRule average_separately by_residual by_svd train_at_client_rank",
         "method": "Method",
-        "personal": "fedbabu fedbn fedper fedrep lg_fedavg",
-        "phases": "PhaseRule PlannedPhases SettledPhase PhaseContext",
-        "lora_products": "ProductRule average_separately by_residual by_svd",
-        "prompts": "local_prompts pfeddc promptfl",
+        "phases": "PhaseContext PhaseRule PlannedPhases SettledPhase",
+        "published": "bitfit fedadam fedavg fedavgm fedbabu fedbn fedfrozen fedpart fedper fedprox "
+        "fedrep fedyogi head_only lg_fedavg local_only safl scaffold",
         "registry": "METHODS method_by_name register_method",
         "server_optimizer": "ServerOptimizer adagrad adam mean momentum yogi",
     },

@@ -10,11 +10,10 @@ from fedplan.language.parser import parse_part
 from fedplan.language.parts import adapter, fusion, head, key, query
 from fedplan.language.plan import Plan, best, chain, freeze, hold, keep, share, when
 from fedplan.language.predicates import phase
-from fedplan.methods.adapters import add_lora
-from fedplan.methods.layers import safl
+from fedplan.methods.adapters import add_lora, pfeddc
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
-from fedplan.methods.prompts import pfeddc
+from fedplan.methods.published import safl
 
 
 def safl_frozen(k: int = 4, warmup: int = 10, probe: str = "attention") -> Method:

@@ -7,15 +7,14 @@ from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fedplan.models.architectures import register_layer_map
-    from fedplan.models.behaviour.proposal import propose_layer_map
-    from fedplan.models.behaviour.validate import check_params
-    from fedplan.models.buffers import freeze_batch_norms
     from fedplan.models.catalog import params_of
     from fedplan.models.description import describe
     from fedplan.models.dual_encoder import DualEncoder, load_dual_encoder
     from fedplan.models.folder import load_folder, predict_classes, save_folder
     from fedplan.models.params import Block, Kind, Param, Params
-    from fedplan.models.values import get_values, set_values
+    from fedplan.models.proposal import propose_layer_map
+    from fedplan.models.validate import check_params
+    from fedplan.models.values import freeze_batch_norms, get_values, set_values
 
 __all__ = [
     "Block",
@@ -41,14 +40,13 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "architectures": "register_layer_map",
-        "behaviour.validate": "check_params",
-        "behaviour.proposal": "propose_layer_map",
-        "buffers": "freeze_batch_norms",
         "catalog": "params_of",
         "description": "describe",
         "dual_encoder": "DualEncoder load_dual_encoder",
         "folder": "load_folder predict_classes save_folder",
         "params": "Block Kind Param Params",
-        "values": "get_values set_values",
+        "proposal": "propose_layer_map",
+        "validate": "check_params",
+        "values": "freeze_batch_norms get_values set_values",
     },
 )

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedplan.models.layer_maps import LAYER_MAPS, register_layer_map
-from fedplan.models.layouts import falcon, grouped, key_value, latent, per_head, thirds
+from fedplan.models.layer_maps import (
+    LAYER_MAPS,
+    falcon,
+    grouped,
+    key_value,
+    latent,
+    per_head,
+    register_layer_map,
+    thirds,
+)
 
 # Text encoders
 register_layer_map(
@@ -190,7 +198,7 @@ register_layer_map(
     prompt="common own",
 )
 register_layer_map(
-    "fedplan.models.fusion.DualFusion",
+    "fedplan.models.prompts.DualFusion",
     towers={"text": "fusion", "vision": "fusion"},
     tags={"text": "text", "vision": "vision"},
     query="query",

@@ -83,10 +83,7 @@ def eager_attention(model: nn.Module) -> Generator[None]:
 
 
 def _self_attention_modules(model: nn.Module) -> dict[Block, nn.Module]:
-    """For each block, the smallest module with all its query, key, value and out params.
-
-    Params of cross-attention are ignored; a block without attention params is left out.
-    """
+    """For each block, the smallest module with all its query, key, value and out params."""
     owners: dict[Block, list[list[str]]] = {}
     for p in describe(model):
         if p.block_id and p.kind in _ATTENTION_KINDS and "cross" not in p.tags:
@@ -101,10 +98,7 @@ def _self_attention_modules(model: nn.Module) -> dict[Block, nn.Module]:
 def _request_attention(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: return (args, kwargs) that make the module return attention probabilities.
-
-    Sets those arguments of GIVES_ATTENTION that the module's forward has.
-    """
+    """Forward pre-hook: set those arguments of GIVES_ATTENTION that the module's forward has."""
     parameters = signature(module.forward)
     bound = parameters.bind(*args, **kwargs)
     bound.arguments |= {
@@ -116,10 +110,7 @@ def _request_attention(
 def _report_attention(
     block: Block, callback: AttentionCallback, module: nn.Module, args: Any, output: Any
 ) -> None:
-    """Forward hook: call `callback(block, map)` with the last 4-dimensional tensor in `output`.
-
-    Does nothing if `output` is no tuple, or has no such tensor.
-    """
+    """Forward hook: call `callback(block, map)` with the last 4-dimensional tensor in `output`."""
     outputs = cast("tuple[Any, ...]", output) if isinstance(output, tuple) else ()
     # T5 returns its position bias, of the same shape, before the probabilities.
     maps = [each for each in outputs if isinstance(each, Tensor) and each.dim() == 4]

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fedplan.errors import UnknownArchitecture
-from fedplan.models.adapter_tensors import (
+from fedplan.models.adapters import (
     BASE_LAYER,
     PER_OUTPUT_TAGS,
     TAGS,
@@ -18,18 +20,25 @@ from fedplan.models.adapter_tensors import (
     is_inactive,
     strip_peft_segments,
 )
-from fedplan.models.layer_maps import LAYER_MAPS, find_layer_map
-from fedplan.models.layouts import LayerMap, Path, path_contains, path_ends_with, split_path
-from fedplan.models.module_tree import (
-    ancestors,
-    find_backbones,
-    index_in,
-    input_embeddings,
-    is_norm,
-    may_be_norm,
-    output_dim,
+from fedplan.models.layer_maps import (
+    LAYER_MAPS,
+    LayerMap,
+    Path,
+    find_layer_map,
+    path_contains,
+    path_ends_with,
+    split_path,
 )
 from fedplan.models.params import PLACE_WORDS, Block, Kind, Param, Params, Rows
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Yield a path and the paths of its parents, nearest first; the root is the empty path."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
 
 _KIND_WORDS = frozenset(map(str, Kind)) - {"adapter", "unknown"}
 LAYER_MAP_WORDS = _KIND_WORDS | {"kernel", "cross", "common", "own"}
@@ -98,14 +107,11 @@ class _Coverage(NamedTuple):
 class _Structure:
     """Finds the blocks, backbones and params of a model, given all modules by path.
 
-    `lists`: the lists of blocks by path. `beside`: lists outside a stack with a module per block.
-    `depths`: the number of blocks by stack. `tables`: the input embeddings. `backbones`: by path of
-    a Hugging Face model, the path of its backbone. `params_in` gives the params of a tensor.
-    The constructor raises UnknownArchitecture if the root has a layer map with blocks, registered
-    under the class name of the root, and the model has no lists of modules at these paths.
-
-    In all methods `name` is the name of a parameter, as in `named_parameters`, and `path` are the
-    segments of that name without the segments that peft adds.
+    `lists`: the lists of blocks by path. `beside`: lists outside a stack with a module per
+    block. `depths`: the number of blocks by stack. `tables`: the input embeddings. `backbones`:
+    by path of a Hugging Face model, the path of its backbone. `params_in` gives the params of a
+    tensor. In all methods `name` is the name of a parameter, as in `named_parameters`, and
+    `path` are the segments of that name without the segments that peft adds.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -133,17 +139,30 @@ class _Structure:
                 f"lists: {', '.join(module_lists) or 'none'}. Register it again with the right "
                 "blocks="
             )
-        embeddings = {name: input_embeddings(module) for name, module in modules.items()}
-        self.tables = {e for e in embeddings.values() if isinstance(e, nn.Embedding)}
-        self.backbones = find_backbones(modules, embeddings)
+        self.tables: set[nn.Module] = set()
+        self.backbones: dict[str, str] = {}
+        for name, module in modules.items():
+            table: object = None
+            get_embeddings = getattr(module, "get_input_embeddings", None)
+            with suppress(NotImplementedError, AttributeError):
+                table = get_embeddings() if callable(get_embeddings) else None
+            if isinstance(table, nn.Embedding):
+                self.tables.add(table)
+            prefix = str(getattr(module, "base_model_prefix", ""))
+            path = f"{name}.{prefix}" if name else prefix
+            # Not a backbone if the model has its input embeddings elsewhere.
+            if prefix and path in modules:
+                inside = not isinstance(table, nn.Module) or any(
+                    table is each for each in modules[path].modules()
+                )
+                self.backbones |= {name: path} if inside else {}
 
     def params_in(self, names: list[str], tensor: Tensor) -> Iterator[Param]:
         """Yield the params of a tensor with all `names`: one, or one per kind of a fused tensor.
 
-        `names` are all names of the tensor, several if tied. The kind is that of the first name
-        that the forward pass uses; a name in a head counts only if all are. Yields nothing if the
-        forward pass uses no name. Raises UnknownArchitecture if the tensor is fused and packed
-        (quantized), and UnknownAdapter for an unsupported adapter.
+        `names` are all names of the tensor, several if tied. The kind is that of the first
+        name that the forward pass uses; a name in a head counts only if all are. Yields
+        nothing if the forward pass uses no name.
         """
         active = [name for name in names if not is_inactive(self.modules, name)]
         if not active:
@@ -163,7 +182,8 @@ class _Structure:
         if isinstance(kind_or_path, Kind):
             yield self._param(name, tensor, kind_or_path)
             return
-        dim = output_dim(owner, tensor)
+        is_transposed = type(owner).__name__ == "Conv1D" and tensor.dim() == 2  # GPT-2
+        dim = 1 if is_transposed else 0
         if getattr(owner, "out_features", tensor.shape[dim]) != tensor.shape[dim]:
             raise UnknownArchitecture(
                 f"{name!r} holds several kinds and is packed ({tuple(tensor.shape)} of "
@@ -221,10 +241,7 @@ class _Structure:
     def _param(
         self, name: str, tensor: Tensor, kind: Kind, rows: Rows | None = None, tag: str = ""
     ) -> Param:
-        """Make the Param of a kind for a tensor, or for `rows` of the tensor.
-
-        Finds position, tags and uncertain words by `name`; `tag`, if not empty, is a further tag.
-        """
+        """Make the Param of a kind for a tensor, or for `rows` of the tensor."""
         layer_map, _, submodel = self._coverage(name)
         stack, block = self._block(name)
         path, tags, acts_on = strip_peft_segments(name), {tag} - {""}, set[Kind]()
@@ -271,7 +288,10 @@ class _Structure:
         if isinstance(owner, nn.Embedding):
             return places | {"embed", "position", "kernel", "prompt"}
         words = LAYER_MAP_WORDS | places
-        words -= set() if may_be_norm(owner) else {"norm"}
+        shapes = (tuple(tensor.shape) for tensor in owner.parameters(recurse=False))
+        is_leaf = not type(owner).__module__.startswith("torch.") and not [*owner.children()]
+        if not is_leaf or any(prod(shape) != max(shape, default=0) for shape in shapes):
+            words -= {"norm"}  # norms are modules of their own, with vectors only
         parents = [self.modules.get(path) for path in ancestors(name)]
         in_hugging_face_model = any(getattr(each, "base_model_prefix", "") for each in parents)
         in_list = any(isinstance(each, LISTS) for each in parents)
@@ -280,20 +300,14 @@ class _Structure:
         return words - {"head"} if in_hugging_face_model and not may_be_pooler else words
 
     def _kind_or_fused(self, name: str, path: Path, owner: nn.Module) -> Kind | Path:
-        """The kind of the tensor `name`; for a fused tensor the key in the layer map's `fused`.
-
-        `owner` is the module that the tensor belongs to. HEAD: outside the backbone, or by a path
-        of the layer map. NORM: by the class of `owner`. Others: by the longest matching path of the
-        layer map. Without a match, EMBED for embeddings (not covered by a layer map: for input
-        embeddings), else UNKNOWN.
-        """
+        """The kind of the tensor `name`; for a fused tensor the key in the layer map's `fused`."""
         layer_map, _, submodel = self._coverage(name)
         if self._outside_backbone(name):
             return Kind.HEAD
         matching = _matching(layer_map, submodel, path) if layer_map else []
         if layer_map and any(layer_map.kinds.get(p) is Kind.HEAD for p in matching):
             return Kind.HEAD
-        if is_norm(owner):
+        if type(owner).__name__.endswith(("Norm", "Norm1d", "Norm2d")):
             return Kind.NORM
         if layer_map and matching:
             longest = max(matching, key=len)
@@ -334,16 +348,17 @@ class _Structure:
         return "decoder" if is_decoder and stack == "encoder" else stack
 
     def _block(self, name: str) -> tuple[str, int | None]:
-        """Return (stack, block index) of `name`; the index is None outside all blocks.
-
-        The stack is "" if unknown, and outside the backbone.
-        """
+        """Return (stack, block index) of `name`; the index is None outside all blocks."""
         segments = name.split(".")
         for i, segment in enumerate(segments):
             path = ".".join(segments[:i])
             position = self.lists.get(path) or self.beside.get(path)
             if position:
-                return position.stack, position.offset + index_in(self.modules[path], segment)
+                holder = self.modules[path]
+                by_number = segment.isdigit() and not isinstance(holder, nn.ModuleDict)
+                names = [name for name, _ in holder.named_children()]
+                index = int(segment) if by_number else names.index(segment)
+                return position.stack, position.offset + index
         layer_map = self._coverage(name).layer_map
         if layer_map is None or self._outside_backbone(name):
             return "", None

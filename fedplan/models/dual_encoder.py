@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
 from fedplan.models.architectures import BRIDGE, DUALS, EMBEDDINGS, RESIZED, TOWERS
-from fedplan.models.hub import load_pretrained
+from fedplan.models.catalog import load_pretrained
 
 TEMPLATE = "a picture of a {}"
 """Default template for the text of a class."""
@@ -180,11 +180,7 @@ def _load_model(path: str) -> nn.Module:
 
 
 def _join_towers(vision: str, text: str, bridge: str) -> nn.Module:
-    """Load a VisionTextDualEncoderModel of two models, in eval mode, with the tensors of a bridge.
-
-    `vision` and `text` are folders or hub ids, `bridge` is a safetensors file or empty. Raises
-    ModelError if a file cannot be loaded, or the bridge has unknown tensors or other shapes.
-    """
+    """Load a VisionTextDualEncoderModel of two models, with the tensors of a bridge file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
     from transformers import VisionTextDualEncoderConfig, VisionTextDualEncoderModel

@@ -1,18 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing the values of params in a live model."""
+"""Values of a live model: its params, packed (quantized) weights, and buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from fedplan.errors import FedplanError
 from fedplan.models.params import Param
-from fedplan.models.quantized import is_packed, param_value
 from fedplan.tensors.devices import CPU
-from fedplan.tensors.named import Tensors
+from fedplan.tensors.named import Tensors, same_bits
+
+QUANTIZATIONS = ("nf4", "fp4", "int8")
+"""The supported formats of linear layers; the head and the embeddings are not quantized."""
+
+
+def quantization_config(kind: str, dtype: torch.dtype) -> Any:
+    """The BitsAndBytesConfig of a format, `kind` in QUANTIZATIONS; layers compute in `dtype`.
+
+    nf4 and fp4 are as in QLoRA: blocks of 64 elements, with double quantization; int8 ignores
+    `dtype`. Raises FedplanError if bitsandbytes or accelerate is not installed.
+    """
+    import transformers
+
+    try:
+        import accelerate as _accelerate
+        import bitsandbytes as _bitsandbytes
+    except ImportError as error:
+        raise FedplanError(
+            f"a model in {kind} needs bitsandbytes and accelerate: pip install fedplan[quantized]"
+        ) from error
+    del _accelerate, _bitsandbytes
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def pin_packed_layout(model: nn.Module) -> nn.Module:
+    """Keep bitsandbytes from repacking packed weights at the first evaluation; return the model.
+
+    Sets a flag of each packed layer, in place; otherwise digests would change on some CPUs. Raises
+    FedplanError if packed weights are stored as floats (bnb_4bit_quant_storage).
+    """
+    # On some CPUs bitsandbytes repacks weights when a model is first evaluated, and digests change.
+    for name, tensor in model.named_parameters():
+        if is_packed(tensor):
+            if tensor.is_floating_point():
+                raise FedplanError(
+                    f"{name!r} is packed and stored as {tensor.dtype}, which looks trainable: "
+                    "quantize the model with bnb_4bit_quant_storage uint8"
+                )
+            layer = cast("Any", model.get_submodule(name.rpartition(".")[0]))
+            layer.support_avx512bf16_for_cpu = False
+    return model
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor is a packed weight of bitsandbytes, by the module of its class."""
+    return type(tensor).__module__.startswith("bitsandbytes.")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any weight of a model is packed."""
+    return any(is_packed(tensor) for tensor in model.parameters())
+
+
+def param_value(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
+    """The detached value of a param; `tensor` is the model's parameter named `param.name`.
+
+    A view for ordinary tensors. For a packed weight, a new uint8 tensor: the bytes of the weight
+    and of the quantization state (scales, code, block size), so that a digest covers both.
+    """
+    view = param.view(tensor.detach())
+    if not is_packed(tensor):
+        return view
+    layer = cast("Any", model.get_submodule(param.name.rpartition(".")[0]))
+    four_bit_state = getattr(layer.weight, "quant_state", None)
+    state: dict[str, Tensor]
+    if four_bit_state is not None:
+        state = four_bit_state.as_dict(packed=True)
+    else:
+        # In its first forward pass an int8 layer moves the scales from its weight to its state.
+        scales = getattr(layer.weight, "SCB", None)
+        state = {"SCB": layer.state.SCB if scales is None else scales}
+    # Parts of the state stay on the CPU wherever the weight is.
+    state_bytes = (_bytes(state[name]).to(view.device) for name in sorted(state))
+    return torch.cat([_bytes(view), *state_bytes])
+
+
+def mixes_examples(layer: nn.Module) -> bool:
+    """Whether the output of a layer for one example depends on the other examples of the batch.
+
+    True for int8 layers with an outlier threshold, else False.
+    """
+    # A large value in any example moves that column of all examples to higher precision (on a CPU
+    # in eval mode, on other devices in training too).
+    # Only own params: an adapter also exposes the weight of the layer inside it.
+    is_int8 = any(is_packed(t) and t.dtype == torch.int8 for t in layer.parameters(recurse=False))
+    return is_int8 and cast("Any", layer).state.threshold > 0
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """Convert packed weights to floats; a model without packed weights is returned unchanged.
+
+    For models without adapters: see `merge_and_dequantize`.
+    """
+    return cast("Any", model).dequantize() if is_quantized(model) else model
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def get_values(
@@ -54,3 +160,48 @@ def set_values(model: nn.Module, values: Tensors, params: Iterable[Param]) -> No
                 f"{p.key} has shape {tuple(view.shape)}, but its value {tuple(value.shape)}"
             )
         view.copy_(value)
+
+
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all buffers of a model by name, non-persistent ones included."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Raise FedplanError if a buffer of the model differs from `before`, or is new or missing.
+
+    `before` is an earlier result of `copy_buffers`; buffers are compared bit by bit.
+    """
+    # A changed buffer would be in no message, client state or checkpoint.
+    after = dict(model.named_buffers())
+    for name in [*before, *(name for name in after if name not in before)]:
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None or not same_bits(old, new):
+            raise FedplanError(
+                f"{name} is no param, and training changes it: it would be lost between rounds. "
+                "Set model.freeze_batch_norm = true (fedplan.models.freeze_batch_norms) to freeze "
+                "the statistics of batch norms, or use GroupNorm instead"
+            )
+
+
+def freeze_batch_norms(model: nn.Module) -> nn.Module:
+    """Freeze the running statistics of all batch and instance norms, in place; return the model.
+
+    From now on the norms ignore `train()` and stay in eval mode, as is usual in fine-tuning. The
+    weights and biases of the norms stay trainable.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase) and not isinstance(module, _EvalOnly):
+            cls = type(module)
+            # The class name stays, because `describe` recognizes norms by it.
+            module.__class__ = type(cls.__name__, (_EvalOnly, cls), {"__module__": cls.__module__})
+            module.train(False)
+    return model
+
+
+class _EvalOnly(nn.Module):
+    """Mixin for modules that never enter training mode."""
+
+    def train(self, mode: bool = True) -> _EvalOnly:
+        """Stay in eval mode, whatever `mode` is."""
+        return super().train(False)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedplan import seeds
-from fedplan.data.causality import require_attention_mask
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.examples import Examples
+from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.federation.eval_sets import EvalSet
 from fedplan.federation.evaluation import EvalConfig
@@ -26,15 +26,13 @@ from fedplan.federation.participation import Participation
 from fedplan.language.parser import parse
 from fedplan.language.plan import chain
 from fedplan.language.resolution import check_plan, phase_names
-from fedplan.methods.lora_products import parse_product_rule
-from fedplan.methods.method import Method
+from fedplan.methods.lora import parse_product_rule
+from fedplan.methods.method import Method, RecordedMethod, parse_recorded_method
 from fedplan.methods.phases import PlannedPhases
-from fedplan.methods.recorded_method import RecordedMethod, parse_recorded_method
 from fedplan.methods.registry import make_server_optimizer, method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Params
-from fedplan.models.quantized import pin_packed_layout
-from fedplan.models.values import get_values
+from fedplan.models.values import get_values, pin_packed_layout
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.statement import Statement
 from fedplan.studies.federated_data import FederatedData, load_federated_data

@@ -17,13 +17,11 @@ from fedplan.federation.endpoint import only_run_folder, read_personal_model
 from fedplan.federation.global_state import global_values, personal_values
 from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
 from fedplan.language.predicates import Turn
+from fedplan.models.adapters import CONFIG, load_adapter, merge_and_dequantize, save_adapter
+from fedplan.models.catalog import is_hub_id, load_pretrained, no_progress_bars, strip_hub_prefix
 from fedplan.models.dual_encoder import DualEncoder
-from fedplan.models.folder import SETTINGS, Preprocessing, load_folder, save_folder
-from fedplan.models.hub import is_hub_id, load_pretrained, no_progress_bars, strip_hub_prefix
-from fedplan.models.images import image_mean_std
-from fedplan.models.peft_adapters import CONFIG, load_adapter, merge_and_dequantize, save_adapter
-from fedplan.models.quantized import is_quantized
-from fedplan.models.values import set_values
+from fedplan.models.folder import SETTINGS, Preprocessing, image_mean_std, load_folder, save_folder
+from fedplan.models.values import is_quantized, set_values
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment_without_data,

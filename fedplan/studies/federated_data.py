@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from fedplan.data.example_digests import example_digests
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_named
-from fedplan.data.partition import Partition, partition_table, sample_rows, training_mask
+from fedplan.data.partition import (
+    Partition,
+    example_digests,
+    partition_table,
+    sample_rows,
+    training_mask,
+)
 from fedplan.data.tables import (
     DataError,
     class_names,

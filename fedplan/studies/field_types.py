@@ -14,9 +14,9 @@ from fedplan.data.metrics import metric_named
 from fedplan.data.partition import PARTITION_KINDS
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.methods.lora_products import parse_product_rule
+from fedplan.methods.lora import parse_product_rule
 from fedplan.methods.registry import SERVER_OPTIMIZER_REGISTRY
-from fedplan.models.peft_adapters import adapter_family
+from fedplan.models.adapters import adapter_family
 from fedplan.naming import unknown_name_message
 from fedplan.privacy.accounting.accountant import NOISE_MULTIPLIERS
 from fedplan.privacy.mechanisms.clipping import CLIPPING_NORMS

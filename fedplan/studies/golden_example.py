@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedplan.data.tasks import Task
 from fedplan.models.dual_encoder import DualEncoder
-from fedplan.models.images import image_mean_std
+from fedplan.models.folder import image_mean_std
 from fedplan.tensors.devices import model_device, to_device
 from fedplan.tensors.named import Tensors
 

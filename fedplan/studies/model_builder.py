@@ -14,21 +14,25 @@ import torch
 from torch import nn
 
 from fedplan import seeds
-from fedplan.data.causality import require_attention_mask, require_packing_support
 from fedplan.data.tasks import Task
+from fedplan.data.tasks.language import require_attention_mask, require_packing_support
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import mlp
 from fedplan.methods.adapters import hosts_of
-from fedplan.methods.lora_products import MeansAndResidual
+from fedplan.methods.lora import MeansAndResidual
 from fedplan.methods.method import Method
-from fedplan.models.adapter_tensors import lora_scales
-from fedplan.models.behaviour.proposal import register_study_layer_map
-from fedplan.models.buffers import freeze_batch_norms
+from fedplan.models.adapters import (
+    adapter_family,
+    add_adapter,
+    load_adapter,
+    lora_scales,
+    make_peft_config,
+)
+from fedplan.models.catalog import is_hub_id, load_pretrained, no_progress_bars
 from fedplan.models.dual_encoder import load_dual_encoder
-from fedplan.models.hub import is_hub_id, load_pretrained, no_progress_bars
-from fedplan.models.peft_adapters import adapter_family, add_adapter, load_adapter, make_peft_config
-from fedplan.models.quantized import pin_packed_layout, quantization_config
+from fedplan.models.proposal import register_study_layer_map
+from fedplan.models.values import freeze_batch_norms, pin_packed_layout, quantization_config
 from fedplan.studies.model_section import ModelSection
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import fork_rng_state

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fedplan.federation.agreement import Agreement
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
-from fedplan.models.hub import is_hub_id, strip_hub_prefix
+from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 from fedplan.models.params import Params
 from fedplan.privacy.statement import SPENT, Statement
 from fedplan.studies.schema import Study

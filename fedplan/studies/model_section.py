@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from fedplan.models.quantized import QUANTIZATIONS
+from fedplan.models.values import QUANTIZATIONS
 from fedplan.studies.field_types import STRICT, AdapterName, one_of_validator
 
 QuantizationName = Annotated[

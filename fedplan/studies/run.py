@@ -19,7 +19,7 @@ from fedplan.federation.ledger.history import Metrics, join_scores, ledger_rows
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
 from fedplan.federation.server import STUDY
-from fedplan.models.manifest import read_manifest
+from fedplan.models.catalog import read_manifest
 from fedplan.models.params import Params
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.storage.journal import Journal, client_state_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.identity import RUN_FILE
 from fedplan.federation.server import STUDY, Server
-from fedplan.models.manifest import manifest_json, read_manifest
+from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
 from fedplan.storage.files import wrap_disk_errors, write_if_changed
 from fedplan.storage.locks import FolderLock, acquire_folder_lock

@@ -15,7 +15,7 @@ from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
-from fedplan.models.hub import is_hub_id
+from fedplan.models.catalog import is_hub_id
 from fedplan.naming import UnknownName, unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_config
 from fedplan.storage.files import validate_study_name

@@ -15,8 +15,7 @@ from fedplan.data.tables import DataError
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.methods.registry import METHOD_REGISTRY
-from fedplan.models.catalog import SHORT_NAMES, load_model_config
-from fedplan.models.hub import is_hub_id
+from fedplan.models.catalog import SHORT_NAMES, is_hub_id, load_model_config
 from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import read_study
 

@@ -12,8 +12,13 @@ from fedplan.studies.field_types import Count, OptimizerName, Positive, Scalar, 
 from fedplan.studies.sections import Section
 from fedplan.training.activation_cache import DEFAULT_MEGABYTES, ActivationCache
 from fedplan.training.fit import TrainConfig
-from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
-from fedplan.training.optimizers import DECAY, MOMENTUM, make_client_optimizer
+from fedplan.training.optimizers import (
+    DECAY,
+    MOMENTUM,
+    LRSchedule,
+    make_client_optimizer,
+    make_lr_schedule,
+)
 
 _CONFIG_FIELDS = tuple(
     f.name for f in fields(TrainConfig) if f.name not in ("optimizer", "lr_scheduler")

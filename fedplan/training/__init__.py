@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainConfig, plain_fit
     from fedplan.training.freezing import TrainableParams, trainable
     from fedplan.training.loops import ExamplesDataset, attach
-    from fedplan.training.lora_ranks import train_at_client_rank
-    from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
     from fedplan.training.optimizers import (
         ClientOptimizer,
+        LRSchedule,
         adamw,
         make_client_optimizer,
+        make_lr_schedule,
         register_optimizer,
         sgd,
     )
@@ -64,7 +64,6 @@ __all__ = [
     "random_probe",
     "register_optimizer",
     "sgd",
-    "train_at_client_rank",
     "trainable",
 ]
 
@@ -76,10 +75,9 @@ __getattr__, __dir__ = lazy_exports(
         "fit": "ClientHook Fit FitResult Job TrainConfig plain_fit",
         "freezing": "TrainableParams trainable",
         "loops": "ExamplesDataset attach",
-        "lora_ranks": "train_at_client_rank",
-        "lr_schedules": "LRSchedule make_lr_schedule",
-        "optimizers": "ClientOptimizer adamw make_client_optimizer register_optimizer sgd",
-        "probes": "Probe ProbeInput attention_probe data_independent fixed_probe "
-        "get_probe gradient_probe last_probe middle_probe random_probe",
+        "optimizers": "ClientOptimizer LRSchedule adamw make_client_optimizer make_lr_schedule "
+        "register_optimizer sgd",
+        "probes": "Probe ProbeInput attention_probe data_independent fixed_probe get_probe "
+        "gradient_probe last_probe middle_probe random_probe",
     },
 )

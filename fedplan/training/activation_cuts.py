@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import nan
@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fedplan.models.description import block_modules
 from fedplan.tensors.devices import fork_rng_state, model_device, rng_state
@@ -36,21 +35,15 @@ class ActivationCut:
     slots: tuple[str, ...]
     params: tuple[str, ...]
 
-    @property
-    def text(self) -> str:
-        """Skipped modules and slots as one line, for digests."""
-        return f"{' '.join(self.skipped)} | {' '.join(self.slots)}"
-
 
 @dataclass
 class _CallStats:
     """Observations of one module during one forward pass; filled by `_trace_calls`.
 
-    `calls`: number of calls. `draws_random`: a call changed the random state.
-    `grad_in`, `grad_out`: an input, or an output, requires a gradient.
-    `float_outputs`: there are outputs, and all are floating-point.
-    `inputs`: floating-point inputs, by position or name, that are no tensor of the batch itself.
-    `output_count`: number of output tensors.
+    `calls`: number of calls. `draws_random`: a call changed the random state. `grad_in`,
+    `grad_out`: an input, or an output, requires a gradient. `float_outputs`: there are outputs,
+    and all are floating-point. `inputs`: floating-point inputs, by position or name, that are
+    no tensor of the batch itself. `output_count`: number of output tensors.
     """
 
     calls: int = 0
@@ -88,24 +81,19 @@ class CachedForward:
     @contextmanager
     def install(self) -> Generator[None]:
         """Context manager that patches the modules of the cut; on exit the model is restored."""
-        entries = dict.fromkeys(_module_of_slot(slot) for slot in self.cut.slots if "<" in slot)
-        modules = {name: self.model.get_submodule(name) for name in (*self.cut.skipped, *entries)}
-        hooks = list[RemovableHandle]()
-        originals = {name: vars(modules[name]).get("forward") for name in self.cut.skipped}
-        try:
+        with ExitStack() as undo:
             for name in self.cut.skipped:
-                vars(modules[name])["forward"] = self._skip(name, modules[name].forward)
-            for name in entries:
-                hook = self._replace_inputs(name)
-                hooks.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+                module = self.model.get_submodule(name)
+                attributes, own_forward = vars(module), vars(module).get("forward")
+                attributes["forward"] = self._skip(name, module.forward)
+                if own_forward is None:
+                    undo.callback(attributes.pop, "forward")
+                else:
+                    undo.callback(attributes.__setitem__, "forward", own_forward)
+            for name in dict.fromkeys(_module_of_slot(s) for s in self.cut.slots if "<" in s):
+                module, hook = self.model.get_submodule(name), self._replace_inputs(name)
+                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for name, forward in originals.items():
-                del vars(modules[name])["forward"]
-                if forward is not None:
-                    vars(modules[name])["forward"] = forward
 
     def _skip(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward for module `name`: cached or nan outputs while `on`, else `original`."""
@@ -171,20 +159,6 @@ def list_tensors(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in list_tensors(item)]
 
 
-def batch_independent_slots(
-    one_shapes: Mapping[str, Any], two_shapes: Mapping[str, Any]
-) -> frozenset[str]:
-    """Return the output slots with the same shape for one and for two examples.
-
-    The arguments are the first results of `record_activations`: outputs by module name.
-    """
-    slots = set[str]()
-    for name, output in one_shapes.items():
-        pairs = zip(list_tensors(output), list_tensors(two_shapes[name]), strict=True)
-        slots |= {f"{name}>{i}" for i, (one, two) in enumerate(pairs) if one.shape == two.shape}
-    return frozenset(slots)
-
-
 def _float_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the floating-point tensors among `args` and `kwargs`, by position ("0") or name."""
     inputs = {**{str(i): each for i, each in enumerate(args)}, **kwargs}
@@ -194,7 +168,7 @@ def _float_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
 
 @contextmanager
 def _observe(
-    model: nn.Module, names: Sequence[str], before: Callable[..., None], after: Callable[..., None]
+    model: nn.Module, names: Iterable[str], before: Callable[..., None], after: Callable[..., None]
 ) -> Generator[None]:
     """Context manager that registers callbacks on the named modules of a model.
 
@@ -222,30 +196,26 @@ def record_activations(
     not run is missing. The random state is restored.
     """
     shapes, tensors = dict[str, Any](), dict[str, Tensor]()
-    entering = {_module_of_slot(slot) for slot in slots if "<" in slot}
-    leaving = {*names, *(_module_of_slot(slot) for slot in slots if ">" in slot)}
-    missing = {(name, "<") for name in entering} | {(name, ">") for name in leaving}
+    missing = {(name, ">") for name in names}
+    missing |= {(_module_of_slot(slot), "<" if "<" in slot else ">") for slot in slots}
 
-    def finish(name: str, side: str) -> None:
+    def record(name: str, side: str, values: Mapping[Any, Tensor]) -> None:
+        by_slot = {f"{name}{side}{place}": each.detach() for place, each in values.items()}
+        tensors.update({slot: each for slot, each in by_slot.items() if slot in slots})
         missing.discard((name, side))
         if not missing:
             raise _AllRecorded
 
     def before(name: str, args: Any, kwargs: Any) -> None:
-        if name in entering:
-            inputs = _float_inputs(args, kwargs)
-            by_slot = {f"{name}<{place}": each.detach() for place, each in inputs.items()}
-            tensors.update({slot: each for slot, each in by_slot.items() if slot in slots})
-            finish(name, "<")
+        if (name, "<") in missing:
+            record(name, "<", _float_inputs(args, kwargs))
 
     def after(name: str, output: Any) -> None:
-        if name in leaving:
-            by_slot = {f"{name}>{i}": each.detach() for i, each in enumerate(list_tensors(output))}
-            tensors.update({slot: each for slot, each in by_slot.items() if slot in slots})
+        if (name, ">") in missing:
             shapes[name] = map_tensors(output, lambda _, each: each.detach().to("meta"))
-            finish(name, ">")
+            record(name, ">", dict(enumerate(list_tensors(output))))
 
-    observing = _observe(model, list(entering | leaving), before, after)
+    observing = _observe(model, {name for name, _ in missing}, before, after)
     with fork_rng_state(model_device(model)), torch.no_grad(), observing, suppress(_AllRecorded):
         loss_fn(batch)
     return shapes, tensors
@@ -272,7 +242,7 @@ def _trace_calls(model: nn.Module, batch: Batch, loss_fn: LossFn) -> dict[str, _
         call.output_count = len(outputs)
         call.draws_random |= random_states[name] != rng_state(device)
 
-    with _observe(model, list(calls), before, after):
+    with _observe(model, calls, before, after):
         loss_fn(batch)
     return calls
 
@@ -338,7 +308,13 @@ def _smallest_cut(
     bit. Returns None if `largest` itself changes a bit.
     """
     leaves = [tensor for tensor in model.parameters() if tensor.requires_grad]
-    expected = _loss_and_gradients(loss_fn, batch, leaves)
+
+    def loss_and_gradients() -> list[Tensor | None]:
+        with fork_rng_state(leaves[0].device, 0):
+            loss = loss_fn(batch)
+            return [loss, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+    expected = loss_and_gradients()
     shapes, tensors = record_activations(model, largest.skipped, largest.slots, batch, loss_fn)
 
     def is_exact(cut: ActivationCut) -> bool:
@@ -346,7 +322,7 @@ def _smallest_cut(
             model, cut, shapes, {slot: tensors[slot] for slot in cut.slots}, on=True
         )
         with forward.install(), suppress(RuntimeError, TypeError, AttributeError, IndexError):
-            results = _loss_and_gradients(loss_fn, batch, leaves)
+            results = loss_and_gradients()
             return all(
                 torch.equal(one, other) if one is not None and other is not None else one is other
                 for one, other in zip(expected, results, strict=True)
@@ -371,12 +347,3 @@ def _smallest_cut(
 
 def _module_of_slot(slot: str) -> str:
     return slot.replace("<", ">").split(">")[0]
-
-
-def _loss_and_gradients(
-    loss_fn: LossFn, batch: Batch, leaves: Sequence[nn.Parameter]
-) -> list[Tensor | None]:
-    """Return [loss of the batch, gradient of each leaf or None], computed at random seed 0."""
-    with fork_rng_state(leaves[0].device, 0):
-        loss = loss_fn(batch)
-        return [loss, *torch.autograd.grad(loss, leaves, allow_unused=True)]

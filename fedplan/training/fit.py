@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
 from itertools import islice
 from math import ceil, nan
 from operator import add
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.examples import Examples, Loss, SeededExamples
+from fedplan.data.examples import (
+    Examples,
+    Loss,
+    SeededExamples,
+    epoch_steps,
+    prefetch,
+    split_step,
+    token_lengths,
+)
 from fedplan.errors import FedplanError
 from fedplan.language.canonical import format_call, with_text
 from fedplan.language.plan import Roles
@@ -27,14 +37,106 @@ from fedplan.tensors.devices import (
     to_device,
 )
 from fedplan.tensors.named import Tensors
-from fedplan.training.activation_cache import ActivationCache
-from fedplan.training.activation_reuse import frozen_prefix
-from fedplan.training.batches import epoch_steps, prefetch, split_step, token_lengths
-from fedplan.training.forward_options import PRECISIONS, compile_model, use_gradient_checkpointing
+from fedplan.training.activation_cache import ActivationCache, frozen_prefix
 from fedplan.training.freezing import TrainableParams, trainable
-from fedplan.training.lr_schedules import LRSchedule
-from fedplan.training.optimizers import ClientOptimizer, adamw
-from fedplan.training.stepper import Stepper
+from fedplan.training.optimizers import ClientOptimizer, LRSchedule, adamw
+
+
+class Stepper:
+    """Takes the optimizer steps of one turn: call `backward` for each batch, then `step`.
+
+    `factor`: maps the number of a step, from 0, to the factor of the learning rate. `scaler`: the
+    gradient scaler, disabled except under float16, which skips steps with overflowing gradients.
+    `steps_taken`: steps so far, without skipped ones. `factor_sum`: sum of the factors of these.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factor: Callable[[int], float],
+        scaler: torch.amp.GradScaler,
+    ) -> None:
+        self._optimizer, self._factor, self._scaler = optimizer, factor, scaler
+        self._base_lrs = [group.get("lr") for group in optimizer.param_groups]
+        self._last_factor, self._attempts = 1.0, 0
+        self.steps_taken, self.factor_sum = 0, 0.0
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate a loss; gradients accumulate until `step`."""
+        self._scaler.scale(loss).backward()
+
+    def step(self, adjust: Callable[[], None]) -> None:
+        """Unscale the gradients, call `adjust`, set the learning rate, step, zero the gradients.
+
+        Raises FedplanError if the rate changes and a param group of the optimizer has no `lr`.
+        """
+        self._scaler.unscale_(self._optimizer)
+        adjust()
+        factor, scale = self._factor(self._attempts), self._scaler.get_scale()
+        if factor != self._last_factor:
+            for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+                if base_lr is None:
+                    kind = type(self._optimizer).__name__
+                    raise FedplanError(
+                        f"{kind} keeps no lr in its groups, so no schedule can set it"
+                    )
+                group["lr"] = base_lr * factor
+            self._last_factor = factor
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self._attempts += 1
+        if self._scaler.get_scale() >= scale:
+            self.steps_taken, self.factor_sum = self.steps_taken + 1, self.factor_sum + factor
+
+
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Autocast dtype of each precision; None turns autocast off."""
+
+
+@contextmanager
+def use_gradient_checkpointing(model: nn.Module, on: bool) -> Generator[None]:
+    """Context manager that turns on a model's gradient checkpointing, if `on`, until exit.
+
+    A model that already has gradient checkpointing on stays so. Raises FedplanError if the model
+    has no method `gradient_checkpointing_enable`, or the method raises ValueError.
+    """
+    if not on or getattr(model, "is_gradient_checkpointing", False):
+        yield
+        return
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    try:
+        if enable is None:
+            raise ValueError("the model has no gradient_checkpointing_enable")
+        # Reentrant checkpointing loses gradients of blocks whose inputs need none, as under LoRA.
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise FedplanError(
+            f"{type(model).__name__} does not support checkpointing: "
+            "leave train.gradient_checkpointing out"
+        ) from error
+    try:
+        yield
+    finally:
+        cast("Any", model).gradient_checkpointing_disable()
+
+
+def compile_model(model: nn.Module, backend: str) -> nn.Module:
+    """Return the model compiled by a backend of torch.compile, sharing the model's tensors.
+
+    An empty backend returns the model itself. Raises FedplanError for an unknown backend.
+    """
+    if not backend:
+        return model
+    backends = sorted(torch.compiler.list_backends(None))
+    if backend not in backends:
+        raise FedplanError(f"torch.compile has no backend {backend!r}: use one of {backends}")
+    return cast("nn.Module", torch.compile(model, backend=backend))
+
 
 _DEFAULT_OPTIMIZER = adamw()
 _CONSTANT_LR = LRSchedule()

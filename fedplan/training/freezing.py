@@ -71,10 +71,7 @@ class TrainableParams:
             self._hooks.append(register_optimizer_step_post_hook(self._write_back))
 
     def _split(self, tensor: nn.Parameter, trained: list[Param]) -> None:
-        """Register the trained rows of a fused tensor, and a hook that passes on the gradient.
-
-        In the backward pass the hook raises FedplanError: see the class.
-        """
+        """Register the trained rows of a fused tensor, and a hook that passes on the gradient."""
         views = [(param, param.view(tensor.detach())) for param in trained]
         rows = [
             _TrainedRows(param, tensor, nn.Parameter(view.contiguous()), view.is_contiguous())

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import nan
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,101 @@ from fedplan.training.freezing import TrainableParams, trainable
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import Trainer
+
+
+_PARAM_KWARGS = {"params", "model", "optimizer_dict"}
+"""Keyword arguments by which an optimizer of transformers chooses its parameters itself."""
+_DISPLAY_CALLBACKS = ("ProgressCallback", "PrinterCallback")
+"""Ends of the class names of callbacks that print."""
+
+
+def run_trainer(
+    trainer: object,
+    job: Job,
+    trainable_params: TrainableParams,
+    set_max_grad_norm: Callable[[float], None],
+) -> float:
+    """Train the job's model by a Trainer for one turn, and return the mean loss.
+
+    The Trainer saves, reports and evaluates nothing, and uses the job's seed. The Trainer gets an
+    optimizer over `trainable_params`, unless it was given an optimizer or its class overrides
+    create_optimizer. The Trainer's own gradient clipping is turned off, and `set_max_grad_norm` is
+    called with its norm (0: no clipping). Raises FedplanError if `trainer` is no Trainer, has
+    another model, or has arguments with an unsuitable optimizer (see `_make_optimizer`). Changes
+    `trainer`, and the global random state.
+    """
+    from transformers import Trainer, set_seed
+
+    if not isinstance(trainer, Trainer):
+        raise FedplanError(
+            f"the loop returned a {type(trainer).__name__}: return the mean loss, or a Trainer"
+        )
+    if trainer.model is not job.model:
+        raise FedplanError("the Trainer has another model: build it with the model it is given")
+    attributes, names = vars(job.model), ("forward", "_original_forward")
+    with TemporaryDirectory() as folder:
+        _disable_outputs(trainer, folder, job.seed % 2**32)
+        args: Any = trainer.args
+        # The Trainer's own clipping would miss the trained rows of fused tensors.
+        norm, args.max_grad_norm = float(args.max_grad_norm or 0.0), 0.0
+        set_max_grad_norm(norm)
+        if trainer.optimizer is None and type(trainer).create_optimizer is Trainer.create_optimizer:
+            trainer.optimizer = _make_optimizer(trainer, job, trainable_params)
+        set_seed(job.seed % 2**32)
+        originals = {name: attributes[name] for name in names if name in attributes}
+        try:
+            output: Any = trainer.train()
+        finally:
+            # Mixed precision wraps the forward, and the model stays.
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(originals)
+    return float(output.training_loss)
+
+
+def _disable_outputs(trainer: Trainer, folder: str, seed: int) -> None:
+    """Replace a Trainer's arguments by a copy that saves, logs and evaluates nothing."""
+    args: Any = copy.copy(trainer.args)
+    # A Trainer creates its output folder in its constructor.
+    with suppress(OSError):
+        Path(args.output_dir).rmdir()
+    args.output_dir, args.seed, args.data_seed = folder, seed, seed
+    args.save_strategy = args.eval_strategy = args.logging_strategy = "no"
+    args.load_best_model_at_end = args.push_to_hub = args.eval_on_start = False
+    # On a CPU torch warns that pinning has no effect.
+    args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
+    trainer.args = args
+    for callback in cast("list[Any]", list(trainer.callback_handler.callbacks)):
+        name, module = type(callback).__name__, type(callback).__module__
+        if module.startswith("transformers.integrations") or name.endswith(_DISPLAY_CALLBACKS):
+            trainer.remove_callback(callback)
+
+
+def _make_optimizer(
+    trainer: Trainer, job: Job, trainable_params: TrainableParams
+) -> torch.optim.Optimizer:
+    """Create the optimizer that a Trainer's arguments name, over `trainable_params`."""
+    untyped: Any = trainer
+    make, settings = untyped.optimizer_cls_and_kwargs or untyped.get_optimizer_cls_and_kwargs(
+        trainer.args, job.model
+    )
+    if _PARAM_KWARGS & set(settings) or not (
+        isinstance(make, type) and issubclass(make, torch.optim.Optimizer)
+    ):
+        raise FedplanError(
+            f"the Trainer's optimizer {untyped.args.optim} chooses its parameters itself, and here "
+            "the plan chooses them: use another, such as optim='adamw_torch'"
+        )
+    names = {param.key: param.name for param in job.roles}
+    decaying = set(untyped.get_decay_parameter_names(job.model))
+    groups: dict[bool, dict[str, Any]] = {
+        True: {"params": [], "weight_decay": untyped.args.weight_decay},
+        False: {"params": [], "weight_decay": 0.0},
+    }
+    for key, leaf in trainable_params.named_parameters():
+        groups[names.get(key, key) in decaying]["params"].append(leaf)
+    return make([group for group in groups.values() if group["params"]], **settings)
 
 
 @dataclass(frozen=True)
@@ -116,12 +215,7 @@ def _run_loop(
     trainable_params: TrainableParams,
     set_max_grad_norm: Callable[[float], None],
 ) -> float:
-    """Run a loop on the job's model and examples, then the Trainer if the loop returns one.
-
-    Returns the mean loss, nan if the loop returns None. `set_max_grad_norm` is called with the
-    Trainer's clipping norm. Raises FedplanError if the loop replaced params of the model, moved
-    params to another device, or returned something else.
-    """
+    """Run a loop on the job's model and examples, then the Trainer if the loop returns one."""
     examples = job.examples
     if isinstance(examples, SeededExamples):
         examples = examples.with_seed(job.seed)
@@ -145,7 +239,7 @@ def _run_loop(
     if isinstance(result, int | float | Tensor | None):
         loss = result.item() if isinstance(result, Tensor) else result
         return nan if loss is None else float(loss)
-    from fedplan.training.hf_trainer import run_trainer
+    from fedplan.training.loops import run_trainer
 
     return run_trainer(result, job, trainable_params, set_max_grad_norm)
 
@@ -172,11 +266,7 @@ class _StepWatcher:
         self._job = replace(self._job, train_config=config)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Adjust gradients and count the step, if the optimizer has trained params.
-
-        Raises FedplanError if the optimizer has a whole tensor that is trained in part, and, if the
-        job has gradient hooks, for a step with a closure and for a second optimizer.
-        """
+        """Adjust gradients and count the step, if the optimizer has trained params."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
             if param in self._names and param not in self._trained:

@@ -223,10 +223,7 @@ class _AttentionSums:
     sizes: dict[Block, Tensor] = field(default_factory=dict[Block, Tensor])
 
     def __call__(self, block: Block, maps: Tensor) -> None:
-        """Add the attention maps of a block: a tensor (examples, heads, queries, keys).
-
-        Raises FedplanError if labelled keys are selected and there are no labels per token.
-        """
+        """Add the attention maps of a block: a tensor (examples, heads, queries, keys)."""
         tokens = token_mask(self.batch, block.stack)
         if tokens is None:
             tokens = maps.new_ones(maps.shape[0], maps.shape[2], dtype=torch.bool)
@@ -263,10 +260,7 @@ class _AttentionSums:
         totals[block] = values.reshape(examples, -1).sum(1).cpu().double() + totals.get(block, 0.0)
 
     def score(self, block: Block, bounded: bool) -> float:
-        """Return a block's sum over all examples of the batch; `bounded`: see `attention_probe`.
-
-        Raises FedplanError if no attention of the block was captured.
-        """
+        """Return a block's sum over all examples of the batch; `bounded`: see `attention_probe`."""
         if block not in self.sums:
             raise FedplanError(
                 f"{block.stack} block {block.number} gives no attention probabilities: use another "
@@ -303,11 +297,7 @@ def gradient_probe(examples: int = 64) -> Probe:
 def _mean_gradients(
     inputs: ProbeInput, params: list[nn.Parameter], examples: int
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradient of the mean loss in each of some params of `inputs.model`.
-
-    The mean is over `examples` examples, sampled and in eval mode. Integer params are left out. The
-    attributes `grad` and `requires_grad` of the params stay unchanged.
-    """
+    """Return the gradient of the mean loss in each of some params of `inputs.model`."""
     flags = {param: param.requires_grad for param in params if param.is_floating_point()}
     total = {param: torch.zeros_like(param) for param in flags}
     batches = list(inputs.sample_batches(examples))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplan.models.fusion import make_fusion
+from fedplan.models.prompts import make_fusion
 from research.decide.page import PAGES, drawn, filled, word_of
 from research.decide.question import QuestionError
 from research.decide.results import RESULTS

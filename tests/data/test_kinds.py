@@ -17,12 +17,11 @@ from datasets import Dataset
 from tables import PETS, WORDS, row, tokenizer
 from torch import Tensor, nn
 
-from fedplan.data.causality import require_packing_support
-from fedplan.data.chats import PLAIN_TEMPLATE
 from fedplan.data.examples import NO_LABEL, PackedSequences
 from fedplan.data.metrics import METRICS, Metric, metric_named
 from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, make_task
+from fedplan.data.tasks.language import PLAIN_TEMPLATE, require_packing_support
 from fedplan.errors import FedplanError
 
 ROWS = [{n: v for n, v in row(i).items() if n != "picture"} for i in range(12)]

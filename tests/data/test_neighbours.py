@@ -17,8 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import KINDS, LANGUAGE, MOODS, SITES, Row, cases, held, row, study, tokenizer, written
 
-from fedplan.data.example_digests import example_digests, make_unique, uniform_numbers
-from fedplan.data.partition import Partition, partition_examples
+from fedplan.data.partition import (
+    Partition,
+    example_digests,
+    make_unique,
+    partition_examples,
+    uniform_numbers,
+)
 from fedplan.data.tables import DataError, load_table
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve

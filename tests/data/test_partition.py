@@ -21,12 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
 
-from fedplan.data.example_digests import example_digests
-from fedplan.data.partition import Partition, partition_examples, split_holdout
+from fedplan.data.partition import Partition, example_digests, partition_examples, split_holdout
 from fedplan.data.tables import DataError, filter_rows, label_names, load_table
 from fedplan.errors import UnknownModel
-from fedplan.models.catalog import params_of
-from fedplan.models.hub import is_hub_id
+from fedplan.models.catalog import is_hub_id, params_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = {"text": ["a", "b", "c\nd"], "split": ["train", "test", "train"], "n": [1, 2, 3]}

@@ -26,8 +26,8 @@ from fedplan.federation.ledger.digests import model_digest
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
-from fedplan.methods.full import fedavg
 from fedplan.methods.method import Method
+from fedplan.methods.published import fedavg
 from fedplan.models.attention import attention_shift
 from fedplan.models.description import describe
 from fedplan.models.values import get_values

@@ -52,8 +52,7 @@ from fedplan.tensors.compression import parse_codec
 from fedplan.training import optimizers as optimizers
 from fedplan.training.client_hooks import alternate, proximal
 from fedplan.training.fit import Fit, TrainConfig
-from fedplan.training.lr_schedules import LRSchedule, make_lr_schedule
-from fedplan.training.optimizers import adamw, sgd
+from fedplan.training.optimizers import LRSchedule, adamw, make_lr_schedule, sgd
 from fedplan.training.probes import (
     ProbeInput,
     attention_probe,

@@ -34,9 +34,8 @@ from fedplan.methods import (
     method_by_name,
 )
 from fedplan.methods.adapters import add_lora
-from fedplan.methods.lora_products import parse_product_rule
+from fedplan.methods.lora import lora_layers, parse_product_rule
 from fedplan.models.description import describe
-from fedplan.models.lora_layers import lora_layers
 from fedplan.models.values import get_values, set_values
 from fedplan.privacy import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
@@ -388,7 +387,7 @@ def test_a_rank_that_is_none_is_an_error_that_helps(said: str, tmp_path: Path) -
 
 
 def test_an_optimizer_that_moves_the_rest_is_caught(tmp_path: Path) -> None:
-    from fedplan.training import lora_ranks as ranks
+    from fedplan.methods import lora as ranks
     from fedplan.training.fit import FitResult, Job
 
     def restless(job: Job) -> FitResult:

@@ -33,7 +33,7 @@ from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainConfig
-from fedplan.training.lr_schedules import LRSchedule
+from fedplan.training.optimizers import LRSchedule
 
 ROUNDS = 5
 PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)

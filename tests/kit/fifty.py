@@ -362,7 +362,7 @@ def build(name: str) -> nn.Module:
 
 def table() -> str:
     """What each of the fifty types, and of the further ones, is by its behaviour."""
-    from fedplan.models.behaviour.validate import check_params
+    from fedplan.models.validate import check_params
 
     lines, works = list[str](), 0
     for name in (*FIFTY, *FURTHER):

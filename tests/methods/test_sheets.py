@@ -11,7 +11,7 @@ from commands import run
 
 from fedplan.language.parser import parse
 from fedplan.methods import METHODS, method_by_name
-from fedplan.methods.method_info import SETTING_DESCRIPTIONS, method_info
+from fedplan.methods.registry import SETTING_DESCRIPTIONS, method_info
 
 UNPUBLISHED = ("local-only", "head-only")
 """Floors that have no paper of their own."""

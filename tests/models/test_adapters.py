@@ -22,7 +22,7 @@ from fedplan import Turn, parse, resolve
 from fedplan.errors import UnknownAdapter
 from fedplan.federation.agreement import Agreement
 from fedplan.methods.method import Method
-from fedplan.models.adapter_tensors import FAMILIES, PROMPTS, UNMERGEABLE, merge_adapters
+from fedplan.models.adapters import FAMILIES, PROMPTS, UNMERGEABLE, merge_adapters
 from fedplan.models.description import describe
 from fedplan.models.params import Kind, Params
 from fedplan.models.values import get_values, set_values

@@ -17,11 +17,11 @@ from torch import nn
 
 from fedplan.errors import FedplanError, UnknownArchitecture
 from fedplan.models import architectures
-from fedplan.models.behaviour.dummy_inputs import dummy_inputs
-from fedplan.models.behaviour.validate import ParamCheck, check_params, require_valid_layer_map
 from fedplan.models.description import describe
-from fedplan.models.layouts import FusedLayout, LayerMap
+from fedplan.models.layer_maps import FusedLayout, LayerMap
 from fedplan.models.params import Kind, Rows
+from fedplan.models.trace import dummy_inputs
+from fedplan.models.validate import ParamCheck, check_params, require_valid_layer_map
 
 OURS = [name for name in zoo.ARCHITECTURES if name not in fifty.MODELS]
 

@@ -28,9 +28,14 @@ from fedplan.federation.global_state import GlobalState
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.methods.method import Method
-from fedplan.models.buffers import copy_buffers, freeze_batch_norms, require_unchanged_buffers
 from fedplan.models.params import Kind, Param, Params
-from fedplan.models.values import get_values, set_values
+from fedplan.models.values import (
+    copy_buffers,
+    freeze_batch_norms,
+    get_values,
+    require_unchanged_buffers,
+    set_values,
+)
 from fedplan.runners.local import Federation
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import unpack_message

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 import fedplan as fp
 from fedplan.errors import UnknownModel
-from fedplan.models.catalog import MANIFEST_FOLDER, SHORT_NAMES, meta_model, params_of
-from fedplan.models.manifest import manifest_json, read_manifest
+from fedplan.models.catalog import (
+    MANIFEST_FOLDER,
+    SHORT_NAMES,
+    manifest_json,
+    meta_model,
+    params_of,
+    read_manifest,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

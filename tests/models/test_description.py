@@ -17,7 +17,7 @@ from fedplan.errors import UnknownArchitecture
 from fedplan.language.resolution import check_plan
 from fedplan.models import architectures
 from fedplan.models.description import describe
-from fedplan.models.layouts import FusedLayout, LayerMap, per_head, thirds
+from fedplan.models.layer_maps import FusedLayout, LayerMap, per_head, thirds
 from fedplan.models.params import Block, Kind, Param, Rows
 
 every = pytest.mark.parametrize("name", zoo.ARCHITECTURES)

@@ -32,9 +32,9 @@ from fedplan.language.parts import Part
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
+from fedplan.methods.adapters import local_prompts, pfeddc, promptfl
 from fedplan.methods.compositions import pfeddc_held
 from fedplan.methods.method import Method
-from fedplan.methods.prompts import local_prompts, pfeddc, promptfl
 from fedplan.models.description import block_modules, describe
 from fedplan.models.dual_encoder import (
     DualEncoder,

@@ -18,18 +18,19 @@ from test_adapters import CHECKED, SETTINGS, adapted, answer, config_of, grafted
 from torch import Tensor, nn
 
 from fedplan.errors import UnknownAdapter
-from fedplan.models.adapter_tensors import FAMILIES, adapter_families
-from fedplan.models.description import describe
-from fedplan.models.peft_adapters import (
+from fedplan.models.adapters import (
     ALIASES,
     CONFIG,
+    FAMILIES,
     WEIGHTS,
+    adapter_families,
     adapter_family,
     add_adapter,
     load_adapter,
     make_peft_config,
     save_adapter,
 )
+from fedplan.models.description import describe
 from fedplan.models.values import get_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")

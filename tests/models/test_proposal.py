@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import fedplan
 from fedplan.errors import FedplanError, UnknownArchitecture
 from fedplan.models import architectures
-from fedplan.models.behaviour.proposal import (
+from fedplan.models.params import Kind
+from fedplan.models.proposal import (
     layer_map_from_study,
     propose_layer_map,
     register_study_layer_map,
     small_model_like,
 )
-from fedplan.models.params import Kind
 from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import read_study
 

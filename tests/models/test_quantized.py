@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from fedplan import Turn, parse, resolve
 from fedplan.errors import FedplanError, PlanError
-from fedplan.models.adapter_tensors import adapter_families
+from fedplan.models.adapters import adapter_families, merge_and_dequantize
+from fedplan.models.catalog import load_pretrained
 from fedplan.models.description import describe
-from fedplan.models.hub import load_pretrained
 from fedplan.models.params import TRAINABLE_DTYPES, Param
-from fedplan.models.peft_adapters import merge_and_dequantize
-from fedplan.models.quantized import (
+from fedplan.models.values import (
     QUANTIZATIONS,
+    get_values,
     is_packed,
     mixes_examples,
     pin_packed_layout,
     quantization_config,
+    set_values,
 )
-from fedplan.models.values import get_values, set_values
 from fedplan.tensors.named import digests, nbytes
 from fedplan.training.freezing import trainable
 
@@ -139,8 +139,8 @@ def test_a_digest_pins_what_is_packed_and_what_unpacks_it(
 ELSEWHERE = """
 import json, sys, torch, transformers as hf
 from fedplan.models import describe, take
-from fedplan.models.hub import fetched
-from fedplan.models.quantized import QUANTISED, quantization, steadied
+from fedplan.models.catalog import fetched
+from fedplan.models.values import QUANTISED, quantization, steadied
 from fedplan.tensors import digests
 
 found = {}

@@ -21,7 +21,7 @@ from fedplan import Turn, explain, parse, resolve
 from fedplan.errors import FedplanError, PlanError, UnknownArchitecture
 from fedplan.models import architectures
 from fedplan.models.description import block_modules, describe
-from fedplan.models.layouts import LayerMap
+from fedplan.models.layer_maps import LayerMap
 from fedplan.models.params import Block, Kind, Params, Rows
 
 CROSSED = zoo.TEXT | {"is_decoder": True, "add_cross_attention": True}

@@ -23,8 +23,8 @@ from fedplan.errors import PlanError, UnknownArchitecture
 from fedplan.language import parts
 from fedplan.language.resolution import check_plan, require_known_part
 from fedplan.models import architectures
+from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.description import describe
-from fedplan.models.manifest import manifest_json, read_manifest
 from fedplan.models.params import Kind, Params
 
 

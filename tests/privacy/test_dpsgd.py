@@ -59,8 +59,7 @@ from fedplan.privacy.dpsgd.per_example import (
 from fedplan.training.client_hooks import proximal
 from fedplan.training.fit import FitResult, Job, TrainConfig
 from fedplan.training.freezing import trainable
-from fedplan.training.lr_schedules import LRSchedule
-from fedplan.training.optimizers import ClientOptimizer, adamw, sgd
+from fedplan.training.optimizers import ClientOptimizer, LRSchedule, adamw, sgd
 
 PARTS = {
     "all": "share()",

@@ -26,7 +26,7 @@ from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.methods import METHODS, Method, method_by_name
-from fedplan.methods.recorded_method import parse_recorded_method
+from fedplan.methods.method import parse_recorded_method
 from fedplan.runners.api import run_study, simulate
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import build_experiment, make_method

@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import TEXT, VISION
 
-from fedplan.models.folder import load_folder, predict_classes
-from fedplan.models.images import image_tensor
+from fedplan.models.folder import image_tensor, load_folder, predict_classes
 from fedplan.models.values import set_values
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import check_export

@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 from chat import END, chat_tokenizer, messages, pairs, tiny_chat
 
-from fedplan.data.chats import PLAIN_TEMPLATE
 from fedplan.data.tables import DataError
+from fedplan.data.tasks.language import PLAIN_TEMPLATE
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.history import Metrics

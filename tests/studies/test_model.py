@@ -22,11 +22,16 @@ from torch import Tensor, nn
 from fedplan.data import make_task
 from fedplan.errors import FedplanError
 from fedplan.methods import fedit
-from fedplan.models.adapter_tensors import adapter_families
+from fedplan.models.adapters import adapter_families
+from fedplan.models.catalog import load_pretrained
 from fedplan.models.description import describe
-from fedplan.models.hub import load_pretrained
-from fedplan.models.quantized import QUANTIZATIONS, is_packed, is_quantized, quantization_config
-from fedplan.models.values import set_values
+from fedplan.models.values import (
+    QUANTIZATIONS,
+    is_packed,
+    is_quantized,
+    quantization_config,
+    set_values,
+)
 from fedplan.runners.api import simulate
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import build_experiment, outline_agreement

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import LANGUAGE, MOODS, Row, cases, row, seen, study, tokenizer, written
 
-from fedplan.data.causality import require_attention_mask
 from fedplan.data.tables import DataError, load_table
+from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.ledger.digests import examples_digest
 from fedplan.studies.federated_data import FederatedData, load_federated_data
 

@@ -18,7 +18,14 @@ from often import first, often
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedplan.data.examples import NO_LABEL, Examples
+from fedplan.data.examples import (
+    NO_LABEL,
+    Examples,
+    epoch_steps,
+    prefetch,
+    split_step,
+    token_lengths,
+)
 from fedplan.errors import FedplanError
 from fedplan.models.description import describe
 from fedplan.models.params import Kind
@@ -34,8 +41,7 @@ from fedplan.training import (
     sgd,
     trainable,
 )
-from fedplan.training.batches import epoch_steps, prefetch, split_step, token_lengths
-from fedplan.training.forward_options import use_gradient_checkpointing
+from fedplan.training.fit import use_gradient_checkpointing
 
 ARCHITECTURES = ("bert", "gpt2", "vit")
 

@@ -21,9 +21,9 @@ from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role
-from fedplan.methods.layers import safl
+from fedplan.methods.adapters import pfeddc, promptfl
 from fedplan.methods.method import Method
-from fedplan.methods.prompts import pfeddc, promptfl
+from fedplan.methods.published import safl
 from fedplan.models.description import describe
 from fedplan.models.params import Params
 from fedplan.models.prompts import add_prompts

@@ -40,7 +40,7 @@ from fedplan.training import (
     sgd,
 )
 from fedplan.training.client_hooks import CONTROL
-from fedplan.training.lr_schedules import SCHEDULES, UNSUPPORTED
+from fedplan.training.optimizers import SCHEDULES, UNSUPPORTED
 
 SETTINGS = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,15 @@ from torch.nn.functional import cross_entropy
 from fedplan.data.examples import NO_LABEL, Examples
 from fedplan.data.metrics import METRICS, AnswerKind, Metric, compute_metrics
 from fedplan.data.tables import DataError, column_values
-from fedplan.models.catalog import TASK_CLASSES
+from fedplan.models.catalog import TASK_CLASSES, load_pretrained
 from fedplan.models.dual_encoder import TEMPLATE
-from fedplan.models.hub import load_pretrained
 from fedplan.tensors.devices import eval_mode, model_device, to_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -234,3 +236,28 @@ class Task(ABC):
 def accuracy(truth: Tensor, guess: Tensor) -> float:
     """Return the fraction of predictions that are right."""
     return (truth == guess).double().mean().item()
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """Return a tokenizer's padding token; 0 if it has none, since the attention mask hides it."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+
+def require_tokens(ids: Sequence[Sequence[int]], tokenizer: Any, column: str) -> None:
+    """Raise DataError if a row of token `ids` is empty or has only special tokens.
+
+    The tokenizer's unknown token does not count as special. `column` is for the message.
+    """
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    empty = sum(all(token in special for token in row) for row in ids)
+    if empty:
+        raise DataError(
+            f"column {column!r} has texts without tokens in {empty} of {len(ids)} rows: remove "
+            "these rows from the table"
+        )
+
+
+def split_by_sizes(flat: Iterable[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Split a flat sequence into consecutive lists of these sizes."""
+    items = iter(flat)
+    return [[next(items) for _ in range(size)] for size in sizes]

@@ -10,16 +10,21 @@ from typing import Any
 
 from fedplan.data.metrics import METRICS, Metric
 from fedplan.data.tables import DataError, label_sort_key, label_text
+from fedplan.data.tasks.classification import (
+    ImageClassification,
+    ImageText,
+    MultiLabel,
+    Regression,
+    TextClassification,
+    TokenClassification,
+)
 from fedplan.data.tasks.definition import Task
-from fedplan.data.tasks.images import ImageClassification, ImageText
 from fedplan.data.tasks.language import (
     CausalLanguage,
     Instruction,
     MaskedLanguage,
     SequenceToSequence,
 )
-from fedplan.data.tasks.text import MultiLabel, Regression, TextClassification
-from fedplan.data.tasks.token_classification import TokenClassification
 from fedplan.naming import Registry
 
 TASK_KINDS: dict[str, type[Task]] = {
@@ -131,10 +136,7 @@ def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable
 
 
 def _require_packing(kind: str, *, packing: bool, one_example_per_row: bool) -> None:
-    """Raise DataError if packing is on with `one_example_per_row`, or for another kind of task.
-
-    Only the kind instruction can be packed.
-    """
+    """Raise DataError if packing is on with `one_example_per_row`, or for another kind of task."""
     if packing and kind != "instruction":
         raise DataError(f"{kind} has packing = true: only the task instruction can be packed")
     if packing and one_example_per_row:
@@ -147,10 +149,7 @@ def _require_packing(kind: str, *, packing: bool, one_example_per_row: bool) -> 
 def _label_weights(
     kind: str, labels: tuple[str, ...], weights: Mapping[str, float] | Iterable[tuple[str, float]]
 ) -> tuple[tuple[str, float], ...]:
-    """Return (label, weight) pairs in the order of `labels`; labels without weight are left out.
-
-    Raises DataError, naming the task's `kind`, for an unknown label or a weight not above 0.
-    """
+    """Return (label, weight) pairs in the order of `labels`; labels without weight are left out."""
     by_label = {label_text(label): float(weight) for label, weight in dict(weights).items()}
     if unknown := by_label.keys() - set(labels):
         names = ", ".join(labels) or "none"
@@ -162,11 +161,7 @@ def _label_weights(
 
 
 def _applicable_metrics(kind: str, metrics: Iterable[Metric]) -> tuple[Metric, ...]:
-    """Return the metrics as a tuple.
-
-    Raises DataError if one does not apply to the predictions of a task of `kind`, and as
-    `task_class` if there is no such kind of task.
-    """
+    """Return the metrics as a tuple; DataError if one does not apply to a task of `kind`."""
     metrics, answer_kind = tuple(metrics), task_class(kind).answer_kind
     for metric in metrics:
         if answer_kind not in metric.answer_kinds:

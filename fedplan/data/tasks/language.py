@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
@@ -11,13 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.chats import (
-    NO_TEMPLATE_NOTE,
-    PLAIN_TEMPLATE,
-    ensure_chat_template,
-    read_conversations,
-    tokenize_chat,
-)
 from fedplan.data.examples import (
     NO_LABEL,
     MaskedTokens,
@@ -28,12 +21,134 @@ from fedplan.data.examples import (
     chunk_slices,
 )
 from fedplan.data.metrics import AnswerKind
-from fedplan.data.tables import DataError
-from fedplan.data.tasks.definition import Task, accuracy
-from fedplan.data.tokens import pack_sequences, pad_token_id, require_tokens, token_blocks
+from fedplan.data.tables import DataError, column_values, select_rows
+from fedplan.data.tasks.definition import Task, accuracy, pad_token_id, require_tokens
+from fedplan.tensors.devices import eval_mode, model_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+Chat = Sequence[dict[str, Any]]
+"""Messages, each with a role and a content."""
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '### ' + message['role'] + ':\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token or sep_token }}{% endif %}"
+    "{{ '\n\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+"""Chat template for tokenizers without one: a heading for each role, an end token per answer."""
+NO_TEMPLATE_NOTE = (
+    "The tokenizer of {} has no chat template, so conversations are written with the headings "
+    "'### user:' and '### assistant:'."
+)
+_FIXED_DATE = "26 Jul 2024"
+"""Date for templates that write today's date: examples must not change overnight."""
+
+
+def ensure_chat_template(tokenizer: Any) -> Any:
+    """Set PLAIN_TEMPLATE on a tokenizer that has no chat template; return the same tokenizer.
+
+    Raises DataError if the tokenizer is slow, or has neither a template nor an end token.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} does not give the positions of its tokens in a text, so "
+            "the tokens of answers are not known: use a tokenizer with a tokenizer.json"
+        )
+    if not tokenizer.chat_template:
+        if not (tokenizer.eos_token or tokenizer.sep_token):
+            raise DataError(
+                "the tokenizer has no chat template and no end token, so answers would have no "
+                "end: give the tokenizer one of them"
+            )
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    return tokenizer
+
+
+def read_conversations(table: Dataset, columns: Sequence[str]) -> Iterator[Chat]:
+    """Yield the conversation of each row of a table, in order; reads 1000 rows at a time.
+
+    `columns` is one column with lists of messages, or two columns, prompt and response. Raises
+    DataError if a cell is empty or not of this form.
+    """
+    for chunk in chunk_slices(len(table)):
+        rows = select_rows(table, range(*chunk.indices(len(table))))
+        cells = [column_values(rows, column) for column in columns]
+        for number, row in enumerate(zip(*cells, strict=True), chunk.start):
+            if len(row) != 2:
+                yield _parse_messages(row[0], columns[0])
+                continue
+            for column, text in zip(columns, row, strict=True):
+                if not isinstance(text, str) or not text.strip():
+                    raise DataError(f"row {number} of column {column!r} is {text!r}, not a text")
+            roles = zip(("user", "assistant"), row, strict=True)
+            yield [{"role": role, "content": text} for role, text in roles]
+
+
+def _parse_messages(cell: Any, column: str) -> Chat:
+    """Return the messages in a table's cell, without fields that are None."""
+    messages = cast("list[Any]", cell) if isinstance(cell, list) else []
+    for message in messages or [cell]:
+        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise DataError(
+                f"column {column!r} has {str(message)[:80]!r}: a conversation is a list of "
+                "messages, each with a role and a content; or name two columns, for prompts and "
+                "responses"
+            )
+    # A field that one row has is None in all other rows of the table.
+    return [{name: value for name, value in m.items() if value is not None} for m in messages]
+
+
+def tokenize_chat(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], list[int]]:
+    """Tokenize a conversation; return (token ids, labels) of equal length.
+
+    A label is the token id within the assistant's messages, including their end tokens, and
+    NO_LABEL elsewhere. The first token has no label, since nothing precedes it. The tokenizer must
+    be fast and have a chat template (`ensure_chat_template`). Raises DataError, with the number
+    `row`, if the chat template fails, or renders a message differently when another one follows.
+    """
+    text, spans = _apply_template(tokenizer, chat, row), list[tuple[int, int]]()
+    for number, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        before = _apply_template(tokenizer, chat[:number], row, start_answer=True)
+        until = _apply_template(tokenizer, chat[: number + 1], row)
+        if not (text.startswith(until) and until.startswith(before)):
+            raise DataError(
+                f"row {row}: the chat template writes earlier messages differently when a later "
+                "one follows, so the tokens of the answers are not known: keep one answer in each "
+                "row, or give the tokenizer another template"
+            )
+        answer = until[len(before) :]
+        # White space after an end token is not part of an answer.
+        if answer.rstrip().endswith(tuple(tokenizer.all_special_tokens)):
+            answer = answer.rstrip()
+        spans.append((len(before), len(before) + len(answer)))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = cast("list[int]", encoded["input_ids"])
+    offsets = cast("list[tuple[int, int]]", encoded["offset_mapping"])
+    in_answer = [
+        any(first < end and last > start for start, end in spans) for first, last in offsets
+    ]
+    labels = [token if yes else NO_LABEL for token, yes in zip(ids, in_answer, strict=True)]
+    return ids, [NO_LABEL, *labels[1:]] if labels else labels
+
+
+def _apply_template(tokenizer: Any, chat: Chat, row: int, *, start_answer: bool = False) -> str:
+    """Render a conversation with the tokenizer's chat template, and return the text."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(chat), tokenize=False, add_generation_prompt=start_answer, date_string=_FIXED_DATE
+        )
+    except (TemplateError, KeyError, IndexError, TypeError) as error:
+        raise DataError(f"row {row}: the chat template rejects it: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -202,3 +317,125 @@ def _shift_left(labels: Tensor) -> Tensor:
     """Return the label of the next token at each token; NO_LABEL at the last."""
     last = torch.full_like(labels[:, :1], NO_LABEL)
     return torch.cat([labels[:, 1:], last], 1)
+
+
+_HALF = 4
+"""Tokens in each half of a test sequence."""
+_TOLERANCE = 1e-5
+"""Largest change of logits by rounding, relative to the largest logit."""
+_CAUSAL_TASKS = ("causal-lm", "instruction")
+"""Tasks that predict the next token."""
+
+
+def require_attention_mask(model: nn.Module, kind: str) -> None:
+    """Raise DataError if a model's attention does not fit the `kind` of a language task.
+
+    Runs the model on sequences with the same first half and different second halves. A model for a
+    causal task must give the same logits for the first half, a model for masked-lm different ones.
+    Does nothing for other kinds, and for a model with logits that do not depend on the input.
+    """
+    if kind not in (*_CAUSAL_TASKS, "masked-lm"):
+        return
+    first, second, third = _test_halves(model)
+    sequences = [first + second, third + second, first + third]
+    logits = _logits(model, {"input_ids": sequences, "attention_mask": [[1] * 2 * _HALF] * 3})
+    base, other_start, other_end = logits[:, :_HALF]
+    scale = max(float(base.abs().max()), 1e-30)
+    if float((base - other_start).abs().max()) <= _TOLERANCE * scale:
+        return
+    change = float((base - other_end).abs().max()) / scale
+    if kind in _CAUSAL_TASKS and change > _TOLERANCE:
+        raise DataError(
+            f"{type(model).__name__} sees the tokens that {kind} asks it to predict: use a "
+            "decoder, model.config with is_decoder = true, or the task masked-lm"
+        )
+    if kind == "masked-lm" and change < _TOLERANCE / 10:
+        raise DataError(
+            f"{type(model).__name__} does not see the tokens after a masked token: use an encoder, "
+            "or the task causal-lm"
+        )
+
+
+def require_packing_support(model: nn.Module) -> None:
+    """Raise DataError if a model's attention mixes several texts packed in one sequence.
+
+    Runs the model (without gradients): the logits of the second of two packed texts must equal the
+    logits of this text alone, and must not change with the first text.
+    """
+    first, second, third = _test_halves(model)
+    positions = [*range(_HALF)]
+    packed = {"input_ids": [first + second, third + second], "position_ids": [positions * 2] * 2}
+    single = {"input_ids": [second], "position_ids": [positions]}
+    try:
+        (after_first, after_third), alone = (
+            _logits(model, inputs, cache=False)[:, -_HALF:] for inputs in (packed, single)
+        )
+        scale = float(alone.abs().max().clamp(min=1e-30))
+        change = float((after_first - after_third).abs().max()) / scale
+        difference = float((after_first - alone).abs().max()) / scale
+    except TypeError:  # the model has no argument position_ids
+        change, difference = 1.0, 1.0
+    # A text alone is summed in another order than in a longer sequence; half precision shows it.
+    precision = torch.finfo(cast("Any", model).get_input_embeddings().weight.dtype).eps
+    if change > _TOLERANCE or difference > max(_TOLERANCE, 4 * precision):
+        raise DataError(
+            f"{type(model).__name__} mixes packed conversations: set packing = false, or use a "
+            "model whose attention follows position_ids, such as llama or gpt2"
+        )
+
+
+def _logits(model: nn.Module, inputs: dict[str, list[list[int]]], *, cache: bool = True) -> Tensor:
+    """Run a model on `inputs` (rows of integers by name); return float32 logits, no gradients."""
+    device = model_device(model)
+    tensors = {name: torch.tensor(values, device=device) for name, values in inputs.items()}
+    with eval_mode(model), torch.no_grad():
+        output: Any = model(**tensors) if cache else model(**tensors, use_cache=False)
+    return cast("Tensor", output if isinstance(output, Tensor) else output.logits).float()
+
+
+def _test_halves(model: nn.Module) -> list[list[int]]:
+    """Return three lists of _HALF token ids, none of them the padding id.
+
+    The lists have no id in common (if there are three ids); a small vocabulary repeats ids within a
+    list.
+    """
+    hf_model, halves = cast("Any", model), list[list[int]]()
+    pad, size = hf_model.config.pad_token_id, len(hf_model.get_input_embeddings().weight)
+    tokens = [token for token in range(size) if token != pad][-3 * _HALF :]
+    for start in range(3):
+        chosen = tokens[start::3] or tokens[:1]
+        halves.append([chosen[index % len(chosen)] for index in range(_HALF)])
+    return halves
+
+
+def token_blocks(
+    rows: Iterable[Sequence[int]], limit: int, *, one_block_per_row: bool
+) -> list[Sequence[int]]:
+    """Cut the tokens of each row into blocks of `limit` tokens; no block spans two rows.
+
+    A last block of one token has nothing to predict, and is left out if the row has other blocks.
+    With `one_block_per_row`, only the first block of each row is returned.
+    """
+    blocks = list[Sequence[int]]()
+    for row in rows:
+        starts = range(0, 1 if one_block_per_row else max(len(row) - 1, 1), limit)
+        blocks += [row[start : start + limit] for start in starts]
+    return blocks
+
+
+def pack_sequences(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Group consecutive sequences, given by their `sizes` in tokens, into packs of indices.
+
+    A pack has at most `limit` tokens, or is a single longer sequence.
+
+    >>> pack_sequences([3, 4, 2, 9], 8)
+    [[0, 1], [2], [3]]
+    """
+    packs, room = list[list[int]](), 0
+    for index, size in enumerate(sizes):
+        if size > room:
+            packs.append([])
+            room = limit
+        packs[-1].append(index)
+        room -= size
+    return packs

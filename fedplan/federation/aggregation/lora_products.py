@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.messages import UpdateRejected
-from fedplan.methods.lora_products import LoraFactors, ProductRule
+from fedplan.methods.lora import LoraFactors, LoraLayer, ProductRule, lora_layers
 from fedplan.methods.method import Method
-from fedplan.models.lora_layers import LoraLayer, lora_layers
 from fedplan.models.params import Params
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum

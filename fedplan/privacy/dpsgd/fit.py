@@ -31,8 +31,14 @@ from fedplan.privacy.dpsgd.per_example import (
 )
 from fedplan.privacy.mechanisms.noise import finest_grid_step, round_to_grid
 from fedplan.tensors.devices import fork_rng_state, model_device, sum_dtype
-from fedplan.training.fit import Fit, FitResult, Job, TrainConfig, adjust_gradients
-from fedplan.training.forward_options import use_gradient_checkpointing
+from fedplan.training.fit import (
+    Fit,
+    FitResult,
+    Job,
+    TrainConfig,
+    adjust_gradients,
+    use_gradient_checkpointing,
+)
 from fedplan.training.freezing import TrainableParams, trainable
 
 Normal = Callable[[tuple[int, ...]], Tensor]

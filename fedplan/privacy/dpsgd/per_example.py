@@ -20,7 +20,7 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.errors import PrivacyError
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
-from fedplan.models.quantized import mixes_examples
+from fedplan.models.values import mixes_examples
 from fedplan.tensors.devices import autocast, eval_mode, fork_rng_state, model_device, to_device
 
 _CHUNK = 2**14

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text tasks: a class, several labels, or a number for a text or a pair of texts."""
+"""Tasks with a label or number for a text, a pair of texts, a word or an image."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
@@ -11,11 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-from fedplan.data.examples import RaggedArray, TokenSequences, chunk_slices
+from fedplan.data.examples import (
+    NO_LABEL,
+    ImageExamples,
+    RaggedArray,
+    TokenSequences,
+    chunk_slices,
+    read_images,
+)
 from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
 from fedplan.data.tables import DataError, column_values, label_values
-from fedplan.data.tasks.definition import Task, accuracy
-from fedplan.data.tokens import first_words, pad_token_id, require_tokens, split_by_sizes
+from fedplan.data.tasks.definition import (
+    Task,
+    accuracy,
+    pad_token_id,
+    require_tokens,
+    split_by_sizes,
+)
+from fedplan.models.folder import image_mean_std, image_tensor
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,10 +43,7 @@ class _TextTask(Task):
     input_columns: ClassVar[tuple[int, int]] = (1, 2)
 
     def _tokenize(self, table: Dataset, targets: Tensor) -> TokenSequences:
-        """Tokenize the input columns of a table, cut at `max_length`.
-
-        Return them with `targets` by row. Raises DataError if a row has no tokens.
-        """
+        """Tokenize the input columns of a table, cut at `max_length`."""
         tokenizer, texts = self.tokenizer, [self._text_column(table, c) for c in self.columns]
         limit, ids, segments = self._max_tokens(tokenizer), list[list[int]](), list[list[int]]()
         if len(texts) == 1:
@@ -170,3 +182,120 @@ class Regression(_TextTask):
     ) -> dict[str, float]:
         metrics = [METRICS[name] for name in ("mae", "rmse", "r2", "pearson")]
         return compute_metrics(metrics, truth.numpy(), guess.numpy())
+
+
+_ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
+
+
+@final
+class TokenClassification(Task):
+    """One label per word, at the word's first token; the primary metric is F1.
+
+    F1 is of whole entities if all labels are entity tags like B-LOC, else the mean over labels.
+    """
+
+    primary: ClassVar[str] = "f1"
+
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Tokenize the words of a table's rows, cut at `max_length`, with labels at first tokens.
+
+        Raises DataError if a row has another number of labels than of words, or an unknown label.
+        """
+        tokenizer = self.tokenizer
+        words, tags = column_values(table, self.columns[0]), label_values(table, self.label)
+        ids, labels = list[list[int]](), list[list[int]]()
+        for chunk in chunk_slices(len(table)):
+            encoded = tokenizer(
+                words[chunk],
+                is_split_into_words=True,
+                truncation=True,
+                max_length=self._max_tokens(tokenizer),
+                verbose=False,
+            )
+            ids += encoded["input_ids"]
+            flat = self._class_indices([tag for row in tags[chunk] for tag in row])
+            for number, classes in enumerate(
+                split_by_sizes(flat, [len(row) for row in tags[chunk]])
+            ):
+                word_count = len(words[chunk][number])
+                if word_count != len(classes):
+                    raise DataError(
+                        f"row {chunk.start + number} has {word_count} words in column "
+                        f"{self.columns[0]!r}, but {len(classes)} labels in column "
+                        f"{self.label!r}: every word needs one label"
+                    )
+                labels.append(label_first_tokens(encoded.word_ids(number), classes))
+        require_tokens(ids, tokenizer, self.columns[0])
+        return TokenSequences(
+            RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
+        )
+
+    def _task_scores(
+        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
+    ) -> dict[str, float]:
+        """Return `accuracy` (of labels), and `f1` as described at the class."""
+        if not all(_ENTITY_TAG.fullmatch(label) for label in self.labels):
+            return super()._task_scores(loss, truth, guess, sizes)
+        from seqeval.metrics import f1_score
+
+        numbers = cast("list[list[int]]", [truth.tolist(), guess.tolist()])
+        sides = [
+            split_by_sizes([self.labels[number] for number in side], sizes) for side in numbers
+        ]
+        # Without entities, predicting none is right.
+        f1 = float(cast("Any", f1_score)(*sides, zero_division=1))
+        return {"accuracy": accuracy(truth, guess), "f1": f1}
+
+
+@dataclass(frozen=True)
+class _ImageTask(Task):
+    """A task with one label per image; `cubic` selects bicubic resizing."""
+
+    cubic: ClassVar[bool] = False
+
+    def prepare(self, table: Dataset) -> ImageExamples:
+        """Return the images of a table, resized to `image_size`, with class indices."""
+        labels = self._class_indices(label_values(table, self.label))
+        size = self.image_size
+        pixels = torch.empty((len(table), 3, size, size), dtype=torch.uint8)
+        for row, value in enumerate(read_images(table, self.columns[0])):
+            try:
+                pixels[row] = image_tensor(value, size, cubic=self.cubic)
+            except (OSError, ValueError, TypeError) as error:
+                place = f"row {row} of column {self.columns[0]!r}"
+                raise DataError(f"{place} is not an image: {error}") from error
+        mean, std = image_mean_std(self.source)
+        return ImageExamples(pixels, torch.tensor(labels, dtype=torch.long), mean, std)
+
+
+@final
+class ImageClassification(_ImageTask):
+    """One label per image, by a classification head."""
+
+
+@final
+class ImageText(_ImageTask):
+    """One label per image, by the similarity to a text made from each label."""
+
+    cubic = True
+
+
+def first_words(text: str, max_words: int) -> str:
+    """Return a text cut after `max_words` words, to save the time of tokenizing the rest.
+
+    Nearly every word has one token or more, so twice as many words as tokens are enough.
+    """
+    match = re.match(rf"(?:\s*\S+){{0,{max_words}}}", text)
+    return match[0] if match else text
+
+
+def label_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
+    """Return a label for each token: the class of a word at the word's first token, else NO_LABEL.
+
+    `words` has the index of each token's word, None for special tokens; `classes` is by word.
+    """
+    previous_words = [None, *words]
+    return [
+        NO_LABEL if word is None or word == previous else classes[word]
+        for word, previous in zip(words, previous_words, strict=False)
+    ]

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from fedplan.errors import UnknownArchitecture
 from fedplan.models.attention import eager_attention
-from fedplan.models.behaviour.dummy_inputs import dummy_inputs
-from fedplan.models.behaviour.trace import (
+from fedplan.models.description import block_modules, describe
+from fedplan.models.params import Block, Kind, Param, Params
+from fedplan.models.trace import (
     BlockCall,
     BlockTrace,
     ModelTrace,
     Tensors,
+    dummy_inputs,
     same_tensors,
     tensors_in,
     trace_model,
 )
-from fedplan.models.description import block_modules, describe
-from fedplan.models.params import Block, Kind, Param, Params
 from fedplan.tensors.devices import eval_mode
 
 KERNEL = frozenset({Kind.QUERY, Kind.KEY, Kind.POSITION})
@@ -122,11 +122,7 @@ def require_valid_layer_map(
 
 
 def _distinct_blocks(params: Params) -> Iterator[Block]:
-    """Yield, of each stack, the first block of each structure, and the last block.
-
-    The structure of a block is the kinds, shapes, tags and hosts of the block's params, without
-    prompts. `params` are all params of a model.
-    """
+    """Yield, of each stack, the first block of each structure, and the last block."""
     structures: dict[Block, list[object]] = {}
     for p in params:
         if p.block_id and p.kind is not Kind.PROMPT:
@@ -140,10 +136,7 @@ def _distinct_blocks(params: Params) -> Iterator[Block]:
 
 
 def _fault_outside_blocks(p: Param, before: ModelTrace, after: ModelTrace) -> str:
-    """How param `p`, outside all blocks, contradicts the kind of `p`; "" if not at all.
-
-    `before` is a trace of the unchanged model, `after` a trace with noise added to `p`.
-    """
+    """How param `p`, outside all blocks, contradicts the kind of `p`; "" if not at all."""
     output_changed = not same_tensors(before.outputs, after.outputs)
     inputs_changed, outputs_changed = (
         any(not same_tensors(old[block], new[block]) for block in old)
@@ -167,12 +160,7 @@ def _fault_outside_blocks(p: Param, before: ModelTrace, after: ModelTrace) -> st
 
 
 class _BlockChecker:
-    """Checks the params of one block: `fault(p)` replays the block with changed params.
-
-    `call` is the recorded call to replay, `tensors` the model's parameters by name, `params` the
-    params of the block. `base` is the trace of the unchanged block. Params are changed in place
-    during a replay, and restored after the replay.
-    """
+    """Checks the params of one block: `fault(p)` replays the block with changed params."""
 
     def __init__(self, call: BlockCall, tensors: Mapping[str, Tensor], params: Params) -> None:
         self.call, self.tensors, self.params = call, tensors, params
@@ -258,10 +246,7 @@ class _BlockChecker:
         return ""
 
     def _norm_fault(self, p: Param) -> str:
-        """The fault of a norm `p` that no layer map assigns to query or key, or "".
-
-        There is a fault if `p` changes the attention map, but not the values.
-        """
+        """The fault of a norm `p` that no layer map assigns to query or key, or ""."""
         values = [v for v in self.params if v.kind is Kind.VALUE and "cross" not in v.tags]
         if not values or same_tensors(self.base.maps[:1], self._replay_with((p,)).maps[:1]):
             return ""
@@ -272,10 +257,7 @@ class _BlockChecker:
         return "acts on query or key alone, but is not mapped so" if values_unchanged else ""
 
     def _owner_outputs(self, params: list[Param]) -> Tensors:
-        """Replay the block; return copies of the outputs of the modules that own some params.
-
-        The outputs are in the order in which the modules run.
-        """
+        """Replay the block; return copies of the outputs of the modules that own some params."""
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, __: Any, out: Any) -> None:
@@ -307,10 +289,7 @@ class _BlockChecker:
             return self.call.replay()
 
     def _blocks_values(self, p: Param, *, cross: bool) -> bool:
-        """Whether the values have no effect on the output while `p` is zero.
-
-        `cross`: the values of cross-attention, instead of self-attention.
-        """
+        """Whether the values have no effect on the output while `p` is zero."""
         values = [v for v in self.params if v.kind is Kind.VALUE and ("cross" in v.tags) == cross]
         with _changed_values(self.tensors, (p,), to_zero=True):
             return same_tensors(self.call.replay().outputs, self._replay_with(values).outputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals: a layer map for an architecture without one, from the names of its modules.
+"""Layer maps for architectures without one: proposed from module names, or given by a study.
 
 Known layer maps are tried first. Every proposal comes with checks of the model's behaviour.
 """
@@ -9,28 +9,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rich.table import Table
 from torch import Tensor, nn
 
 from fedplan.errors import FedplanError, UnknownArchitecture
-from fedplan.models.behaviour.dummy_inputs import small_model
-from fedplan.models.behaviour.validate import (
+from fedplan.models.catalog import load_model_config
+from fedplan.models.description import describe
+from fedplan.models.layer_maps import (
+    LAYER_MAPS,
+    LAYOUTS,
+    LayerMap,
+    register_layer_map,
+    restore_layer_maps,
+)
+from fedplan.models.params import Kind
+from fedplan.models.trace import small_model
+from fedplan.models.validate import (
     EXPECTED_BEHAVIOUR,
     ParamCheck,
     check_params,
     require_valid_layer_map,
 )
-from fedplan.models.catalog import load_model_config
-from fedplan.models.description import describe
-from fedplan.models.layer_maps import LAYER_MAPS, make_layer_map, temporary_layer_map
-from fedplan.models.layouts import LAYOUTS, LayerMap
-from fedplan.models.params import Kind
 
 Settings = dict[str, Any]
-"""A layer map as in a study: the arguments of `make_layer_map`, with layouts by name."""
+"""A layer map as in a study: the arguments of `register_layer_map`, with layouts by name."""
 
 NAME_PATTERNS: dict[str, str] = {
     "query": r"q|query|q_proj|q_lin|to_q|wq|query_proj|q_attn|q_bias",
@@ -45,14 +50,13 @@ NAME_PATTERNS: dict[str, str] = {
     "head": r".*(pooler|classifier|head|score).*",
 }
 """Patterns of module names by kind; "fused" for query, key and value in one."""
+NORM_PATTERNS = {"query": r"q_?(layer)?_?norm", "key": r"k_?(layer)?_?norm"}
+"""Names of norms that act on query or key alone."""
 ATTENTION = re.compile(r".*(attn|attention)(?!.*(norm|mlp)).*", re.IGNORECASE)
-"""Names of attention modules."""
-LAYOUT_NEEDS = {"thirds": "", "per_head": "num_attention_heads", "grouped": "num_key_value_heads"}
-"""The fused layouts to try, and the config attributes that each needs."""
 CROSS = re.compile(r".*(cross|encoder_?attn|encdec|multihead_attn).*", re.IGNORECASE)
 """Names of cross-attention modules."""
-NORM_PATTERNS = {"query": re.compile(r"q_?(layer)?_?norm"), "key": re.compile(r"k_?(layer)?_?norm")}
-"""Names of norms that act on query or key alone."""
+LAYOUT_NEEDS = {"thirds": "", "per_head": "num_attention_heads", "grouped": "num_key_value_heads"}
+"""The fused layouts to try, and the config attribute that each needs."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,6 @@ class Proposal:
 
     @property
     def faults(self) -> tuple[ParamCheck, ...]:
-        """The checks that failed."""
         return tuple(check for check in self.checks if check.fault)
 
     @property
@@ -93,7 +96,7 @@ class Proposal:
         arguments = {name: repr(value) for name, value in self.settings.items()}
         if "fused" in self.settings:
             layouts = self.settings["fused"].items()
-            pairs = (f"{path!r}: fedplan.models.layouts.{name}" for path, name in layouts)
+            pairs = (f"{path!r}: fedplan.models.layer_maps.{name}" for path, name in layouts)
             arguments["fused"] = f"{{{', '.join(pairs)}}}"
         texts = [repr(self.name), *(f"{name}={text}" for name, text in arguments.items())]
         return f"fedplan.register_layer_map({', '.join(texts)})"
@@ -102,7 +105,7 @@ class Proposal:
 def layer_map_from_study(settings: Mapping[str, Any]) -> LayerMap:
     """The layer map of a study: `settings` are model.layer_map, or {"like": model.layer_map_like}.
 
-    Raises FedplanError for an unknown `like`, layout or setting.
+    Registers nothing. Raises FedplanError for an unknown `like`, layout or setting.
     """
     arguments = dict(settings)
     if arguments.get("like", "llama") not in LAYER_MAPS:
@@ -113,8 +116,9 @@ def layer_map_from_study(settings: Mapping[str, Any]) -> LayerMap:
     if unknown := set(fused.values()) - set(LAYOUTS):
         raise FedplanError(f"there is no layout {min(unknown)!r}; there are {', '.join(LAYOUTS)}")
     try:
-        layouts = {path: LAYOUTS[name] for path, name in fused.items()}
-        return make_layer_map(fused=layouts, **arguments)
+        with restore_layer_maps():
+            layouts = {path: LAYOUTS[name] for path, name in fused.items()}
+            return register_layer_map("", fused=layouts, **arguments)
     except (ValueError, TypeError, AttributeError) as error:
         raise FedplanError(f"model.layer_map is no layer map: {error}") from error
 
@@ -132,8 +136,9 @@ def register_study_layer_map(model: nn.Module, settings: Mapping[str, Any]) -> N
             f"{name!r} already has another layer map than this study: leave out "
             "model.layer_map_like and model.layer_map"
         )
-    label = f"the layer map {settings.get('like', '') or 'of model.layer_map'!r}"
-    with temporary_layer_map(name, layer_map):
+    with restore_layer_maps():
+        LAYER_MAPS[name] = layer_map
+        label = f"the layer map {settings.get('like', '') or 'of model.layer_map'!r}"
         require_valid_layer_map(model, label=label)
     LAYER_MAPS[name] = layer_map
 
@@ -154,28 +159,25 @@ def propose_layer_map(model: nn.Module, batch: Mapping[str, Tensor] | None = Non
     name = model_type_name(model)
     if name in LAYER_MAPS:
         return Proposal(name, {"like": name}, check_params(model, batch))
+    with restore_layer_maps():
 
-    def check(settings: Settings) -> Proposal:
-        with temporary_layer_map(name, layer_map_from_study(settings)):
+        def check(settings: Settings) -> Proposal:
+            LAYER_MAPS[name] = layer_map_from_study(settings)
             return Proposal(name, settings, check_params(model, batch))
 
-    tried: list[LayerMap] = []
-    for like, layer_map in list(LAYER_MAPS.items()):
-        if not layer_map.blocks or layer_map in tried:
-            continue
-        tried.append(layer_map)
-        with temporary_layer_map(name, layer_map):
-            is_candidate = _is_described(model)
-        if is_candidate and not (proposal := check({"like": like})).faults:
-            return proposal
-    return min(map(check, _guess_settings(model)), key=lambda guess: len(guess.faults))
+        tried: list[LayerMap] = []
+        for like, layer_map in list(LAYER_MAPS.items()):
+            if not layer_map.blocks or layer_map in tried:
+                continue
+            tried.append(layer_map)
+            LAYER_MAPS[name] = replace(layer_map, library="")
+            if _is_described(model) and not (proposal := check({"like": like})).faults:
+                return proposal
+        return min(map(check, _guess_settings(model)), key=lambda guess: len(guess.faults))
 
 
 def _is_described(model: nn.Module) -> bool:
-    """Whether, by the registered layer map, the model fits: a coarse check without forward passes.
-
-    No param is UNKNOWN, and each of one or more blocks has query, key, value and out params.
-    """
+    """Whether the registered layer map fits the model, by a coarse check without forward passes."""
     try:
         params = describe(model)
     except UnknownArchitecture:  # its blocks are elsewhere
@@ -190,56 +192,41 @@ def _is_described(model: nn.Module) -> bool:
 
 
 def _guess_settings(model: nn.Module) -> Iterator[Settings]:
-    """Yield layer maps guessed from a model's module names.
-
-    One map if no tensor is fused, else one for each of LAYOUT_NEEDS that the model's config allows.
-    The blocks are the innermost lists of modules with attention. Raises UnknownArchitecture if the
-    model has no such list.
-    """
+    """Yield layer maps guessed from a model's module names."""
     lists = {
-        name: module
-        for name, module in _modules(model).items()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and any(map(ATTENTION.match, _modules(module[0])))
+        name: [each for each, _ in module[0].named_modules()]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
     }
+    lists = {name: inside for name, inside in lists.items() if any(map(ATTENTION.match, inside))}
     if not lists:
         raise UnknownArchitecture(
             f"{type(model).__name__} has no list of blocks with attention: register a layer map"
         )
     lists = {n: m for n, m in lists.items() if not any(o.startswith(f"{n}.") for o in lists)}
-    paths_by_stack: dict[str, list[str]] = {}
+    blocks: dict[str, dict[str, None]] = {}
     for name in lists:
         path = ".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[-3:])
-        paths = paths_by_stack.setdefault(_guess_stack(name, model), [])
-        if path not in paths:
-            paths.append(path)
-    paths_by_kind: dict[str, list[str]] = {}
+        blocks.setdefault(_guess_stack(name, model), {})[path] = None
+    paths_by_kind: dict[str, dict[str, None]] = {}
     for name, _ in model.named_parameters():
         kind, path = _guess_kind(name, [*lists], model.get_submodule(name.rpartition(".")[0]))
-        if kind and path not in paths_by_kind.setdefault(kind, []):
-            paths_by_kind[kind].append(path)
-    fused = paths_by_kind.pop("fused", [])
-    acts_on = {path: kind for kind in NORM_PATTERNS for path in paths_by_kind.pop(f"on {kind}", [])}
-    names_in_blocks = (
-        step for each in lists.values() for path in _modules(each[0]) for step in path.split(".")
-    )
-    cross = [step for step in dict.fromkeys(names_in_blocks) if CROSS.fullmatch(step)]
-    cross = [step for step in cross if "norm" not in step.lower()]
-    settings: Settings = {"blocks": {k: " ".join(paths) for k, paths in paths_by_stack.items()}}
+        if kind:
+            paths_by_kind.setdefault(kind, {})[path] = None
+    fused = paths_by_kind.pop("fused", {})
+    acts_on = {path: kind for kind in NORM_PATTERNS for path in paths_by_kind.pop(f"on {kind}", {})}
+    steps = (step for inside in lists.values() for path in inside for step in path.split("."))
+    cross = [s for s in dict.fromkeys(steps) if CROSS.fullmatch(s) and "norm" not in s.lower()]
+    settings: Settings = {"blocks": {stack: " ".join(paths) for stack, paths in blocks.items()}}
     settings |= {kind: " ".join(paths) for kind, paths in paths_by_kind.items()}
     settings |= {"cross": " ".join(cross)} if cross else {}
     settings |= {"acts_on": acts_on} if acts_on else {}
-    config = getattr(model, "config", None)
-    for layout, needs in LAYOUT_NEEDS.items() if fused else ():
-        if all(each in dir(config) for each in needs.split()):
-            yield settings | {"fused": dict.fromkeys(fused, layout)}
     if not fused:
         yield settings
-
-
-def _modules(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(cast("Any", module).named_modules())
+        return
+    for layout, needed in LAYOUT_NEEDS.items():
+        if not needed or needed in dir(getattr(model, "config", None)):
+            yield settings | {"fused": dict.fromkeys(fused, layout)}
 
 
 def _guess_stack(name: str, model: nn.Module) -> str:
@@ -250,10 +237,9 @@ def _guess_stack(name: str, model: nn.Module) -> str:
     """
     from transformers.models.auto import modeling_auto as auto
 
-    words = {"decoder": "decoder", "encoder": "encoder", "vision": "vision", "visual": "vision"}
-    for word, stack in (words | {"text": "text"}).items():
+    for word in ("decoder", "encoder", "vision", "visual", "text"):
         if word in name:
-            return stack
+            return word.replace("visual", "vision")
     if getattr(model, "main_input_name", "") == "pixel_values":
         return "vision"
     mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
@@ -282,7 +268,7 @@ def _guess_kind(name: str, block_lists: list[str], owner: nn.Module) -> tuple[st
         return ("head", heads[0]) if heads else ("embed", ".".join(steps))
     pattern, last = ".".join("*" if step.isdecimal() else step for step in steps), steps[-1]
     if is_norm:
-        on = [kind for kind, norm in NORM_PATTERNS.items() if norm.fullmatch(last)]
+        on = [kind for kind, norm in NORM_PATTERNS.items() if re.fullmatch(norm, last)]
         return (f"on {on[0]}", pattern) if on else ("", "")
     if any(re.fullmatch(NAME_PATTERNS["expert"], step) for step in steps):
         end = steps.index("experts") + 1 if "experts" in steps else None
@@ -312,17 +298,12 @@ def small_model_like(name: str) -> nn.Module:
 
 
 def proposal_report(proposal: Proposal) -> Iterator[Any]:
-    """Yield a proposal for a person, as strings and a rich Table: layer map, checks and usage.
-
-    The table has the number of params of each kind, and their behaviour or first two faults.
-    """
+    """Yield a proposal for a person, as strings and a rich Table: layer map, checks and usage."""
     is_known = proposal.settings.get("like") == proposal.name
     origin = "like a known layer map" if "like" in proposal.settings else "from module names"
     text = "has a layer map\n" if is_known else f"{origin}\n\n{proposal.toml}\n"
     yield f"{proposal.name}: {text}"
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("part", "params", "verdict"):
-        table.add_column(name)
+    table = Table("part", "params", "verdict", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for kind in Kind:
         checks = [c for c in proposal.checks if c.param.kind is kind]
         faults = [f"{c.param.key} {c.fault}" for c in checks if c.fault]
