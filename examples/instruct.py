@@ -19,8 +19,8 @@ lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
 
 plan = fp.parse("chain(freeze(), share(adapter))")
-train = {"lr": 2e-2, "batch_size": 12, "epochs": 12, "lr_scheduler": "cosine"}
-run = fp.simulate(plan, model, shops, task=task, test=table, rounds=5, train=train)
+train = fp.TrainConfig(rounds=5, lr=2e-2, batch_size=12, epochs=12, lr_scheduler="cosine")
+run = fp.simulate(plan, model, shops, task=task, test=table, train=train)
 print(run.metrics.to_pandas()[["round", "loss", "global.accuracy", "upload_bytes"]])
 
 tokenizer = AutoTokenizer.from_pretrained(folder)

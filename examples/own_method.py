@@ -16,7 +16,7 @@ def dynamic(fit, alpha=0.1):
             if param.key in gap:  # the paper's dual is alpha times the gap
                 gradient += alpha * (value - job.start[param.key] - gap[param.key])
 
-        shared = [p for p, role in job.roles.items() if role is fp.language.Role.SHARE]
+        shared = [p for p, role in job.roles.items() if role is fp.Role.SHARE]
         gap = {p.key: job.memory.get(aux(p.key, "gap"), 0) for p in shared}
         done = fit(replace(job, gradient_hooks=(*job.gradient_hooks, correct)))
         end = fp.models.get_values(job.model, shared)
@@ -36,5 +36,6 @@ clients = {str(i): [row for row in rows if row["labels"] // 2 == i] for i in ran
 size = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 10}
 model = BertForSequenceClassification(BertConfig(vocab_size=17, intermediate_size=64, **size))
 method = replace(fp.methods.fedbn(), client_hooks=(dynamic,), server_optimizer=server)
-run = fp.simulate(method, model, clients, rounds=2, train={"optimizer": "sgd", "lr": 0.1})
+train = fp.TrainConfig(rounds=2, optimizer="sgd", lr=0.1)
+run = fp.simulate(method, model, clients, train=train)
 print(run.metrics.to_pandas())

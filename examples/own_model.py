@@ -32,9 +32,11 @@ fp.register_layer_map("Reader", head="top", embed="embed")
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images).reshape(-1, 8, 8).float() / 16
 rows = [(images[i], int(labels[i])) for i in range(len(labels))]
-hospitals = {f"hospital-{i}": rows[i * 300 : i * 300 + 300] for i in range(4)}
-tests = dict.fromkeys(hospitals, rows[1200:])
-words = {"metrics": right, "client_tests": tests, "primary": "accuracy", "train": {"lr": 3e-3}}
+test = rows[1200:]
+hospitals = {f"hospital-{i}": {"train": rows[i * 300 :][:300], "test": test} for i in range(4)}
+plan = fp.chain(fp.share(), fp.keep(head))
+task = fp.CustomTask(metrics=right, primary="accuracy")
+train = fp.TrainConfig(rounds=4, lr=3e-3)
 torch.manual_seed(0)
-run = fp.simulate(fp.chain(fp.share(), fp.keep(head)), Reader(), hospitals, loss, rounds=4, **words)
+run = fp.simulate(plan, Reader(), hospitals, loss, task=task, train=train)
 print(run.metrics.to_pandas()[["round", "loss", "personal.accuracy", "personal.accuracy_worst"]])

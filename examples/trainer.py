@@ -28,7 +28,8 @@ def table(seed):
 
 clients = {"north": table(1), "south": table(2)}
 method = Method(plan, loop=fp.attach(trainer))
-run = fp.simulate(method, model, clients, test=table(3), rounds=3, folder=mkdtemp() + "/run")
+train, options = fp.TrainConfig(rounds=3), fp.RunOptions(folder=mkdtemp() + "/run")
+run = fp.simulate(method, model, clients, test=table(3), train=train, options=options)
 print(run.metrics.to_pandas()[["round", "loss", "upload_bytes", "global.loss"]])
 faults, checked = fp.verify_run(run.folder)
 print(faults or checked)

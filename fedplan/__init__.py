@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from fedplan.errors import FedplanError, PlanError, UnknownArchitecture, UnknownModel
+from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.language.plan import (
     Plan,
@@ -19,7 +19,7 @@ from fedplan.language.plan import (
     when,
 )
 from fedplan.language.predicates import Turn, after, client_in, phase, trait
-from fedplan.language.resolution import Resolver, permitted_roles, resolve
+from fedplan.language.resolution import resolve
 from fedplan.lazy import lazy_exports
 from fedplan.models.architectures import register_layer_map
 from fedplan.models.catalog import params_of
@@ -27,66 +27,79 @@ from fedplan.models.catalog import params_of
 if TYPE_CHECKING:
     from fedplan import data, methods, models
     from fedplan.audits.run import verify_run
+    from fedplan.data.custom_task import CustomTask
     from fedplan.federation.ledger.callbacks import EarlyStopping
     from fedplan.models.description import describe
     from fedplan.reports.explanation import explain
     from fedplan.reports.pages.run_report import report
-    from fedplan.runners.api import run_study, simulate
+    from fedplan.run import Run, RunOptions, open_run, run_study, simulate
     from fedplan.studies.export import export_run
-    from fedplan.studies.run import open_run
     from fedplan.studies.schema import Study, read_study
+    from fedplan.studies.sections import (
+        AggregationConfig,
+        ClientsConfig,
+        DefenceConfig,
+        EvaluateConfig,
+        PrivacyConfig,
+    )
+    from fedplan.studies.train_section import TrainConfig
     from fedplan.sweeps.comparisons import compare
     from fedplan.sweeps.sweeping import sweep
-    from fedplan.training.freezing import trainable
     from fedplan.training.loops import attach
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "EarlyStopping",
-    "FedplanError",
+    # Plans
     "Plan",
-    "PlanError",
-    "Resolver",
     "Role",
-    "Study",
     "Turn",
-    "UnknownArchitecture",
-    "UnknownModel",
     "after",
-    "attach",
     "best",
     "by",
     "chain",
     "client_in",
-    "compare",
     "cycle",
-    "data",
-    "describe",
-    "explain",
-    "export_run",
     "freeze",
     "hold",
     "keep",
-    "trainable",
+    "parse",
+    "phase",
+    "resolve",
+    "share",
+    "trait",
+    "when",
+    # Models, data and methods
+    "CustomTask",
+    "attach",
+    "data",
+    "describe",
+    "explain",
     "methods",
     "models",
-    "open_run",
     "params_of",
-    "parse",
-    "permitted_roles",
-    "phase",
+    "register_layer_map",
+    # Runs
+    "AggregationConfig",
+    "ClientsConfig",
+    "DefenceConfig",
+    "EarlyStopping",
+    "EvaluateConfig",
+    "FedplanError",
+    "PrivacyConfig",
+    "Run",
+    "RunOptions",
+    "Study",
+    "TrainConfig",
+    "compare",
+    "export_run",
+    "open_run",
     "read_study",
     "report",
-    "resolve",
     "run_study",
-    "share",
     "simulate",
     "sweep",
-    "register_layer_map",
-    "trait",
     "verify_run",
-    "when",
 ]
 
 # Parsing a plan must not import torch: names that need it are imported on first use.
@@ -95,17 +108,19 @@ __getattr__, __dir__ = lazy_exports(
     {
         "": "data methods models",
         "audits.run": "verify_run",
+        "data.custom_task": "CustomTask",
         "federation.ledger.callbacks": "EarlyStopping",
         "models.description": "describe",
         "reports.explanation": "explain",
         "reports.pages.run_report": "report",
-        "runners.api": "run_study simulate",
+        "run": "Run RunOptions open_run run_study simulate",
         "studies.export": "export_run",
-        "studies.run": "open_run",
         "studies.schema": "Study read_study",
+        "studies.sections": "AggregationConfig ClientsConfig DefenceConfig EvaluateConfig "
+        "PrivacyConfig",
+        "studies.train_section": "TrainConfig",
         "sweeps.comparisons": "compare",
         "sweeps.sweeping": "sweep",
-        "training.freezing": "trainable",
         "training.loops": "attach",
     },
 )

@@ -40,12 +40,12 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, is_aux, nbytes, param_key
 from fedplan.tensors.sums import GRID
-from fedplan.training.fit import Job, TrainConfig, plain_fit
+from fedplan.training.fit import Job, TrainArguments, plain_fit
 from fedplan.training.optimizers import adamw
 
 ROUNDS = 3
 """Rounds that each check runs."""
-TRAIN_CONFIG = TrainConfig(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
+TRAIN_CONFIG = TrainArguments(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
 
 
 def check_method(
@@ -225,7 +225,7 @@ def check_single_client_equals_local_training(case: _MethodCase) -> None:
             roles=resolve(share(), params, Turn(round=number, client=name)),
             examples=case.examples[name],
             loss=case.loss,
-            train_config=TRAIN_CONFIG,
+            train_arguments=TRAIN_CONFIG,
             seed=seeds.seed("laws", "fit", number, name),
             start={},
         )

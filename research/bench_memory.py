@@ -71,10 +71,10 @@ def ours(count: int) -> None:
     from fedplan.runners.flower.server_loop import ServerLoop
     from fedplan.tensors.message import Message
     from fedplan.tensors.serialization import pack_message
-    from fedplan.training.fit import TrainConfig
+    from fedplan.training.fit import TrainArguments
 
     built = model()
-    agreement = Agreement("memory", describe(built), Method(share()), TrainConfig())
+    agreement = Agreement("memory", describe(built), Method(share()), TrainArguments())
     names = [f"client-{number}" for number in range(count)]
 
     def answer(context: Context, kind: str, message: Message) -> Message:

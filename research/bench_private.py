@@ -35,7 +35,7 @@ from fedplan.models.description import describe
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients
 from fedplan.privacy.dpsgd.per_example import Objective, trained_tensors
 from fedplan.privacy.mechanisms.noise import NoiseStream
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.freezing import TrainableParams, trainable
 
 PLANS = {
@@ -160,7 +160,7 @@ def measured(layers: int, tokens: int, plan: str, *, with_others: bool) -> dict[
     model, rows = build(layers, plan), Texts(tokens)
     roles = resolve(parse(PLANS[plan].format(layers // 3)), describe(model), Turn())
     with trainable(model, roles) as marked:
-        optimizer = TrainConfig(lr=1e-4).make_optimizer(marked)
+        optimizer = TrainArguments(lr=1e-4).make_optimizer(marked)
         found = ways(model, marked, roles, rows)
         found |= others(model, marked, rows) if with_others else {}
         times: dict[str, list[float]] = {way: [] for way in found}

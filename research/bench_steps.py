@@ -24,7 +24,7 @@ from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
 from fedplan.models.description import describe
 from fedplan.models.params import Block
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.freezing import trainable
 
 PLANS: dict[str, Plan] = {
@@ -67,7 +67,7 @@ def step(model: nn.Module, batch: dict[str, Tensor], plan: Plan) -> float:
     """Seconds of one step with AdamW, its memory fresh, the marking not counted."""
     params = describe(model)
     with trainable(model, resolve(plan, params, Turn(scores={Block("encoder", 0): 0.0}))) as marked:
-        optimizer = TrainConfig(lr=1e-4).make_optimizer(marked)
+        optimizer = TrainArguments(lr=1e-4).make_optimizer(marked)
         started = time.perf_counter()
         model(**batch).loss.backward()
         optimizer.step()

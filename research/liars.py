@@ -147,20 +147,18 @@ def one(defence: dict[str, Any], lie: str, seed: int) -> dict[str, Any]:
             Reader(),
             sites,
             loss,
-            metrics=scores,
-            primary="accuracy",
+            task=fp.CustomTask(metrics=scores, primary="accuracy"),
             test=test,
-            train={"rounds": ROUNDS, "batch_size": 64, "lr": 5e-3, "lr_scheduler": "cosine"},
-            evaluate={"every": ROUNDS, "batch_size": 512},
-            defence=defence,
-            seed=seed,
-            folder=Path(place) / "run",
-            run=False,
+            train=fp.TrainConfig(rounds=ROUNDS, batch_size=64, lr=5e-3, lr_scheduler="cosine"),
+            evaluate=fp.EvaluateConfig(every=ROUNDS, batch_size=512),
+            defence=fp.DefenceConfig(**defence),
+            options=fp.RunOptions(folder=Path(place) / "run", seed=seed, start=False),
         )
         if lie == "gone":
-            del run.federation.clients["site-4"]
+            del run.simulation.federation.clients["site-4"]
         runner.train_round = lying("site-4", *LIES[lie])
-        run.run()
+        for _ in run.rounds():
+            pass
         found = run.metrics[-1]
         lines = [x for x in read_json_lines(Path(place) / "run" / "ledger.jsonl") if "changed" in x]
     told = {"done": lines[-1].get("defence"), "warnings": lines[-1].get("warnings", [])}

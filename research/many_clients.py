@@ -39,7 +39,7 @@ from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 OUT = Path(__file__).parent / "results" / "many-clients.json"
 ROWS = (
@@ -106,7 +106,9 @@ def served(asked: int, registered: int, folder: Path, rounds: int) -> Server:
     """A server of so many registered clients."""
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(**SHAPE, **SIZES))
-    agreement = Agreement("many", describe(model), method_by_name("fedavg"), TrainConfig(steps=4))
+    agreement = Agreement(
+        "many", describe(model), method_by_name("fedavg"), TrainArguments(steps=4)
+    )
     return Server(
         agreement,
         get_values(model, agreement.params),

@@ -31,10 +31,10 @@ from fedplan.models.description import describe
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.prompts import add_prompts
 from fedplan.models.values import get_values
-from fedplan.training import ActivationCache, Job, TrainConfig, plain_fit
+from fedplan.training import ActivationCache, Job, TrainArguments, plain_fit
 
 ROWS, REPEATS, FEW = 64, 9, 3
-PACE = TrainConfig(lr=1e-4, batch_size=16)
+PACE = TrainArguments(lr=1e-4, batch_size=16)
 HEAD = "chain(freeze(), share(head))"
 THIRD = "chain(freeze(), share(head), share(last(4)))"
 PROMPTS = "chain(freeze(), share(prompt & common))"
@@ -97,10 +97,12 @@ def answered(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(found if isinstance(found, Tensor) else found.logits, batch["labels"])
 
 
-def job_of(model: nn.Module, rows: Examples, plan: str, train_config: TrainConfig = PACE) -> Job:
+def job_of(
+    model: nn.Module, rows: Examples, plan: str, train_arguments: TrainArguments = PACE
+) -> Job:
     params = describe(model)
     roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    return Job(model, roles, rows, answered, train_config, 3, get_values(model, params))
+    return Job(model, roles, rows, answered, train_arguments, 3, get_values(model, params))
 
 
 def kept(model: nn.Module, rows: Examples, plan: str) -> Job:
@@ -163,7 +165,7 @@ def ratio(one: Job, other: Job, repeats: int = REPEATS) -> tuple[float, float, f
 def flops(job: Job) -> int:
     """Of one step."""
     with FlopCounterMode(display=False) as counter:
-        plain_fit(replace(job, train_config=replace(job.train_config, steps=1)))
+        plain_fit(replace(job, train_arguments=replace(job.train_arguments, steps=1)))
     return counter.get_total_flops()
 
 

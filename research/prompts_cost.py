@@ -22,12 +22,12 @@ from fedplan.methods.adapters import pfeddc
 from fedplan.models.description import describe
 from fedplan.models.dual_encoder import load_dual_encoder
 from fedplan.models.values import get_values
-from fedplan.training import ActivationCache, Job, TrainConfig, plain_fit
+from fedplan.training import ActivationCache, Job, TrainArguments, plain_fit
 from research.bench.facts import facts_of
 from research.bridge import SIZE, places
 
 ROWS, REPEATS = 32, 5
-PACE = TrainConfig(lr=3e-3, batch_size=8)
+PACE = TrainArguments(lr=3e-3, batch_size=8)
 CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 CASES: dict[str, dict[str, int]] = {
     "prompts of texts": {"vision": 0},
@@ -41,7 +41,9 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
 
-def job_of(asked: argparse.Namespace, settings: dict[str, int], train_config: TrainConfig) -> Job:
+def job_of(
+    asked: argparse.Namespace, settings: dict[str, int], train_arguments: TrainArguments
+) -> Job:
     """A turn on random pictures: what they show costs nothing."""
     torch.manual_seed(0)
     method = pfeddc(**settings)  # pyright: ignore[reportArgumentType]
@@ -64,7 +66,7 @@ def job_of(asked: argparse.Namespace, settings: dict[str, int], train_config: Tr
         roles,
         rows,
         loss,
-        train_config,
+        train_arguments,
         3,
         get_values(model, params),
         activation_cache=ActivationCache(),

@@ -20,7 +20,7 @@ import transformers
 from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.models.params import Params
 from fedplan.storage.append_log import read_json_lines
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import study_from_dict
 from fedplan.sweeps.sweeping import SweepEvent, run_trials
 from fedplan.sweeps.trials import Trial
@@ -88,7 +88,7 @@ def told(news: SweepEvent, folder: Path, asked: dict[str, dict[str, Any]], out: 
 
 def keep(name: str, seconds: float, folder: Path, said: dict[str, Any], out: Path) -> None:
     """Write what a run came to into its result file."""
-    run = open_run(folder / name)
+    run = read_run(folder / name)
     turns = [each for each in run.records if isinstance(each, TurnRecord)]
     rounds = [each.json() for each in run.records if isinstance(each, RoundRecord)]
     variant, _, seed = name.rpartition("-")

@@ -32,7 +32,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 
 OUT = Path(__file__).parent / "results" / "turn_cost.txt"
@@ -140,7 +140,7 @@ def bare_round(
     model: nn.Module,
     world: dict[str, Tensor],
     rows: dict[str, Rows],
-    train_config: TrainConfig,
+    train_arguments: TrainArguments,
     number: int,
 ) -> None:
     """One round without fedplan: load, train, average."""
@@ -151,8 +151,8 @@ def bare_round(
         seed = seeds.seed("bench", "fit", number, name)
         torch.manual_seed(seed)
         model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=train_config.lr)
-        for indices in train_config.draw_steps(held, seed):
+        optimizer = torch.optim.SGD(model.parameters(), lr=train_arguments.lr)
+        for indices in train_arguments.draw_steps(held, seed):
             found = loss(model, held.batch(indices))
             found.backward()
             optimizer.step()
@@ -169,13 +169,13 @@ def rounds_of(
     """A round of ours, and one of bare torch, again and again."""
     work, generator = WORKS[name], torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    train_config = TrainConfig(sgd(), lr=RATE, batch_size=work.batch, steps=steps)
+    train_arguments = TrainArguments(sgd(), lr=RATE, batch_size=work.batch, steps=steps)
     model = work.model()
     twin = copy.deepcopy(model)
     world = {key: value.clone() for key, value in twin.state_dict().items()}
     count = work.batch * steps
     rows = {f"client-{i}": work.rows(count, generator) for i in range(work.clients)}
-    agreement = Agreement("bench", describe(model), method_by_name("fedavg"), train_config)
+    agreement = Agreement("bench", describe(model), method_by_name("fedavg"), train_arguments)
     federation = Federation(agreement, model, rows, loss, folder, rounds=10**6)
     number = 0
 
@@ -183,7 +183,7 @@ def rounds_of(
         federation.commit(federation.run_round())
 
     def bare() -> None:
-        bare_round(twin, world, rows, train_config, number)
+        bare_round(twin, world, rows, train_arguments, number)
 
     while True:
         number += 1

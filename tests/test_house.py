@@ -25,7 +25,7 @@ ORDER = (
     *("errors", "seeds", "lazy", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
     *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
-    *("__init__", "parts", "testing", "cli"),
+    *("run", "__init__", "parts", "testing", "cli"),
 )
 APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
@@ -68,13 +68,12 @@ LENT = {
         value with_text
     """,
     "data": """
-        BatchMetrics CUSTOM_KIND Collate CustomTask METRIC_NAMES PARTITION_KINDS
-        SeededExamples SparseExamples TASK_NAMES TableSchema adapt_task batch_columns
-        class_names column_values epoch_steps example_digests filter_rows infer_schema
-        label_names label_sort_key label_text label_values matches_any metric_spread
-        model_loss partition_table prefetch require_attention_mask
-        require_packing_support sample_rows select_rows split_step task_class
-        token_lengths training_mask
+        CUSTOM_KIND CustomTask METRIC_NAMES PARTITION_KINDS SeededExamples
+        SparseExamples TASK_NAMES TableSchema adapt_task class_names column_values
+        epoch_steps example_digests filter_rows infer_schema label_names label_sort_key
+        label_text label_values matches_any metric_spread model_loss partition_table
+        prefetch require_attention_mask require_packing_support sample_rows select_rows
+        split_step task_class token_lengths training_mask
     """,
     "training": """
         CLIENT_HOOK_NAMES CONTROL DECAY DEFAULT_MEGABYTES LOOP_NAMES MOMENTUM
@@ -93,7 +92,7 @@ LENT = {
         ProtocolClient ProtocolServer RevealLog RoundProgress SECRET_FILE SPENT
         SecAggError SignatureList Slot SurvivorList SurvivorSignature Terms Unit
         UnmaskShares UnmaskedSums capped_weight derive_key load_or_create_secret
-        make_ballot read_budget_unit read_secret require_train_config sha256_of
+        make_ballot read_budget_unit read_secret require_train_arguments sha256_of
         simulate_secagg_round
     """,
     "federation": """
@@ -128,20 +127,21 @@ LENT = {
         unmask_shares_from_json write_secagg_checkpoint
     """,
     "studies": """
-        Count DeviceName InMemoryInputs RunAdvanced Section StudyOptions as_value_error
-        claim_run_folder compute_split continue_study flatten_fields has_progress
-        import_kept_params load_federated_data make_eval_set make_method
-        make_participation make_scoring named_objects new_study open_study
+        AggregationConfig ClientsConfig Count DefenceConfig DeviceName EvaluateConfig
+        InMemoryInputs PrivacyConfig RunAdvanced Section StudyOptions TrainConfig
+        as_value_error claim_run_folder compute_split continue_study flatten_fields
+        has_progress import_kept_params load_federated_data load_run_model make_eval_set
+        make_method make_participation make_scoring named_objects new_study open_study
         outline_agreement parse_toml parse_toml_value prepare_folder privacy_guarantee
         privacy_statement read_consistently read_run_agreement read_run_study
         read_study_values require_usable_batches resolve_paths set_field study_from_dict
         unserializable_reason update_run_files write_run_files write_task_file
     """,
     "runners": """
-        PoolConfig ServerSection Site SiteRuntime is_key_registered load_site_table
-        make_keys make_pool_config make_site_keys new_federation new_site private_umask
-        read_public_key read_site read_superlink run_on_superlink run_study
-        run_superlink run_supernode serve_tasks simulate site_study_folder
+        LOCAL PoolConfig ServerSection Site SiteRuntime is_key_registered
+        load_site_table make_keys make_pool_config make_site_keys new_federation
+        new_site private_umask read_public_key read_site read_superlink run_on_superlink
+        run_superlink run_supernode serve_tasks site_study_folder
     """,
     "reports": """
         Bar DatasetAccount Dot Drawing Forecast GridCell GridRow HUES Html Page

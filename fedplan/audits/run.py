@@ -28,7 +28,7 @@ from fedplan.privacy.mechanisms.noise import read_secret
 from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
 from fedplan.studies.federated_data import load_federated_data
-from fedplan.studies.run import Run, read_consistently
+from fedplan.studies.run import RunReader, read_consistently
 from fedplan.tensors.named import Tensors, digest
 
 
@@ -86,7 +86,7 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
     return read_consistently(folder, _verify)
 
 
-def _verify(run: Run) -> tuple[list[str], str]:
+def _verify(run: RunReader) -> tuple[list[str], str]:
     """Check a run as it was read; return faults and text as `verify_run` does.
 
     With faults, raises as `run.require_current` does if the folder has changed meanwhile.
@@ -150,7 +150,7 @@ def _describe_masked_sums(rounds: list[RoundRecord]) -> str:
     return text + (f"; {failed} rounds were given up. " if failed else ". ")
 
 
-def _global_state_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
+def _global_state_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
     """Faults of the run's last committed global model, as sentences.
 
     Each value must have the last digest, and the round of the last change, that the ledger's
@@ -172,7 +172,7 @@ def _global_state_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
     return faults + [f"the global model's {key} is not what the ledger says" for key in changed]
 
 
-def _best_faults(run: Run, rounds: list[RoundRecord]) -> list[str]:
+def _best_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
     """Faults of the run's stored best global model, as sentences; [] if none is stored.
 
     Each value must have the last digest that the ledger's `rounds` record up to the round of the
@@ -199,7 +199,7 @@ def _changed_values(values: Tensors, digests: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _client_state_faults(run: Run, last_turns: Mapping[str, TurnRecord]) -> list[str]:
+def _client_state_faults(run: RunReader, last_turns: Mapping[str, TurnRecord]) -> list[str]:
     """Faults of the clients' states in the run's folder: lost, damaged, or not of the last turn.
 
     last_turns: the last recorded turn of each client. An unreadable state is a fault, no exception.
@@ -218,7 +218,7 @@ def _client_state_faults(run: Run, last_turns: Mapping[str, TurnRecord]) -> list
     return faults
 
 
-def _personal_value_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iterator[str]:
+def _personal_value_faults(run: RunReader, journal: Journal, turn: TurnRecord) -> Iterator[str]:
     """Yield faults of a client's personal values against the digests of the client's last turn.
 
     journal: the client's stored states. A state that is ahead, of a turn that the run requested but
@@ -253,7 +253,7 @@ def _personal_value_faults(run: Run, journal: Journal, turn: TurnRecord) -> Iter
             yield f"{client}'s {p.key} is not the value that its last turn left"
 
 
-def _example_faults(run: Run) -> tuple[list[str], str]:
+def _example_faults(run: RunReader) -> tuple[list[str], str]:
     """Compare the clients' examples with the digests in the run's identity.
 
     Returns (one fault per client with changed examples, a sentence). The sentence says that the

@@ -32,7 +32,7 @@ from fedplan.models.params import ITEMSIZE, Block, Param, Params
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.compression import plain
 from fedplan.tensors.named import aux_names, param_key
-from fedplan.training.fit import TrainConfig, plain_fit
+from fedplan.training.fit import TrainArguments, plain_fit
 from fedplan.training.probes import is_data_independent
 
 
@@ -41,7 +41,7 @@ class Agreement:
     """Settings that server and clients fix before round 1; both sides build the same object.
 
     `experiment`: name and seed of the study. `params`: all params of the model. `method`: plan and
-    training method. `train_config`: hyperparameters. `guarantee`: differential privacy, or None.
+    training method. `train_arguments`: hyperparameters. `guarantee`: differential privacy, or None.
     `study`, `start`: digests of the study and of the initial model. `run`: id of the run, part of
     the names of requests; no result depends on it. `defence`: robust aggregation.
     `secagg`: secure aggregation. Server and clients compare `fingerprint`. Other members derive
@@ -52,7 +52,7 @@ class Agreement:
     experiment: str
     params: Params
     method: Method
-    train_config: TrainConfig
+    train_arguments: TrainArguments
     guarantee: Guarantee | None = None
     study: str = ""
     start: str = ""
@@ -88,7 +88,7 @@ class Agreement:
         settings = {
             **({"defence": self.defence.text} if self.defence.active else {}),
             **({"secagg": self.secagg.text} if self.secagg.active else {}),
-            "train": canonical_text(self.train_config),
+            "train": canonical_text(self.train_arguments),
             "guarantee": canonical_text(self.guarantee),
             "study": canonical_text(self.study),
             "start": canonical_text(self.start),

@@ -174,13 +174,13 @@ def _charge_and_fit(
     if client.account is not None:
         upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
         charge_answer(agreement, client, Answer("update", request.name, content, upload))
-    cached = agreement.train_config.cache_activations
+    cached = agreement.train_arguments.cache_activations
     job = Job(
         model=client.model,
         roles=roles,
         examples=client.examples,
         loss=client.loss,
-        train_config=agreement.train_config,
+        train_arguments=agreement.train_arguments,
         seed=seeds.seed(agreement.experiment, "fit", turn.round, client.name),
         start=before,
         aux=only_aux(client.received),
@@ -316,7 +316,7 @@ def _ledger_line(
         download_bytes=sum(agreement.download_bytes[key] for key in request.versions),
         upload_bytes=upload,
         weight=1 if masked else weight,
-        steps=agreement.train_config.steps if private else result.steps,
+        steps=agreement.train_arguments.steps if private else result.steps,
         loss=result.loss if shows_loss else None,
         scores=tuple((b.stack, b.number, s) for b, s in scores.items()) if scores else None,
         full=request.full,

@@ -27,7 +27,7 @@ from fedplan.studies.experiment import (
     privacy_statement,
 )
 from fedplan.studies.schema import Study, read_study
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 
 def explain_study(file: Path) -> tuple[Explanation, Statement | None]:
@@ -100,7 +100,7 @@ def explain_method(
         params = tuple(
             replace(p, dtype=adapter_dtype if p.kind is Kind.ADAPTER else dtype) for p in adapted
         )
-    cost = Agreement("explained", params, resolved, TrainConfig()).wire_cost
+    cost = Agreement("explained", params, resolved, TrainArguments()).wire_cost
     phase_rule = resolved.phase_rule
     phases = phase_rule.after if isinstance(phase_rule, PlannedPhases) else None
     return explain(resolved.plan, params, rounds=rounds, phases=phases, wire_cost=cost, step=step)
@@ -123,5 +123,5 @@ def _training_step(study: Study, params: Params) -> TrainingStep | None:
         sequence_length=side**2 + 1 if side else task.max_length,
         optimizer=optimizer,
         gradient_checkpointing=train.gradient_checkpointing,
-        autocast=train.precision != TrainConfig.precision,
+        autocast=train.precision != TrainArguments.precision,
     )

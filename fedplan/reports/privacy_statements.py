@@ -13,7 +13,7 @@ from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import Statement
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import make_method, privacy_guarantee, privacy_statement
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.run_folder import read_run_study
 from fedplan.studies.schema import ConfigError, Study, read_study
 
@@ -32,7 +32,7 @@ def read_privacy_statement(path: Path) -> Statement:
         agreement = read_agreement(folder)
         account, prefix = Path(agreement["account"]), agreement["prefix"]
         return _require_statement(read_run_study(folder), path, account, prefix)
-    run = open_run(path)
+    run = read_run(path)
     guarantee = privacy_guarantee(run.study)
     if guarantee is not None and guarantee.unit == "example" and not run.study.has_central_data:
         raise ConfigError(

@@ -38,7 +38,7 @@ from fedplan.reports.formats import (
     simulation_line,
     sites_line,
 )
-from fedplan.studies.run import RunAdvanced, open_run
+from fedplan.studies.run import RunAdvanced, read_run
 
 DEAD = "died"
 """The state of a run whose process is gone without a final status: it was killed."""
@@ -177,7 +177,7 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
     run.
     """
     folder = Path(folder)
-    run, status = open_run(folder), read_status(folder)
+    run, status = read_run(folder), read_status(folder)
     if status is None:
         rounds = run.study.train.rounds
         state = RunState.DONE if run.round >= rounds else UNTOLD
@@ -221,13 +221,13 @@ def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
     progress, and returns the last snapshot. Raises FedplanError if there is no run.
     """
     folder, after = Path(folder), 0
-    if open_run(folder).study.has_central_data:
+    if read_run(folder).study.has_central_data:
         show(f"{score_note(run_snapshot(folder).status.primary_metric)}\n{HEADING}")
     while True:
         snapshot = run_snapshot(folder)
         status, primary = snapshot.status, snapshot.status.primary_metric
         with suppress(RunAdvanced):  # a round was closed while the folder was read: read again
-            run = open_run(folder)
+            run = read_run(folder)
             rows = [row for row in run.metrics if row["round"] > after]
             records = {each.round: each for each in run.records if isinstance(each, RoundRecord)}
             for row in rows:

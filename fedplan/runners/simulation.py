@@ -38,7 +38,7 @@ from fedplan.studies.experiment import (
 )
 from fedplan.studies.in_memory import InMemoryInputs
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.run_folder import claim_run_folder, update_run_files
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.tensors.devices import resolve_device
@@ -250,7 +250,7 @@ class Simulation:
     @property
     def metrics(self) -> Metrics:
         """A row of numbers for each round: loss, bytes, and scores if it was evaluated."""
-        return open_run(self.folder).metrics
+        return read_run(self.folder).metrics
 
     def global_model(self) -> nn.Module:
         """Return a copy of the model with the global values."""

@@ -8,16 +8,16 @@ from fedplan.lazy import lazy_exports
 if TYPE_CHECKING:
     from fedplan.studies.experiment import Experiment, build_experiment
     from fedplan.studies.export import export_run
-    from fedplan.studies.run import Run, open_run
+    from fedplan.studies.run import RunReader, read_run
     from fedplan.studies.schema import ConfigError, Study, read_study
 
 __all__ = [
     "ConfigError",
-    "Run",
+    "RunReader",
     "Experiment",
     "Study",
     "export_run",
-    "open_run",
+    "read_run",
     "read_study",
     "build_experiment",
 ]
@@ -26,7 +26,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "export": "export_run",
-        "run": "Run open_run",
+        "run": "RunReader read_run",
         "schema": "ConfigError Study read_study",
         "experiment": "Experiment build_experiment",
     },

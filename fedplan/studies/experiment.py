@@ -138,8 +138,8 @@ def require_study_from_files(study: Study) -> None:
     if study.data.from_python:
         raise ConfigError(
             f"{study.name} got its model and data from Python: continue it with "
-            "fedplan.simulate(..., folder=..., resume=True), with the same objects; its models are "
-            "run.global_model() and run.client_model(name)"
+            "fedplan.simulate(..., options=RunOptions(folder=..., resume=True)), with the same "
+            "objects; its models are run.global_model() and run.personal_model(name)"
         )
 
 
@@ -294,7 +294,7 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
     `method` replaces the method of the study. Raises FedplanError if the method cannot keep the
     study's privacy guarantee.
     """
-    guarantee, train_config = privacy_guarantee(study), study.train.train_config
+    guarantee, train_arguments = privacy_guarantee(study), study.train.train_arguments
     agreed_method = method or make_method(study)
     # A recorded method was checked when it ran.
     if guarantee is not None and not isinstance(agreed_method, RecordedMethod):
@@ -303,7 +303,7 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
         f"{study.name}/{study.seed}",
         params,
         agreed_method,
-        train_config,
+        train_arguments,
         guarantee,
         study.digest,
         defence=study.defence.config,

@@ -93,6 +93,14 @@ def export_run(
         return _write_adapter(exported, output) if adapter else _write_model(exported, output)
 
 
+def load_run_model(folder: Path, client: str = "") -> nn.Module:
+    """Return the global model of a run, or the personal model of `client`, with its adapters.
+
+    Raises ConfigError if the run or its initial model cannot be read, or came from Python.
+    """
+    return _model_of_run(folder, client, best=False).model.eval()
+
+
 def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
     """Run the golden example of an exported folder, and return the largest deviation of a logit.
 

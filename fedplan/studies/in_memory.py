@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from fedplan.language.canonical import canonical_text
 from fedplan.methods.method import Method
 from fedplan.studies.federated_data import NO_TEST, FederatedData
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
+from fedplan.studies.sections import Section
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "fedplan")
 """Packages whose classes are identified by name alone; other classes also by their code."""
@@ -28,13 +29,12 @@ class InMemoryInputs:
     """A method, a model and each client's data as Python objects, instead of a study's files.
 
     `make_study` returns the study of these inputs; `build_experiment` then uses a copy of the
-    model. The constructor raises ConfigError if `clients` is empty, if `clients` or `client_tests`
-    is not a mapping, or if `client_tests` has a name that `clients` lacks.
-    `clients`: training data by client name, in a form that `task` can prepare.
+    model. The constructor raises ConfigError if `clients` is empty or no mapping.
+    `clients`: by client name the training data, in a form that `task` can prepare, or a mapping of
+    "train" and "test" data; test data evaluates the client's personal model. The caller must keep
+    training and test data disjoint.
     `task`: prepares the data, and computes loss and metrics.
     `test`: data of the common test set, or None.
-    `client_tests`: test data by client name, to evaluate personal models. The caller must keep
-    training and test data disjoint.
     """
 
     method: Method
@@ -42,20 +42,21 @@ class InMemoryInputs:
     clients: Mapping[str, Any]
     task: Task
     test: Any = None
-    client_tests: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for arguments that are not mappings, no clients, or unknown names."""
-        for argument, data in (("clients", self.clients), ("client_tests", self.client_tests)):
-            if not isinstance(data, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigError(
-                    f"{argument} is a {type(data).__name__}: give a dict from client names to data"
-                )
+        if not isinstance(self.clients, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"clients is a {type(self.clients).__name__}: give a dict from client names to data"
+            )
         if not self.clients:
             raise ConfigError("clients is empty: give the data of at least one client, by its name")
-        names = set(map(str, self.clients))
-        if unknown := [name for name in map(str, self.client_tests) if name not in names]:
-            raise ConfigError(f"client_tests has data of {unknown[0]!r}, which is not in clients")
+        for name, data in self.clients.items():
+            if isinstance(data, Mapping) and not {"train"} <= data.keys() <= {"train", "test"}:
+                keys = ", ".join(map(str, cast("Mapping[str, Any]", data)))
+                raise ConfigError(
+                    f"clients[{name!r}] is a mapping with {keys}: give a dataset, or a mapping "
+                    "of 'train' and 'test' datasets"
+                )
 
     def configure_for(self, study: Study) -> InMemoryInputs:
         """Return a copy with the task changed as the study asks; a CustomTask stays as given.
@@ -81,22 +82,35 @@ class InMemoryInputs:
     @property
     def federated_data(self) -> FederatedData:
         """Training and test data; the task prepares all data anew at each access, which is slow."""
-        train, client_tests = (
-            {str(name): self.task.prepare(rows) for name, rows in source.items()}
-            for source in (self.clients, self.client_tests)
-        )
+        train, client_tests = dict[str, Examples](), dict[str, Examples]()
+        for name, data in self.clients.items():
+            split = cast(
+                "Mapping[str, Any]", data if isinstance(data, Mapping) else {"train": data}
+            )
+            train[str(name)] = self.task.prepare(split["train"])
+            if "test" in split:
+                client_tests[str(name)] = self.task.prepare(split["test"])
         test: Examples | None = self.task.prepare(self.test) if self.test is not None else None
         notes = () if test is not None else (NO_TEST,)
         return FederatedData(train, client_tests, test, self.task, notes)
 
-    def make_study(self, **sections: Any) -> Study:
+    def make_study(self, *, sections: Mapping[str, Section | None], **fields: Any) -> Study:
         """Return the study that describes these inputs.
 
-        `sections`: further sections as dicts, and fields such as `name` and `seed`. The study has
-        digests of the code of model class, task and method, so that changed code gives another
-        study digest; model values and data are not in the study. Raises ConfigError if a section is
-        invalid.
+        `sections`: further sections by name, None for the defaults. `fields`: at the top of the
+        study, such as `name` and `seed`. The study has digests of the code of model class, task and
+        method, so that changed code gives another study digest; model values and data are not in
+        the study. Raises ConfigError if a section is invalid.
         """
+        values = dict[str, dict[str, Any]](clients={})
+        for name, section in sections.items():
+            if section is not None and not isinstance(section, Section):  # pyright: ignore[reportUnnecessaryIsInstance]
+                config = f"fp.{name.capitalize()}Config(...)"
+                raise ConfigError(f"{name} is a {type(section).__name__}: give {config}")
+            if section is not None:
+                values[name] = section.model_dump()
+        if values["clients"].get("names"):
+            raise ConfigError("participation has names: the clients are those with data")
         task = self.task
         # The tokenizer's path and additional metrics do not change the training.
         binding = replace(task, source="", extra_metrics=())
@@ -107,14 +121,14 @@ class InMemoryInputs:
         code = "\n".join(sorted(map(canonical_text, custom))).encode()
         digest = f" #{hashlib.sha256(code).hexdigest()[:16]}" if custom else ""
         model = f"{type(self.model).__module__}.{type(self.model).__qualname__}{digest}"
-        clients = {"names": list(map(str, self.clients)), **sections.pop("clients", {})}
         return study_from_dict(
             {
                 "model": {"from_python": model},
                 "task": {"kind": task.kind, "from_python": text},
                 "data": {"from_python": True},
                 "method": {"from_python": list(self.method.lines)},
-                "clients": clients,
-                **sections,
+                **fields,
+                **values,
+                "clients": {**values["clients"], "names": list(map(str, self.clients))},
             }
         )

@@ -18,7 +18,7 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import privacy_guarantee
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.run_folder import MANIFEST, TASK, read_run_study
 from fedplan.studies.schema import (
     ConfigError,
@@ -81,7 +81,7 @@ def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
     if resume:
         with suppress(ConfigError):
             run_study = read_run_study(folder)
-            same_arguments = run_study.train.train_config == study.train.train_config
+            same_arguments = run_study.train.train_arguments == study.train.train_arguments
             if not changed_fields(run_study, study) and same_arguments:
                 return
     if not (folder / STUDY).exists():
@@ -123,7 +123,7 @@ def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
             f"the study continues the run {study.continue_from}: give the folder of that run with "
             "--continue-from"
         )
-    run = open_run(earlier)
+    run = read_run(earlier)
     if run.identity.id != study.continue_from:
         raise ConfigError(
             f"the study continues the run {study.continue_from}, but {earlier} is another run"
@@ -164,7 +164,7 @@ def require_same_study(folder: Path, study: Study) -> None:
             f"{run_study.train.rounds}: name another folder; set "
             "privacy.noise_multiplier to add rounds later"
         )
-    if run_study.train.train_config != study.train.train_config:
+    if run_study.train.train_arguments != study.train.train_arguments:
         raise ConfigError(
             f"train.rounds is {study.train.rounds}, but the learning rates of {folder} were "
             f"scheduled over {run_study.train.rounds}: name another folder; set "

@@ -39,10 +39,10 @@ class RunAdvanced(ConfigError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunReader:
     """A read-only view of a run's folder, as of the last round committed when it was opened.
 
-    Get one by `open_run`. Takes no lock and writes nothing, so a run can be read while it
+    Get one by `read_run`. Takes no lock and writes nothing, so a run can be read while it
     continues. Parts are read from disk on first use and cached, always as of `round`: the study,
     the agreement, metrics, ledger records, the global model (`global_state`) and clients' states
     (`client_state`). Raises RunAdvanced if the state of that round was overwritten meanwhile (see
@@ -194,7 +194,7 @@ class Run:
 
     def require_current(self) -> None:
         """Raise RunAdvanced if the run has committed another round since it was opened."""
-        if (now := open_run(self.folder)).meta != self.meta:
+        if (now := read_run(self.folder)).meta != self.meta:
             raise RunAdvanced(
                 f"{self.folder} advanced from round {self.round} to {now.round}: try again"
             )
@@ -256,8 +256,8 @@ class Run:
             raise ConfigError(f"{self.folder} is not the folder of a run: {error}") from error
 
 
-def open_run(folder: Path | str) -> Run:
-    """Open the run in a folder at the last committed round, read-only; see `Run`.
+def read_run(folder: Path | str) -> RunReader:
+    """Open the run in a folder at the last committed round, read-only; see `RunReader`.
 
     Reads only the checkpoint's metadata. Raises ConfigError if the folder has no run.
     """
@@ -268,10 +268,14 @@ def open_run(folder: Path | str) -> Run:
             f"{folder} is not the folder of a run: there is no {STUDY} in it; name the folder that "
             "`fedplan run --output` has written"
         )
-    return Run(folder, checkpoint.number, checkpoint.meta) if checkpoint else Run(folder, 0, {})
+    return (
+        RunReader(folder, checkpoint.number, checkpoint.meta)
+        if checkpoint
+        else RunReader(folder, 0, {})
+    )
 
 
-def read_consistently(folder: Path, read: Callable[[Run], T]) -> T:
+def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
     """Open the run in a folder, and return `read(run)`.
 
     If the run commits a round meanwhile (RunAdvanced), opens it again, READ_ATTEMPTS times in all;
@@ -279,7 +283,7 @@ def read_consistently(folder: Path, read: Callable[[Run], T]) -> T:
     """
     for _ in range(READ_ATTEMPTS - 1):
         try:
-            return read(open_run(folder))
+            return read(read_run(folder))
         except RunAdvanced:
             continue
-    return read(open_run(folder))
+    return read(read_run(folder))

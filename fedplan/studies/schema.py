@@ -17,20 +17,20 @@ from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
 from fedplan.models.catalog import is_hub_id
 from fedplan.naming import UnknownName, unknown_name_message
-from fedplan.privacy.dpsgd.fit import require_train_config
+from fedplan.privacy.dpsgd.fit import require_train_arguments
 from fedplan.storage.files import validate_study_name
 from fedplan.studies.field_types import DeviceName, Positive, as_value_error
 from fedplan.studies.model_section import ModelSection
 from fedplan.studies.referenced_code import metric_code_fingerprints, turn_code_fingerprints
 from fedplan.studies.sections import (
-    AggregationSection,
-    ClientsSection,
+    AggregationConfig,
+    ClientsConfig,
     DataSection,
-    DefenceSection,
+    DefenceConfig,
     EarlyStoppingSection,
-    EvaluateSection,
+    EvaluateConfig,
     MethodSection,
-    PrivacySection,
+    PrivacyConfig,
     Section,
     TaskSection,
     TimeoutsSection,
@@ -42,7 +42,7 @@ from fedplan.studies.toml_values import (
     parse_toml_value,
     unserializable_reason,
 )
-from fedplan.studies.train_section import TrainSection
+from fedplan.studies.train_section import TrainConfig
 from fedplan.tensors.devices import AUTO
 
 PATH_FIELDS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ class Study(Section):
     `early_stopping`, `privacy` (differential privacy), `defence` (robust aggregation) and
     `aggregation` (plain or secure). Fields: `name`, `seed`, `continue_from` (id of an earlier run),
     and for the machine `threads`, `device` and `deterministic`. Get one by `read_study` or
-    `study_from_dict`; the constructor raises pydantic's ValidationError.
+    `study_from_dict`; the constructor raises ConfigError.
     """
 
     name: Annotated[str, AfterValidator(validate_study_name)] = "study"
@@ -96,21 +96,21 @@ class Study(Section):
     """The dataset, its tests, and its partition among clients."""
     method: MethodSection
     """The method: which part of the model is trained, shared and kept."""
-    train: TrainSection = TrainSection()
+    train: TrainConfig = TrainConfig()
     """Training arguments of the clients."""
-    clients: ClientsSection = ClientsSection()
+    clients: ClientsConfig = ClientsConfig()
     """Participation of clients."""
-    evaluate: EvaluateSection = EvaluateSection()
+    evaluate: EvaluateConfig = EvaluateConfig()
     """Evaluation of the models."""
     timeouts: TimeoutsSection = TimeoutsSection()
     """Timeouts of a server with real sites."""
     early_stopping: EarlyStoppingSection | None = None
     """Early stopping; default: off."""
-    privacy: PrivacySection | None = None
+    privacy: PrivacyConfig | None = None
     """Differential privacy; default: off."""
-    defence: DefenceSection = DefenceSection()
+    defence: DefenceConfig = DefenceConfig()
     """Robust aggregation."""
-    aggregation: AggregationSection = AggregationSection()
+    aggregation: AggregationConfig = AggregationConfig()
     """Plain or secure aggregation."""
 
     @property
@@ -167,7 +167,7 @@ class Study(Section):
                     "larger than the data"
                 )
             with as_value_error():
-                require_train_config(self.train.train_config)
+                require_train_arguments(self.train.train_arguments)
         if privacy and self.continue_from:
             raise ValueError(
                 "continue_from: params kept in an earlier run reveal examples, which this study's "
@@ -313,7 +313,7 @@ def study_from_dict(values: dict[str, Any]) -> Study:
     Raises ConfigError with one line for each invalid field. If a name, for example of a plug-in, is
     unknown, the error's `code` is `UnknownName.code`.
     """
-    code, faults = ConfigError.code, list[str]()
+    faults = list[str]()
     for section, value in values.items():
         if fault := unserializable_reason(value):
             faults.append(f"{section}: {fault}")
@@ -321,23 +321,30 @@ def study_from_dict(values: dict[str, Any]) -> Study:
         try:
             return Study.model_validate(values)
         except ValidationError as error:
-            faults = [_fault_line(details) for details in error.errors()]
-            causes = [details.get("ctx", {}).get("error") for details in error.errors()]
-            if any(isinstance(getattr(c, "__cause__", None), UnknownName) for c in causes):
-                code = UnknownName.code
-    raise ConfigError("invalid study file:\n  " + "\n  ".join(faults)).with_code(code)
+            raise config_error(Study, error) from error
+    raise ConfigError("invalid study file:\n  " + "\n  ".join(faults))
 
 
-def _fault_line(details: Mapping[str, Any]) -> str:
+def config_error(schema: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Return the ConfigError for a study or section (`schema`) that pydantic has rejected."""
+    faults = [_fault_line(schema, details) for details in error.errors()]
+    causes = [details.get("ctx", {}).get("error") for details in error.errors()]
+    unknown = any(isinstance(getattr(c, "__cause__", None), UnknownName) for c in causes)
+    code = UnknownName.code if unknown else ConfigError.code
+    kind = "study file" if schema is Study else schema.__name__
+    return ConfigError(f"invalid {kind}:\n  " + "\n  ".join(faults)).with_code(code)
+
+
+def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:
     """Return the dotted field and the message of one fault.
 
-    `details`: an entry of pydantic's `ValidationError.errors()`. The invalid value is added if
-    pydantic's message lacks the value.
+    `schema`: the class of the study or section. `details`: an entry of pydantic's
+    `ValidationError.errors()`. The invalid value is added if pydantic's message lacks the value.
     """
     names = map(str, details["loc"])
-    field = ".".join(n if n.isprintable() else repr(n) for n in names) or "study"
+    field = ".".join(n if n.isprintable() else repr(n) for n in names) or schema.__name__.lower()
     if details["type"] == "extra_forbidden":
-        return f"{field}: {unknown_field_message(Study, details['loc'])}"
+        return f"{field}: {unknown_field_message(schema, details['loc'])}"
     if details["type"] in ("value_error", "missing"):
         return f"{field}: {str(details['msg']).removeprefix('Value error, ')}"
     return f"{field}: {details['msg']}, not {str(details['input'])[:60]!r}"

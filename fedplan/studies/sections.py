@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic._internal._model_construction import ModelMetaclass
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
@@ -42,10 +43,25 @@ from fedplan.studies.field_types import (
 )
 
 
-class Section(BaseModel):
+class _SectionType(ModelMetaclass):
+    """Type of sections, whose constructors raise ConfigError in place of a ValidationError."""
+
+    if not TYPE_CHECKING:  # the constructor keeps its signature for editors
+
+        def __call__(cls, **fields: object) -> Section:
+            try:
+                return super().__call__(**fields)
+            except ValidationError as error:
+                from fedplan.studies.schema import config_error
+
+                raise config_error(cls, error) from error
+
+
+class Section(BaseModel, metaclass=_SectionType):
     """Base class of all sections of a study; rejects unknown fields and values of another type.
 
-    Sections are frozen pydantic models; the constructor raises ValidationError.
+    Sections are frozen pydantic models. The constructor raises ConfigError, with the field that an
+    unknown word may mean; `model_validate` raises pydantic's ValidationError.
     """
 
     model_config = STRICT
@@ -185,7 +201,7 @@ class MethodSection(Section):
         return self
 
 
-class ClientsSection(Section):
+class ClientsConfig(Section):
     """Participation of clients in each round, and simulated dropouts.
 
     The server asks a `fraction` of all clients. A round of real sites ends when all asked clients
@@ -230,7 +246,7 @@ class TimeoutsSection(Section):
     """Seconds to wait for the evaluation metrics of a round."""
 
 
-class EvaluateSection(Section):
+class EvaluateConfig(Section):
     """Evaluation: how often (`every`), on which data, and with which metrics.
 
     With `on_clients`, each client evaluates the global model, and with `personal` the personal
@@ -286,7 +302,7 @@ class EarlyStoppingSection(Section):
         return EarlyStopping(self.metric, self.patience, self.min_delta, higher)
 
 
-class DefenceSection(Section):
+class DefenceConfig(Section):
     """Robust aggregation: limits the influence of manipulated updates and weights.
 
     `rule`: the aggregation rule; all rules except "mean" give each client the same weight, and
@@ -311,13 +327,13 @@ class DefenceSection(Section):
         return Defence(**self.model_dump())
 
     @model_validator(mode="after")
-    def _validate(self) -> DefenceSection:
+    def _validate(self) -> DefenceConfig:
         with as_value_error():
             _ = self.config
         return self
 
 
-class AggregationSection(Section):
+class AggregationConfig(Section):
     """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum.
 
     `kind`: "plain" or "secure". For secure aggregation: `threshold` clients unmask the sum, up to
@@ -346,13 +362,13 @@ class AggregationSection(Section):
         return SecAggConfig(**self.model_dump())
 
     @model_validator(mode="after")
-    def _validate(self) -> AggregationSection:
+    def _validate(self) -> AggregationConfig:
         with as_value_error():
             _ = self.config
         return self
 
 
-class PrivacySection(Section):
+class PrivacyConfig(Section):
     """Differential privacy: the protected `unit`, and the (`epsilon`, `delta`) guarantee.
 
     `clipping_norm`, `noise_multiplier`: of client updates or example gradients. `clipping_quantile`
@@ -384,7 +400,7 @@ class PrivacySection(Section):
     """Client-level: weigh clients by examples, up to this number; 0: equal weights."""
 
     @model_validator(mode="after")
-    def _validate_unit(self) -> PrivacySection:
+    def _validate_unit(self) -> PrivacyConfig:
         if self.unit == "example" and (self.clipping_quantile or self.max_weight):
             raise ValueError('clipping_quantile and max_weight need unit = "client"')
         return self

@@ -21,7 +21,7 @@ from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.status import RunState, read_status
 from fedplan.federation.server import STUDY
 from fedplan.reports.privacy_statements import read_privacy_statement
-from fedplan.studies.run import Run, open_run, read_consistently
+from fedplan.studies.run import RunReader, read_consistently, read_run
 from fedplan.studies.schema import Study
 from fedplan.sweeps.records import is_sweep, read_failures, read_sweep_spec
 
@@ -111,7 +111,7 @@ def read_run_result(folder: Path) -> RunResult:
     The run may be running meanwhile.
     """
 
-    def read(run: Run) -> RunResult:
+    def read(run: RunReader) -> RunResult:
         status, study = read_status(run.folder), run.study
         # Stopped by early stopping or a callback, not by a person, a signal or an error.
         stopped_early = (
@@ -144,7 +144,7 @@ def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str
     folders, notes = list[Path](), list[str]()
     for place in map(Path, places):
         if not is_sweep(place):
-            folders.append(open_run(place).folder)
+            folders.append(read_run(place).folder)
             continue
         names, failed = read_sweep_spec(place).runs, read_failures(place)
         started = [

@@ -13,7 +13,7 @@ from fedplan.language.plan import Role
 from fedplan.models.params import Kind
 from fedplan.reports.formats import millions
 from fedplan.reports.groups import differing_fields, study_fields
-from fedplan.studies.run import Run, read_consistently
+from fedplan.studies.run import RunReader, read_consistently
 from fedplan.studies.schema import Study
 
 ABSENT = "absent"
@@ -86,7 +86,7 @@ def read_role_history(folder: Path) -> RoleHistory:
     be read, or if the run goes on too fast to be read.
     """
 
-    def read(run: Run) -> RoleHistory:
+    def read(run: RunReader) -> RoleHistory:
         params, roles_by_kind = run.params, dict[Kind, dict[int, set[Role]]]()
         counted = set[tuple[int, str]]()
         for turn in map(read_record, run.ledger_lines()):

@@ -16,8 +16,10 @@ from typing import Protocol
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.status import read_stop_request
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.reports.privacy_statements import write_privacy_statement
-from fedplan.runners.api import run_study
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.resume import prepare_folder
 from fedplan.studies.schema import Study
 from fedplan.sweeps.records import TrialResult
 
@@ -46,7 +48,9 @@ class InProcessRunner:
         """Run or resume a study in a folder; an Exception becomes an error in the result."""
         start = time.monotonic()
         try:
-            stopped = run_study(study, folder, resume=True).stopped
+            prepare_folder(folder, study, resume=True)
+            simulation = Simulation(study, folder, events=EventStream(folder))
+            stopped = simulation.run().stopped
             if study.privacy is not None:
                 write_privacy_statement(folder)
             stop_requested = bool(stopped and read_stop_request(folder))

@@ -8,7 +8,7 @@ from fedplan.lazy import lazy_exports
 if TYPE_CHECKING:
     from fedplan.training.activation_cache import ActivationCache
     from fedplan.training.client_hooks import alternate, control_variates, proximal
-    from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainConfig, plain_fit
+    from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainArguments, plain_fit
     from fedplan.training.freezing import TrainableParams, trainable
     from fedplan.training.loops import ExamplesDataset, attach
     from fedplan.training.optimizers import (
@@ -44,7 +44,7 @@ __all__ = [
     "LRSchedule",
     "Probe",
     "ProbeInput",
-    "TrainConfig",
+    "TrainArguments",
     "TrainableParams",
     "adamw",
     "alternate",
@@ -72,7 +72,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "activation_cache": "ActivationCache",
         "client_hooks": "alternate control_variates proximal",
-        "fit": "ClientHook Fit FitResult Job TrainConfig plain_fit",
+        "fit": "ClientHook Fit FitResult Job TrainArguments plain_fit",
         "freezing": "TrainableParams trainable",
         "loops": "ExamplesDataset attach",
         "optimizers": "ClientOptimizer LRSchedule adamw make_client_optimizer make_lr_schedule "

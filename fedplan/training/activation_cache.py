@@ -199,7 +199,7 @@ class FrozenPrefix:
         seed = job.seed if isinstance(job.examples, SeededExamples) else None
         digests = cache.digests({name: params[name] for name in self._cut.params})
         cut_text = f"{' '.join(self._cut.skipped)} | {' '.join(self._cut.slots)}"
-        state = [cut_text, digests, job.train_config.precision, str(self._device), seed]
+        state = [cut_text, digests, job.train_arguments.precision, str(self._device), seed]
         key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
         examples_key = job.examples_digest or f"id {id(job.examples)}"
         self._entry = cache.open(examples_key, key, job.examples)
@@ -256,18 +256,18 @@ def frozen_prefix(job: Job, examples: Examples) -> Generator[FrozenPrefix | None
     """Context manager that replaces the frozen part of a job's model by cached activations.
 
     Use within `trainable(...)`, with the model in train mode. Yields the FrozenPrefix. Yields None,
-    and does not change the model, if `train_config.cache_activations` is off, there are no
+    and does not change the model, if `train_arguments.cache_activations` is off, there are no
     examples, or the model cannot be cut (the reason is logged). The cut is found once per model
     class, trained params and precision, and kept in the job's activation cache. Raises FedplanError
     if the loss differs when examples run through the frozen part one by one.
     """
-    if not job.train_config.cache_activations or not len(examples):
+    if not job.train_arguments.cache_activations or not len(examples):
         yield None
         return
     cache = ActivationCache(0) if job.activation_cache is None else job.activation_cache
     model_class = type(job.model).__name__
     trained = [name for name, each in job.model.named_parameters() if each.requires_grad]
-    signature = json.dumps([model_class, trained, job.train_config.precision])
+    signature = json.dumps([model_class, trained, job.train_arguments.precision])
     if (result := cast("CutResult | None", cache.cuts.get(signature))) is None:
         with fork_rng_state(model_device(job.model)):
             result = _find_cut(job, examples)
@@ -320,7 +320,7 @@ def _require_same_loss(
     Differences up to _TOLERANCE are accepted. Sets `result.inputless` to whether the loss stays the
     same without the inputs. Adds the activations of the batch to the cache.
     """
-    indices = torch.arange(min(len(examples), job.train_config.batch_size))
+    indices = torch.arange(min(len(examples), job.train_arguments.batch_size))
     loss_fn, device = _loss_fn(job), model_device(job.model)
     with fork_rng_state(device, 0):
         expected = loss = float(loss_fn(examples.batch(indices)))
@@ -332,7 +332,7 @@ def _require_same_loss(
             prefix.enter(batch, indices)
             with fork_rng_state(device, 0):
                 loss = float(loss_fn(batch))
-        if abs(loss - expected) <= _TOLERANCE[job.train_config.dtype] * max(1.0, abs(expected)):
+        if abs(loss - expected) <= _TOLERANCE[job.train_arguments.dtype] * max(1.0, abs(expected)):
             return
     raise FedplanError(
         f"train.cache_activations runs examples one by one through frozen layers, and the loss of "
@@ -346,7 +346,7 @@ def _loss_fn(job: Job) -> LossFn:
     device = model_device(job.model)
 
     def loss_fn(batch: Batch) -> Tensor:
-        with autocast(device, job.train_config.dtype):
+        with autocast(device, job.train_arguments.dtype):
             return job.loss(job.model, to_device(batch, device))
 
     return loss_fn

@@ -59,8 +59,8 @@ def alternate(personal_epochs: int = 1) -> ClientHook:
                 {param: new if role is old else role for param, role in job.roles.items()}
                 for old, new in ((Role.SHARE, Role.FREEZE), (Role.KEEP, Role.HOLD))
             )
-            config = replace(job.train_config, epochs=personal_epochs, steps=0)
-            fit(replace(job, roles=personal, train_config=config, seed=job.seed + 1))
+            config = replace(job.train_arguments, epochs=personal_epochs, steps=0)
+            fit(replace(job, roles=personal, train_arguments=config, seed=job.seed + 1))
             return fit(replace(job, roles=shared))
 
         return alternating_fit
@@ -101,7 +101,7 @@ def control_variates(fit: Fit) -> Fit:
                 gradient.add_(on_device[param.key])
 
         result = fit(replace(job, gradient_hooks=(*job.gradient_hooks, correct)))
-        lr_sum = result.steps * job.train_config.lr if result.lr_sum is None else result.lr_sum
+        lr_sum = result.steps * job.train_arguments.lr if result.lr_sum is None else result.lr_sum
         if not lr_sum:  # no step, or all at a learning rate of zero
             unchanged = {aux_name(k, CONTROL): torch.zeros_like(v) for k, v in control.items()}
             return replace(result, aux=unchanged, memory=job.memory)

@@ -143,7 +143,7 @@ _CONSTANT_LR = LRSchedule()
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainArguments:
     """Training arguments of a client, as a value that server and clients compare.
 
     `optimizer`, `lr`, `lr_scheduler`: the optimizer, the learning rate, and the rate's schedule.
@@ -248,7 +248,7 @@ class Job:
     `memory`: auxiliary tensors that the client stored in its last turn.
     `gradient_hooks`: called in order for each trained param before each step.
     `traits`: the client's traits. `round`: number of the round, from 1.
-    `activation_cache`: cache of frozen activations, used with `train_config.cache_activations`.
+    `activation_cache`: cache of frozen activations, used with `train_arguments.cache_activations`.
     `examples_digest`: key of the examples in that cache; empty uses the object's id.
     """
 
@@ -256,7 +256,7 @@ class Job:
     roles: Roles
     examples: Examples
     loss: Loss
-    train_config: TrainConfig
+    train_arguments: TrainArguments
     seed: int
     start: Tensors
     aux: Tensors = field(default_factory=dict[str, Tensor])
@@ -273,7 +273,7 @@ class Job:
         Raises FedplanError if precision is fp16 and a trained param is in float16 itself, or if
         the optimizer or the schedule cannot be created.
         """
-        config, device = self.train_config, model_device(self.model)
+        config, device = self.train_arguments, model_device(self.model)
         fp16 = config.dtype is torch.float16
         for key, tensor in trainable_params.named_parameters() if fp16 else ():
             # Gradient scaling needs params of a finer dtype than the forward pass.
@@ -295,7 +295,7 @@ class FitResult:
     taken.
     `aux`: auxiliary tensors for the server, sent beside the update.
     `memory`: auxiliary tensors that the client stores for the next turn.
-    `lr_sum`: sum of the learning rates of all steps; None if every step used `train_config.lr`.
+    `lr_sum`: sum of the learning rates of all steps; None if every step used `train_arguments.lr`.
     """
 
     loss: float
@@ -318,10 +318,10 @@ def plain_fit(job: Job) -> FitResult:
 
     Random numbers are drawn from the job's seed; the global random state is restored at the end.
     Without trained params nothing runs, and the result has loss nan and 0 steps; without examples
-    the loss is 0. Raises FedplanError as `Job.stepper`, `TrainConfig.draw_steps`, `frozen_prefix`,
-    `use_gradient_checkpointing` and `compile_model` do.
+    the loss is 0. Raises FedplanError as `Job.stepper`, `TrainArguments.draw_steps`,
+    `frozen_prefix`, `use_gradient_checkpointing` and `compile_model` do.
     """
-    config, device, losses = job.train_config, model_device(job.model), list[Tensor]()
+    config, device, losses = job.train_arguments, model_device(job.model), list[Tensor]()
     with (
         fork_rng_state(device, job.seed),
         trainable(job.model, job.roles) as trainable_params,
@@ -362,7 +362,7 @@ def adjust_gradients(trainable_params: TrainableParams, job: Job) -> None:
     for param, value, gradient in trainable_params.gradients() if job.gradient_hooks else ():
         for hook in job.gradient_hooks:
             hook(param, value, gradient)
-    if job.train_config.max_grad_norm:
+    if job.train_arguments.max_grad_norm:
         nn.utils.clip_grad_norm_(
-            list(trainable_params.parameters()), job.train_config.max_grad_norm
+            list(trainable_params.parameters()), job.train_arguments.max_grad_norm
         )

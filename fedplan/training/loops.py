@@ -262,8 +262,8 @@ class _StepWatcher:
 
     def set_max_grad_norm(self, norm: float) -> None:
         """Clip gradients to a norm after all gradient hooks; 0 does not clip."""
-        config = replace(self._job.train_config, max_grad_norm=norm)
-        self._job = replace(self._job, train_config=config)
+        config = replace(self._job.train_arguments, max_grad_norm=norm)
+        self._job = replace(self._job, train_arguments=config)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Adjust gradients and count the step, if the optimizer has trained params."""

@@ -19,7 +19,7 @@ from sweeps import small_study
 from transformers import AutoModelForImageClassification
 
 from fedplan.studies.experiment import make_method
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.sweeps.statistics import mean_interval
 from research.decide.page import told
 from research.decide.places import digest_of_path, placed, places_of
@@ -252,11 +252,11 @@ def test_a_question_goes_on_where_it_was_left(place: tuple[Path, dict[str, Playe
 def test_arms_begin_with_the_bits_of_their_start(place: tuple[Path, dict[str, Played]]) -> None:
     folder, _ = place
     asked, bench = read_question(folder / "asked.toml"), Bench(folder / "runs", {})
-    world = open_run(bench.home(asked) / "warm-0").global_state.values
+    world = read_run(bench.home(asked) / "warm-0").global_state.values
     start = bench.exported(asked, "warm", 0)
     held = dict(AutoModelForImageClassification.from_pretrained(start).named_parameters())
     assert all(torch.equal(held[name], each) for name, each in world.items())
-    frozen = open_run(bench.home(asked) / "frozen-0")
+    frozen = read_run(bench.home(asked) / "frozen-0")
     moved = {p.name: not torch.equal(frozen.global_state.values.get(p.name, world[p.name]), world[p.name])
              for p in frozen.params}  # fmt: skip
     still = {p.name for p in frozen.params if p.kind in ("query", "key")}

@@ -25,7 +25,7 @@ from fedplan.data.tasks import Task, make_task
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind, Param
-from fedplan.training.fit import Job, TrainConfig, plain_fit
+from fedplan.training.fit import Job, TrainArguments, plain_fit
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 WORDS = [
@@ -509,7 +509,7 @@ def test_each_turn_of_training_hides_other_tokens(tokenizer: str) -> None:
     roles = dict.fromkeys(params, Role.SHARE)
     for seed in (1, 1, 2):
         plain_fit(
-            Job(model, roles, rows, loss, TrainConfig(batch_size=99, steps=1), seed, start={})
+            Job(model, roles, rows, loss, TrainArguments(batch_size=99, steps=1), seed, start={})
         )
     ordered = [batch[batch.sum(1).argsort()] for batch in seen]
     assert torch.equal(ordered[0], ordered[1]) and not torch.equal(ordered[0], ordered[2])

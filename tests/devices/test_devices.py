@@ -34,7 +34,7 @@ from fedplan.models.values import get_values
 from fedplan.privacy.dpsgd import fit as private_fit
 from fedplan.privacy.dpsgd.fit import DPSGDConfig
 from fedplan.privacy.dpsgd.fit import train_dp_sgd as private_train
-from fedplan.runners.api import run_study
+from fedplan.run import run_study
 from fedplan.studies.schema import ConfigError, read_study, study_from_dict
 from fedplan.tensors import devices
 from fedplan.tensors.devices import (
@@ -50,7 +50,7 @@ from fedplan.tensors.devices import (
 )
 from fedplan.tensors.named import checksum
 from fedplan.training import fit
-from fedplan.training.fit import Job, TrainConfig
+from fedplan.training.fit import Job, TrainArguments
 from fedplan.training.freezing import trainable
 from fedplan.training.optimizers import sgd
 from fedplan.training.probes import ProbeInput, attention_probe, gradient_probe
@@ -224,7 +224,7 @@ def job_of(model: nn.Module, rows: Any, plan: str = "share()", **said: Any) -> J
     params = describe(model)
     start = said.pop("start", None) or get_values(model, params)
     roles = resolve(parse(plan), params, Turn(1, "north"))
-    return Job(model, roles, rows, loss, said.pop("train_config", PACE), 7, start, **said)
+    return Job(model, roles, rows, loss, said.pop("train_arguments", PACE), 7, start, **said)
 
 
 def make_probe_input(model: nn.Module, rows: Any) -> ProbeInput:
@@ -258,8 +258,10 @@ def test_fused_rows_are_frozen_there(architecture: str, plan: str, device: torch
     ends = list[dict[str, Tensor]]()
     for place in (CPU, device):
         model = built(architecture, chance=False).to(place)
-        train_config = replace(PACE, optimizer=sgd())
-        fit.plain_fit(job_of(model, few(architecture)["client-0"], plan, train_config=train_config))
+        train_arguments = replace(PACE, optimizer=sgd())
+        fit.plain_fit(
+            job_of(model, few(architecture)["client-0"], plan, train_arguments=train_arguments)
+        )
         ends.append(get_values(model, describe(model)))
     for key, value in ends[0].items():  # strides differ there, and so does the order of sums
         assert torch.allclose(value, ends[1][key], rtol=SLACK, atol=1e-6), key
@@ -298,7 +300,10 @@ def test_private_steps_are_the_same_there(case: tuple[str, str], device: torch.d
         drawn = torch.Generator().manual_seed(0)
         model = built(architecture, chance=device.type == NAME).to(place)
         job = job_of(
-            model, few(architecture)["client-1"], plan, train_config=TrainConfig(sgd(), lr=0.1)
+            model,
+            few(architecture)["client-1"],
+            plan,
+            train_arguments=TrainArguments(sgd(), lr=0.1),
         )
         _, done = private_train(
             job,
@@ -381,7 +386,7 @@ def test_a_study_runs_there_and_goes_on_here(here: Path, device: torch.device) -
         for rounds, place in zip((1, 2), places, strict=True):
             train = study.train.model_copy(update={"rounds": rounds})
             said = study.model_copy(update={"device": place, "train": train})
-            runs[name] = run_study(said, here / name, resume=rounds > 1)
+            runs[name] = run_study(said, here / name, resume=rounds > 1).simulation
             assert model_device(runs[name].federation.model).type == torch.device(place).type
     host = runs["host"].federation
     for name in ("there", "mixed"):
@@ -400,8 +405,8 @@ def test_smaller_dtypes_are_the_same_there(precision: str, device: torch.device)
     ends = list[dict[str, Tensor]]()
     for place in (CPU, device):
         model = built("bert", chance=False).to(place)
-        train_config = TrainConfig(sgd(), lr=1e-2, batch_size=2, steps=2, precision=precision)
-        fit.plain_fit(job_of(model, few("bert")["client-0"], train_config=train_config))
+        train_arguments = TrainArguments(sgd(), lr=1e-2, batch_size=2, steps=2, precision=precision)
+        fit.plain_fit(job_of(model, few("bert")["client-0"], train_arguments=train_arguments))
         ends.append(get_values(model, describe(model)))
     for key, value in ends[0].items():
         assert torch.allclose(value, ends[1][key], rtol=1e-2, atol=1e-3), key

@@ -31,9 +31,11 @@ def test_a_method_is_the_same_there(
 ) -> None:
     """The same bits on the second device; on hardware, within what rounding makes of two rounds."""
     exact = device.type == NAME
-    train_config = PACE if exact else STEADY
-    here = played(federation(method, architecture, tmp_path / "here", train_config=train_config))
-    there = federation(method, architecture, tmp_path / "there", device, train_config)
+    train_arguments = PACE if exact else STEADY
+    here = played(
+        federation(method, architecture, tmp_path / "here", train_arguments=train_arguments)
+    )
+    there = federation(method, architecture, tmp_path / "there", device, train_arguments)
     for number in range(2):
         moves = Moves(there)
         played(there, 1)

@@ -51,7 +51,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.compression import parse_codec
 from fedplan.training import optimizers as optimizers
 from fedplan.training.client_hooks import alternate, proximal
-from fedplan.training.fit import Fit, TrainConfig
+from fedplan.training.fit import Fit, TrainArguments
 from fedplan.training.optimizers import LRSchedule, adamw, make_lr_schedule, sgd
 from fedplan.training.probes import (
     ProbeInput,
@@ -154,7 +154,7 @@ def methods() -> dict[str, Method]:
 
 def agreements() -> dict[str, Agreement]:
     """Agreements of which every two work out something else."""
-    base = Agreement("law", PARAMS, fedavg(), TrainConfig())
+    base = Agreement("law", PARAMS, fedavg(), TrainArguments())
     made = {name: replace(base, method=each) for name, each in methods().items()}
     paces = {
         "optimizer": sgd(),
@@ -173,20 +173,22 @@ def agreements() -> dict[str, Agreement]:
         "num_workers": 1,
         "cache_activations": True,
     }
-    assert paces.keys() == {f.name for f in fields(TrainConfig)}
+    assert paces.keys() == {f.name for f in fields(TrainArguments)}
     made |= {
-        f"pace {k}": replace(base, train_config=replace(TrainConfig(), **{k: v}))
+        f"pace {k}": replace(base, train_arguments=replace(TrainArguments(), **{k: v}))
         for k, v in paces.items()
     }
     rates = [LRSchedule("linear", rounds=9), LRSchedule("linear", 0.5), LRSchedule("linear", 2, 9)]
     rates += [make_lr_schedule("polynomial", {"power": 2.0}), LRSchedule("cosine")]
     made |= {
-        each.text: replace(base, train_config=TrainConfig(lr_scheduler=each)) for each in rates
+        each.text: replace(base, train_arguments=TrainArguments(lr_scheduler=each))
+        for each in rates
     }
-    made["pace fp16"] = replace(base, train_config=TrainConfig(precision="fp16"))
+    made["pace fp16"] = replace(base, train_arguments=TrainArguments(precision="fp16"))
     others = {"decay": adamw(weight_decay=0.1), "momentum": sgd(momentum=0.9)}
     made |= {
-        f"its {k}": replace(base, train_config=TrainConfig(each)) for k, each in others.items()
+        f"its {k}": replace(base, train_arguments=TrainArguments(each))
+        for k, each in others.items()
     }
     made["guarantee"] = replace(base, guarantee=GUARANTEE)
     assert OTHERS.keys() == {f.name for f in fields(Guarantee)}
@@ -241,7 +243,7 @@ def test_another_process_makes_the_same(seed: str) -> None:
 def test_the_name_of_a_class_of_ours_is_no_part_of_it() -> None:
     text = {name: agreement.text for name, agreement in agreements().items()}
     classes = (
-        TrainConfig,
+        TrainArguments,
         Guarantee,
         Defence,
         type(mean()),
@@ -279,9 +281,9 @@ def test_no_text_of_a_method_of_ours_depends_on_its_source() -> None:
 
 
 def test_what_may_not_change_a_result_is_no_part_of_it() -> None:
-    one = Agreement("law", PARAMS, fedavg(), TrainConfig(lr=1.0))
+    one = Agreement("law", PARAMS, fedavg(), TrainArguments(lr=1.0))
     assert replace(one, run="0" * 16).fingerprint == one.fingerprint
-    assert replace(one, train_config=TrainConfig(lr=1)).fingerprint == one.fingerprint
+    assert replace(one, train_arguments=TrainArguments(lr=1)).fingerprint == one.fingerprint
     swapped = PlannedPhases({"b": 2, "a": 1}), PlannedPhases({"a": 1, "b": 2})
     assert canonical_text(swapped[0]) == canonical_text(swapped[1])
 
@@ -337,7 +339,7 @@ def test_a_function_that_holds_on_to_itself_has_a_text() -> None:
 
 def test_plans_that_differ_have_two_fingerprints() -> None:
     plans = (share(), keep(), best(2), best(3))
-    made = {Agreement("law", PARAMS, Method(plan), TrainConfig()).fingerprint for plan in plans}
+    made = {Agreement("law", PARAMS, Method(plan), TrainArguments()).fingerprint for plan in plans}
     assert len(made) == len(plans)
 
 
@@ -352,8 +354,8 @@ def test_a_registered_name_is_told_with_what_it_stands_for(monkeypatch: pytest.M
     for make in (calm, wild):
         monkeypatch.delitem(optimizers.OPTIMIZER_NAMES.registered, "mine", raising=False)
         optimizers.register_optimizer("mine", make)
-        train_config = TrainConfig(optimizers.make_client_optimizer("mine"))
-        texts.add(Agreement("law", PARAMS, fedavg(), train_config).fingerprint)
+        train_arguments = TrainArguments(optimizers.make_client_optimizer("mine"))
+        texts.add(Agreement("law", PARAMS, fedavg(), train_arguments).fingerprint)
     assert len(texts) == 2
 
 
@@ -405,7 +407,7 @@ def test_riders_that_no_name_can_tell_are_refused(riders: Any) -> None:
 )
 def test_roles_that_are_remembered_are_those_of_the_turn(plan: str) -> None:
     method = replace(fedavg(), plan=parse(plan), probe=last_probe)
-    agreement = Agreement("a", PARAMS, method, TrainConfig())
+    agreement = Agreement("a", PARAMS, method, TrainArguments())
     scores = {block: float(block.number) for block in agreement.blocks}
     turns = [
         Turn(number, client, "", {"role": client}, said)

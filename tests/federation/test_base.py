@@ -23,9 +23,9 @@ from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.runners.local import Federation
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=1)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=1)
 Meddle = Callable[[Tensor], None]
 
 

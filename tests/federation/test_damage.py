@@ -33,7 +33,7 @@ from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests, split_aux
 from fedplan.tensors.sums import ExactSum
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 
 BAD = "client-0"
@@ -106,7 +106,7 @@ class Round:
             self.fed.server.global_state = before
 
 
-PACE = TrainConfig(sgd(), lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(sgd(), lr=1e-2, batch_size=2, steps=2)
 
 
 def bits(global_state: GlobalState) -> object:

@@ -24,7 +24,7 @@ from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.tensors.named import digests, is_aux
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 CLIENTS = 23
 
@@ -44,7 +44,7 @@ def made(kind: str) -> tuple[Aggregator, Updates]:
     name, defence = KINDS[kind]
     model = zoo.build("vit")
     agreement = Agreement(
-        "edges", describe(model), method_by_name(name), TrainConfig(), defence=defence
+        "edges", describe(model), method_by_name(name), TrainArguments(), defence=defence
     )
     global_state, draw = (
         GlobalState.initial(agreement, get_values(model, agreement.params)),

@@ -62,12 +62,12 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import Experiment, build_experiment, make_eval_set
 from fedplan.studies.export import export_run
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import SerializationError, unpack_message
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 QUICK = "[timeouts]\nsites = 2.0\nupdates = 60.0\nreconnect = 1.0\npoll_interval = 0.01\nevaluations = 20.0\n"
 SITES = "on_clients = true\n"
@@ -201,7 +201,7 @@ def test_scores_over_messages_are_those_of_one_process(kind: str, here: Path) ->
     whole = Simulation(read_study(file), here / "local").run()
     run = Sites(file, here / "there").carry()
     assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
-    assert open_run(run).metrics == whole.metrics
+    assert read_run(run).metrics == whole.metrics
     assert all(verify_run(folder)[0] == [] for folder in (run, here / "local"))
     experiment, last = staged(file.read_text(), read_study(file)), lines(run)[-1]["sites"]
     model = copy.deepcopy(experiment.model)
@@ -246,8 +246,8 @@ class Pictures:
         return self.made.adapt(model) if self.made.adapt else model
 
     def agreement(self) -> Agreement:
-        train_config = TrainConfig(lr=1e-2, batch_size=2, steps=2)
-        return Agreement("pictures", describe(self.model()), self.made, train_config, run=RUN)
+        train_arguments = TrainArguments(lr=1e-2, batch_size=2, steps=2)
+        return Agreement("pictures", describe(self.model()), self.made, train_arguments, run=RUN)
 
 
 @pytest.mark.parametrize("name", first(1, ["pfeddc", "promptfl"]))
@@ -309,7 +309,7 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
         sites = Sites(wrote(FEDPER, f"{name}.toml", evaluate=evaluate), here / name)
         run = sites.carry()
         egress = [line for n in sites.names for line in read_egress(here / name / "sites" / n)]
-        global_state = open_run(run).global_state
+        global_state = read_run(run).global_state
         found[name] = {
             "global": digests(global_state.values),
             "known": (global_state.client_sync, global_state.versions),
@@ -322,7 +322,7 @@ def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -
         assert ("evaluate" in asked) == (name == "with")
     # After the last round the world comes down for its scores alone.
     extra = found["with"].pop("trained down") - found["without"].pop("trained down")
-    values = open_run(here / "with/run").global_state.values.values()
+    values = read_run(here / "with/run").global_state.values.values()
     assert found["with"] == found["without"]
     assert extra <= 3 * sum(v.numel() * v.element_size() for v in values)
 
@@ -349,7 +349,7 @@ def test_who_is_away_or_slow_is_left_out_and_named(here: Path) -> None:
         assert line["sites"]["silent"][first] == "no answer"
         assert line["sites"]["silent"][second].startswith("no answer")
     assert "Smith" not in (run / "metrics.jsonl").read_text()
-    assert digests(open_run(run).global_state.values) == digests(open_run(calm).global_state.values)
+    assert digests(read_run(run).global_state.values) == digests(read_run(calm).global_state.values)
 
 
 def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
 
 def left_in(run: Path) -> list[Any]:
     """The scores of a run, and the world that it keeps."""
-    best = open_run(run).best_state
+    best = read_run(run).best_state
     return [(run / "metrics.jsonl").read_bytes(), best.round, digests(best.values)]
 
 
@@ -444,11 +444,11 @@ def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> Non
     for closed in whole.rounds():
         seen[closed.round] = digests(whole.federation.global_state.values)
     run = Sites(file, here / "there").carry()
-    rows = open_run(run).metrics
+    rows = read_run(run).metrics
     scores = {row["round"]: row[f"sites.{by}.accuracy"] for row in rows}
     best = max(scores, key=lambda number: (scores[number], -number))
     for folder in (run, here / "local"):
-        found = open_run(folder)
+        found = read_run(folder)
         assert (
             found.best_state.round == best
             and found.round == len(scores) == whole.metrics[-1]["round"]
@@ -658,7 +658,7 @@ def test_a_site_that_has_lost_the_world_is_sent_it_for_its_scores(here: Path) ->
     sites.broken = broken
     run = sites.carry()
     assert (run / "metrics.jsonl").read_bytes() == (calm / "metrics.jsonl").read_bytes()
-    assert digests(open_run(run).global_state.values) == digests(open_run(calm).global_state.values)
+    assert digests(read_run(run).global_state.values) == digests(read_run(calm).global_state.values)
     assert verify_run(run)[0] == []
 
 
@@ -670,7 +670,7 @@ def test_every_so_many_rounds_and_after_the_last(here: Path) -> None:
     assert all(
         "personal" not in each for line in lines(run) for each in line["sites"]["by"].values()
     )
-    assert open_run(run).metrics == whole.metrics
+    assert read_run(run).metrics == whole.metrics
 
 
 WORDS = st.sampled_from(["global", "personal", "loss", "examples", "other", "x" * 65, ""])

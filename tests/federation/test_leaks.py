@@ -25,10 +25,10 @@ from fedplan.models.params import Param
 from fedplan.models.values import get_values, set_values
 from fedplan.runners.local import Federation
 from fedplan.tensors.serialization import pack
-from fedplan.training.fit import Fit, FitResult, Job, TrainConfig
+from fedplan.training.fit import Fit, FitResult, Job, TrainArguments
 from fedplan.training.optimizers import adamw
 
-PACE = TrainConfig(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
 ROUNDS = 4
 KEPT: dict[str, dict[str, int]] = {
     "fedper": {},

@@ -40,7 +40,7 @@ from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.storage.journal import Journal, client_state_folder
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 PLANS = {
     "all": "share()",
@@ -54,7 +54,7 @@ PLANS = {
 
 def agreed(plan: str) -> tuple[Agreement, dict[str, torch.Tensor]]:
     model = zoo.build("vit")
-    agreement = Agreement("many", describe(model), Method(parse(plan)), TrainConfig())
+    agreement = Agreement("many", describe(model), Method(parse(plan)), TrainArguments())
     return agreement, get_values(model, agreement.params)
 
 

@@ -50,7 +50,7 @@ from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, same_bits
 from fedplan.tensors.sums import MAX_WEIGHT
 from fedplan.testing import TRAIN_CONFIG
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 MASKED = SecAggConfig("secure")
 PARAMS = (
@@ -137,7 +137,7 @@ def federation(
     method: Method,
     folder: Path,
     secagg: SecAggConfig,
-    train_config: TrainConfig = TRAIN_CONFIG,
+    train_arguments: TrainArguments = TRAIN_CONFIG,
     **said: Any,
 ) -> Federation:
     model = zoo.build("bert")
@@ -145,7 +145,7 @@ def federation(
         with fork_rng_state(seed=0):
             model = method.adapt(model)
     rows = {f"client {n}": Few("bert", n, 2 + n) for n in range(4)}
-    agreement = Agreement("laws", describe(model), method, train_config, secagg=secagg)
+    agreement = Agreement("laws", describe(model), method, train_arguments, secagg=secagg)
     folder.mkdir()
     return Federation(agreement, copy.deepcopy(model), rows, loss, folder, rounds=2, **said)
 

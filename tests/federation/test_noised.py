@@ -171,9 +171,9 @@ def test_the_noise_of_as_many_as_are_honest_is_what_is_claimed_on_every_number(
 def federation(method: Method, folder: Path, **said: Any) -> Federation:
     model = zoo.build("bert")
     rows = {f"client {n}": Few("bert", n, 2 + n) for n in range(4)}
-    train_config, of = said.pop("train_config", TRAIN_CONFIG), said.pop("loss", loss)
+    train_arguments, of = said.pop("train_arguments", TRAIN_CONFIG), said.pop("loss", loss)
     agreement = Agreement(
-        *("laws", describe(model), method, train_config, said.pop("guarantee", HIDDEN)),
+        *("laws", describe(model), method, train_arguments, said.pop("guarantee", HIDDEN)),
         secagg=MASKED,
     )
     folder.mkdir()
@@ -209,7 +209,7 @@ def test_a_local_run_charges_each_round_once_and_ends_with_what_was_promised(
 def test_nobody_sees_whether_what_a_client_keeps_has_moved(tmp_path: Path) -> None:
     """Who has no rows moves nothing: its record must not tell."""
     still = replace(TRAIN_CONFIG, lr=1e-30)
-    made = federation(method_by_name("fedper"), tmp_path / "run", train_config=still)
+    made = federation(method_by_name("fedper"), tmp_path / "run", train_arguments=still)
     home = dict[str, str]()
     for _ in range(2):
         round_state = made.run_round()

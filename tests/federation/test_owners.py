@@ -41,7 +41,7 @@ from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.training.fit import Fit, FitResult, Job, TrainConfig
+from fedplan.training.fit import Fit, FitResult, Job, TrainArguments
 
 STEPS = {"s": fp.share, "k": fp.keep, "f": fp.freeze, "h": fp.hold}
 KEYS = ["p" + "".join(letters) for letters in product(STEPS, repeat=3)]
@@ -128,7 +128,7 @@ class Played:
         self.folder, self.clients, self.number = folder, clients, 0
         self.starts, self.downs = dict[tuple[str, int], Values](), list[Request]()
         self.agreement = Agreement(
-            "owners", PARAMS, Method(plan(), client_hooks=(self.noting,)), TrainConfig()
+            "owners", PARAMS, Method(plan(), client_hooks=(self.noting,)), TrainArguments()
         )
 
     def noting(self, _: Fit) -> Fit:

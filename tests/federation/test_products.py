@@ -45,11 +45,11 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.model_builder import add_method_adapter as checked
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import digests
-from fedplan.training import TrainConfig, sgd
+from fedplan.training import TrainArguments, sgd
 
 RULES = {"apart": average_separately(), "svd": by_svd(), "residual": by_residual()}
 ON = "query | value"
-PACE = TrainConfig(lr=0.05, batch_size=2, steps=3)
+PACE = TrainArguments(lr=0.05, batch_size=2, steps=3)
 
 
 def lora(architecture: str, rank: int = 2, on: str = ON, seed: int = 0) -> nn.Module:
@@ -402,6 +402,8 @@ def test_an_optimizer_that_moves_the_rest_is_caught(tmp_path: Path) -> None:
     from fedplan.language.resolution import resolve
 
     roles = resolve(parse("chain(freeze(), share(adapter))"), params, Turn(1, "a"))
-    job = Job(model, roles, Few("bert", 0), loss, TrainConfig(sgd()), 0, {}, traits={"rank": "2"})
+    job = Job(
+        model, roles, Few("bert", 0), loss, TrainArguments(sgd()), 0, {}, traits={"rank": "2"}
+    )
     with pytest.raises(FedplanError, match="trained beyond rank 2"):
         ranks.train_at_client_rank()(restless)(job)

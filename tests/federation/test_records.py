@@ -30,7 +30,7 @@ from fedplan.runners.flower.server import run_server
 from fedplan.runners.simulation import Simulation
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime, site_study_folder
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
@@ -56,7 +56,7 @@ class Sites:
     def carry(self, study: Path, folder: Path) -> dict[str, str]:
         grid = InProcess(client_app(self.answer), [{"name": name} for name in NAMES])
         run_server(grid, read_study(study), folder)
-        found = open_run(folder)
+        found = read_run(folder)
         assert found.round == 2
         return digests(found.global_state.values)
 

@@ -32,11 +32,11 @@ from fedplan.runners.local import Federation
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import LRSchedule
 
 ROUNDS = 5
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 SAMPLING_RATES = LRSchedule("cosine", 0.3, rounds=ROUNDS)
 PACES = {
     "scaffold": replace(
@@ -66,9 +66,9 @@ def federation(folder: Path, name: str, *, replies: bool) -> Federation:
         if guarantee
         else method_by_name(published)
     )
-    train_config, defence = PACES.get(name, PACE), DEFENCES.get(name, Defence())
+    train_arguments, defence = PACES.get(name, PACE), DEFENCES.get(name, Defence())
     agreement = Agreement(
-        "kill", describe(model), made, train_config, guarantee, run=RUN, defence=defence
+        "kill", describe(model), made, train_arguments, guarantee, run=RUN, defence=defence
     )
     know_secrets(folder, rows)
     return Federation(

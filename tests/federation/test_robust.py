@@ -49,9 +49,9 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.studies.schema import ConfigError, study_from_dict
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 MODEL = zoo.build("bert")
 PARAMS = describe(MODEL)
 KEYS = ("classifier.weight", "classifier.bias", "bert.pooler.dense.bias")

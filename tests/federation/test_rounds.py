@@ -34,10 +34,10 @@ from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import client_state_folder
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 PLAN = "chain(freeze(), share(value | head), keep(norm))"
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 
 
 def federation(

@@ -31,7 +31,7 @@ from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.storage.store import Store
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 ROUNDS = 4
 
@@ -42,7 +42,7 @@ def federation(folder: Path) -> Federation:
         "cut",
         describe(model),
         method_by_name("fedavg"),
-        TrainConfig(lr=1e-2, batch_size=2, steps=1),
+        TrainArguments(lr=1e-2, batch_size=2, steps=1),
         run=RUN,
     )
     return Federation(agreement, model, few("bert", 2), loss, folder, rounds=ROUNDS)

@@ -36,9 +36,9 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digest
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 
 
 class Heard(Federation):
@@ -50,14 +50,14 @@ class Heard(Federation):
         folder: Path,
         *,
         guarantee: Guarantee | None = None,
-        train_config: TrainConfig = PACE,
+        train_arguments: TrainArguments = PACE,
         prompted: bool = False,
     ) -> None:
         torch.manual_seed(0)
         model = duals.build("clip") if prompted else zoo.build("bert")
         model = made.adapt(model) if made.adapt else model
         rows = duals.pictures_of("ann", "berta") if prompted else few("bert")
-        agreement = Agreement("own", describe(model), made, train_config, guarantee)
+        agreement = Agreement("own", describe(model), made, train_arguments, guarantee)
         score = duals.ASKED.loss if prompted else loss
         super().__init__(agreement, model, rows, score, folder, rounds=3)
         self.updates = list[Update]()
@@ -123,12 +123,12 @@ def test_under_a_promise_no_number_of_a_line_follows_from_the_rows(
 ) -> None:
     guarantee, told = GUARANTEES[name], list[dict[str, object]]()
     rate = guarantee.sampling_rate if guarantee.unit == "example" else None
-    train_config = PACE if guarantee.unit == "example" else TrainConfig(lr=1e-2, batch_size=2)
+    train_arguments = PACE if guarantee.unit == "example" else TrainArguments(lr=1e-2, batch_size=2)
     guarantee = replace(guarantee, vote_noise_multiplier=0.0, sampling_rate=rate)
     for count in (3, 9):
         folder = tmp_path / str(count)
         fed = Heard(
-            method_by_name("fedavg"), folder, guarantee=guarantee, train_config=train_config
+            method_by_name("fedavg"), folder, guarantee=guarantee, train_arguments=train_arguments
         )
         fed.clients.examples["client-0"] = Few("bert", 0, count)
         fed.run_round()

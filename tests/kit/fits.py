@@ -14,7 +14,7 @@ from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.training import Job, TrainConfig
+from fedplan.training import Job, TrainArguments
 
 
 def texts(count: int, *, tags: bool = False) -> TokenSequences:
@@ -28,11 +28,11 @@ def texts(count: int, *, tags: bool = False) -> TokenSequences:
 
 
 def job_of(
-    model: nn.Module, train_config: TrainConfig, rows: Examples, plan: str = "share()"
+    model: nn.Module, train_arguments: TrainArguments, rows: Examples, plan: str = "share()"
 ) -> Job:
     params = describe(model)
     roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    return Job(model, roles, rows, loss, train_config, 3, get_values(model, params))
+    return Job(model, roles, rows, loss, train_arguments, 3, get_values(model, params))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

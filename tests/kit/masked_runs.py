@@ -37,10 +37,10 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 NAMES = ("client-0", "client-1", "client-2")
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 MASKED = SecAggConfig("secure", threshold=2, min_contributors=2)
 SOON = Timeouts(sites=2.0, updates=60.0, reconnect=1.0, poll_interval=0.01)
 TRAITS = {"client-1": {"site": "a"}}

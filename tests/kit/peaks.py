@@ -109,7 +109,7 @@ def made(case: Case) -> tuple[Any, Any]:
     from fedplan.language.parser import parse
     from fedplan.methods.registry import method_by_name
     from fedplan.models.description import describe
-    from fedplan.training.fit import TrainConfig
+    from fedplan.training.fit import TrainArguments
     from fedplan.training.optimizers import sgd
 
     torch.manual_seed(0)
@@ -121,8 +121,8 @@ def made(case: Case) -> tuple[Any, Any]:
     if case.plan:
         method = replace(method, plan=parse(case.plan))
     model = method.adapt(model) if method.adapt is not None else model
-    train_config = TrainConfig(optimizer=sgd(), lr=1e-4, batch_size=1, steps=1)
-    return model, Agreement("peaks", describe(model), method, train_config)
+    train_arguments = TrainArguments(optimizer=sgd(), lr=1e-4, batch_size=1, steps=1)
+    return model, Agreement("peaks", describe(model), method, train_arguments)
 
 
 def measured(case: Case, play: Callable[[Any, Any], None]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from functools import cache
 from hypothesis import strategies as st
 
 import fedplan as fp
+from fedplan.errors import PlanError
 from fedplan.language import parts as p
 from fedplan.language.resolution import check_plan
 from fedplan.models.params import Block, Params
@@ -90,7 +91,7 @@ def fits(plan: fp.Plan, params: Params) -> bool:
     """Whether a model has every part that a plan speaks of."""
     try:
         check_plan(plan, params)
-    except fp.PlanError:
+    except PlanError:
         return False
     return True
 

@@ -10,7 +10,7 @@ from commands import STUDY, some_digits
 
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.ledger.status import ask_to_stop
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.sweeps.sweeping import Sweep, sweep
 
 SMALL = (
@@ -42,6 +42,6 @@ def small_sweep(folder: Path) -> Sweep:
 
 def bits(folder: Path) -> tuple[dict[str, bytes], list[dict[str, float]]]:
     """What a run came to, whose clients' secrets are its own: the world, and the numbers by round."""
-    run = open_run(folder)
+    run = read_run(folder)
     values = {name: each.numpy().tobytes() for name, each in run.global_state.values.items()}
     return values, list(run.metrics)

@@ -27,13 +27,13 @@ from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import nbytes
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import adamw, sgd
 
 DUAL = "clip-dual"
-STEADY = TrainConfig(sgd(momentum=0.9), lr=1e-2, batch_size=2, steps=2, max_grad_norm=1.0)
+STEADY = TrainArguments(sgd(momentum=0.9), lr=1e-2, batch_size=2, steps=2, max_grad_norm=1.0)
 """For real devices: a step of AdamW follows the sign of a gradient, however it is rounded."""
-PACE = TrainConfig(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(adamw(weight_decay=0.1), lr=1e-2, batch_size=2, steps=2)
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
 
@@ -118,19 +118,19 @@ def federation(
     architecture: str,
     folder: Path,
     device: torch.device | None = None,
-    train_config: TrainConfig = PACE,
+    train_arguments: TrainArguments = PACE,
     **said: Any,
 ) -> Federation:
     """Two clients and a method by name, on a device."""
     made = method if isinstance(method, Method) else method_by_name(method, SETTINGS.get(method))
-    model = built(architecture, chance=train_config is PACE)
+    model = built(architecture, chance=train_arguments is PACE)
     if made.adapt is not None:
         with fork_rng_state(seed=0):
             model = made.adapt(model)
     rows = duals.pictures_of("a", "bb") if architecture == DUAL else few(architecture)
     folder.mkdir(parents=True, exist_ok=True)
     return Federation(
-        said.pop("agreement", None) or Agreement("there", describe(model), made, train_config),
+        said.pop("agreement", None) or Agreement("there", describe(model), made, train_arguments),
         model,
         {name: Counted(each) for name, each in rows.items()},
         said.pop("loss", dual_loss if architecture == DUAL else loss),

@@ -15,7 +15,7 @@ import fedplan as fp
 from fedplan.errors import PlanError
 from fedplan.language.parts import head, query
 from fedplan.language.plan import Role, Roles
-from fedplan.language.resolution import certain_roles
+from fedplan.language.resolution import Resolver, certain_roles, permitted_roles
 from fedplan.models.params import Params
 
 MODELS = ("bert", "t5", "gpt2", "clip")
@@ -93,7 +93,7 @@ def test_scores_decide_what_is_trained_and_never_whose_it_is(
     scores = data.draw(sentences.turns(params)).scores
     other = fp.Turn(turn.round, turn.client, turn.phase, turn.traits, scores)
     one, two = fp.resolve(plan, params, turn), fp.resolve(plan, params, other)
-    most, least = fp.permitted_roles(plan, params, turn), certain_roles(plan, params, turn)
+    most, least = permitted_roles(plan, params, turn), certain_roles(plan, params, turn)
     for p in params:
         assert (
             one[p].is_personal == two[p].is_personal == most[p].is_personal == least[p].is_personal
@@ -106,7 +106,7 @@ def test_the_resolver_for_many_turns_gives_the_same(
     case: tuple[Params, fp.Turn, list[fp.Plan]],
 ) -> None:
     params, turn, (plan,) = case
-    resolver = fp.Resolver(plan, params)
+    resolver = Resolver(plan, params)
     first = resolver(turn)
     assert first == fp.resolve(plan, params, turn)
     assert resolver(turn) is first

@@ -29,11 +29,11 @@ from fedplan.models.description import describe
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.testing import check_method
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 from fedplan.training.probes import get_probe
 
-PACE = TrainConfig(sgd(), lr=0.1, batch_size=2, steps=2)
+PACE = TrainArguments(sgd(), lr=0.1, batch_size=2, steps=2)
 
 
 def federation(

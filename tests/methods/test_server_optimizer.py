@@ -20,7 +20,7 @@ from fedplan.methods import momentum as with_momentum
 from fedplan.methods.server_optimizer import Mean, StatefulOptimizer
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
-from fedplan.training import TrainConfig
+from fedplan.training import TrainArguments
 
 Memory = dict[str, Tensor]
 RULES: dict[str, Callable[..., Mean | StatefulOptimizer]] = {
@@ -107,7 +107,7 @@ def test_a_function_of_the_user_serves_and_its_memory_is_kept(tmp_path: Path) ->
     def after(made: ServerOptimizer, folder: str) -> GlobalState:
         model = zoo.build("bert")
         method = Method(share(), server_optimizer=made)
-        agreement = Agreement("own", describe(model), method, TrainConfig(batch_size=2, steps=1))
+        agreement = Agreement("own", describe(model), method, TrainArguments(batch_size=2, steps=1))
         fed = Federation(agreement, model, few("bert"), loss, tmp_path / folder, rounds=3)
         for _ in range(2):
             fed.commit(fed.run_round())

@@ -26,10 +26,10 @@ from fedplan.privacy import Guarantee, PrivacyError
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.testing import check_method
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 
-PACE = TrainConfig(sgd(), lr=0.1, batch_size=2, steps=2)
+PACE = TrainArguments(sgd(), lr=0.1, batch_size=2, steps=2)
 ALWAYS, SELDOM = 1e30, 1e-30
 """Shares by which any part has settled that clients differ about, and by which none has."""
 numbers = st.floats(1e-6, 1e6)

@@ -27,7 +27,7 @@ from fedplan.models.description import describe
 from fedplan.models.params import Kind, Params
 from fedplan.models.values import get_values, set_values
 from fedplan.runners.local import Federation
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.freezing import trainable
 from fedplan.training.optimizers import adamw
 
@@ -211,7 +211,7 @@ def test_a_round_of_fedavg_moves_the_adapter_and_nothing_else(kind: str, tmp_pat
         "adapters",
         params,
         method,
-        TrainConfig(adamw(weight_decay=0.1), lr=0.1, steps=3, batch_size=2),
+        TrainArguments(adamw(weight_decay=0.1), lr=0.1, steps=3, batch_size=2),
     )
     federation = Federation(agreement, model, few(host), loss, tmp_path, rounds=1)
     round_state = federation.run_round()

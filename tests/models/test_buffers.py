@@ -39,10 +39,10 @@ from fedplan.models.values import (
 from fedplan.runners.local import Federation
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import unpack_message
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 ROUNDS = 3
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 PLAN = "chain(share(), when(after(1), keep(head)))"
 
 

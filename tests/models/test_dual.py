@@ -48,7 +48,7 @@ from fedplan.models.prompts import add_prompts, lengthen_texts
 from fedplan.runners.local import Federation
 from fedplan.tensors.serialization import pack
 from fedplan.testing import check_method
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 each = pytest.mark.parametrize("name", BACKBONES)
@@ -573,7 +573,7 @@ def test_the_message_of_a_full_size_clip_is_the_arithmetic(
     made = pfeddc(text, vision)
     assert made.adapt is not None
     model = made.adapt(dual)
-    agreement = Agreement("clip", describe(model), made, TrainConfig(batch_size=1, steps=1))
+    agreement = Agreement("clip", describe(model), made, TrainArguments(batch_size=1, steps=1))
     pictures = torch.zeros((2, 3, 224, 224), dtype=torch.uint8)
     half = torch.full((3, 1, 1), 0.5)
     rows = {"ann": ImageExamples(pictures, torch.tensor([0, 1]), half, half)}

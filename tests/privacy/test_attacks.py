@@ -181,7 +181,7 @@ def test_an_update_that_tells_every_token_tells_none_under_masks() -> None:
         victims.random_texts(i, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH) for i in range(2)
     ]
     held, way = [victims.distinct_words(each) for each in texts], training_setups(epsilon=8.0)[0]
-    found = first_round_changes(METHODS["fedavg"], make_text_model(), texts, way.train_config)
+    found = first_round_changes(METHODS["fedavg"], make_text_model(), texts, way.train_arguments)
     seen, server = masked_changes(found), CuriousServer(make_text_model())
     for part in (Kind.EMBED, Kind.VALUE):
         plain, hidden = (
@@ -203,7 +203,7 @@ def test_dp_sgd_with_hardly_any_noise_hides_nothing() -> None:
     way = replace(training_setups(epsilon=8.0)[2], epsilon=1e5)
     held = [victims.random_texts(0, EXAMPLES, vocabulary=VOCABULARY, length=LENGTH)]
     change = first_round_changes(
-        way.apply(METHODS["fedavg"]), make_text_model(), held, way.train_config
+        way.apply(METHODS["fedavg"]), make_text_model(), held, way.train_arguments
     )
     found = CuriousServer(make_text_model()).recover_tokens(
         Kind.EMBED, change, [victims.distinct_words(held[0])]

@@ -154,7 +154,7 @@ def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Pa
 
     from fedplan.methods.registry import method_by_name
     from fedplan.models.description import describe
-    from fedplan.training.fit import TrainConfig
+    from fedplan.training.fit import TrainArguments
 
     guarantee = replace(GUARANTEES["cloaked"], vote_noise_multiplier=0.0)
     for time in range(2):
@@ -167,7 +167,7 @@ def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Pa
             experiment,
             describe(model),
             method_by_name("fedavg"),
-            TrainConfig(lr=rate, batch_size=2, steps=2),
+            TrainArguments(lr=rate, batch_size=2, steps=2),
             guarantee,
         )
         shutil.rmtree(tmp_path / "global", ignore_errors=True)

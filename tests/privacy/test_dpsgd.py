@@ -57,7 +57,7 @@ from fedplan.privacy.dpsgd.per_example import (
     trained_tensors,
 )
 from fedplan.training.client_hooks import proximal
-from fedplan.training.fit import FitResult, Job, TrainConfig
+from fedplan.training.fit import FitResult, Job, TrainArguments
 from fedplan.training.freezing import trainable
 from fedplan.training.optimizers import ClientOptimizer, LRSchedule, adamw, sgd
 
@@ -213,7 +213,7 @@ def job_of(
     plan: str = "share()",
     rows: Examples | None = None,
     loss: Loss = distance_loss,
-    train_config: TrainConfig | None = None,
+    train_arguments: TrainArguments | None = None,
     seed: int = 0,
 ) -> Job:
     roles = roles_of(model, plan)
@@ -222,7 +222,7 @@ def job_of(
         roles=roles,
         examples=Few("bert", 0, 6) if rows is None else rows,
         loss=loss,
-        train_config=train_config or TrainConfig(sgd(), lr=1.0),
+        train_arguments=train_arguments or TrainArguments(sgd(), lr=1.0),
         seed=seed,
         start=get_values(model, roles),
     )
@@ -505,7 +505,7 @@ def test_more_expected_examples_make_smaller_steps() -> None:
 def test_every_trained_coordinate_gets_noise_and_no_other_moves(name: str) -> None:
     plan = "chain(share(), freeze(query | key))"
     model = zoo.build(name)
-    job = job_of(model, plan, Few(name, 0, 6), train_config=TrainConfig(sgd(), lr=1.0))
+    job = job_of(model, plan, Few(name, 0, 6), train_arguments=TrainArguments(sgd(), lr=1.0))
     privately = replace(
         PRIVATELY, max_grad_norm=2.0, noise_multiplier=3.0, expected_batch_size=12, steps=1
     )
@@ -539,7 +539,7 @@ def test_what_is_not_trained_does_not_move_a_bit(name: str, optimizer: ClientOpt
         model,
         "chain(freeze(), share(value & last(1)), keep(norm))",
         Few(name, 0, 6),
-        train_config=TrainConfig(optimizer, lr=0.1),
+        train_arguments=TrainArguments(optimizer, lr=0.1),
     )
     before = {k: v.clone() for k, v in model.state_dict().items()}
     changes, _, _ = run(job)
@@ -634,11 +634,11 @@ def test_both_ways_and_all_sizes_train_the_same_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     privately = replace(PRIVATELY, max_grad_norm=0.1, steps=2)
-    train_config = TrainConfig(sgd(), lr=0.1)
+    train_arguments = TrainArguments(sgd(), lr=0.1)
 
     def trained_with(size: int) -> dict[str, Tensor]:
         job = job_of(
-            without_dropout(zoo.build(name)), rows=Few(name, 0, 6), train_config=train_config
+            without_dropout(zoo.build(name)), rows=Few(name, 0, 6), train_arguments=train_arguments
         )
         return run(job, replace(privately, microbatch_size=size))[0]
 
@@ -789,7 +789,7 @@ def test_bf16_keeps_the_bound() -> None:
         )
         assert 0.009 < length(views(subject, total.totals)) <= 0.01
     changes, _, round_state = run(
-        job_of(zoo.build("bert"), train_config=TrainConfig(precision="bf16"))
+        job_of(zoo.build("bert"), train_arguments=TrainArguments(precision="bf16"))
     )
     assert not round_state.slow_reason and all(
         change.isfinite().all() for change in changes.values()
@@ -804,7 +804,7 @@ REFUSED: dict[str, Any] = {
     "num_workers": 1,
     "cache_activations": True,
 }
-"""Fields of TrainConfig with a value that DP-SGD refuses."""
+"""Fields of TrainArguments with a value that DP-SGD refuses."""
 TAKEN = {
     "optimizer",
     "lr",
@@ -814,17 +814,17 @@ TAKEN = {
     "precision",
     "gradient_checkpointing",
 }
-"""Fields of TrainConfig that DP-SGD uses; of precision bf16."""
+"""Fields of TrainArguments that DP-SGD uses; of precision bf16."""
 
 
 def test_every_field_of_a_train_config_is_used_or_refused_by_name() -> None:
     """Or it says how many examples and steps, which are those of the guarantee."""
     own = {"epochs", "steps", "batch_size"}
-    assert REFUSED.keys() | TAKEN | own == {f.name for f in fields(TrainConfig)}
+    assert REFUSED.keys() | TAKEN | own == {f.name for f in fields(TrainArguments)}
     for name, value in REFUSED.items():
-        train_config = replace(TrainConfig(sgd()), **{name: value})
+        train_arguments = replace(TrainArguments(sgd()), **{name: value})
         with pytest.raises(PrivacyError, match=rf"train\.{name} cannot be used with"):
-            run(job_of(zoo.build("bert"), train_config=train_config))
+            run(job_of(zoo.build("bert"), train_arguments=train_arguments))
 
 
 def test_its_steps_are_at_the_rates_of_the_schedule() -> None:
@@ -833,14 +833,16 @@ def test_its_steps_are_at_the_rates_of_the_schedule() -> None:
     for number in (1, 2):
         schedule = LRSchedule("linear", rounds=2)
         job = replace(
-            job_of(zoo.build("bert"), train_config=TrainConfig(sgd(), 1.0, lr_scheduler=schedule)),
+            job_of(
+                zoo.build("bert"), train_arguments=TrainArguments(sgd(), 1.0, lr_scheduler=schedule)
+            ),
             round=number,
         )
         moved.append(run(job, replace(PRIVATELY, steps=1))[0])
     for key, change in moved[0].items():
         torch.testing.assert_close(change, moved[1][key] * 2, rtol=1e-3, atol=1e-6)
-    warm = TrainConfig(sgd(), lr_scheduler=LRSchedule("linear", 1, rounds=2))
-    still = run(job_of(zoo.build("bert"), train_config=warm), replace(PRIVATELY, steps=1))[0]
+    warm = TrainArguments(sgd(), lr_scheduler=LRSchedule("linear", 1, rounds=2))
+    still = run(job_of(zoo.build("bert"), train_arguments=warm), replace(PRIVATELY, steps=1))[0]
     assert not any(change.any() for change in still.values())
 
 
@@ -851,7 +853,8 @@ def test_checkpointing_changes_no_private_bit_that_matters() -> None:
         found.append(
             run(
                 job_of(
-                    deepcopy(model), train_config=TrainConfig(sgd(), 1.0, gradient_checkpointing=on)
+                    deepcopy(model),
+                    train_arguments=TrainArguments(sgd(), 1.0, gradient_checkpointing=on),
                 )
             )
         )

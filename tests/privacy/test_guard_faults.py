@@ -40,7 +40,7 @@ from fedplan.privacy.mechanisms.vote import NoisyVote
 from fedplan.storage import append_log
 from fedplan.storage.append_log import LogHead, head_file
 from fedplan.tensors.sums import GRID, ExactSum
-from fedplan.training.fit import Job, TrainConfig
+from fedplan.training.fit import Job, TrainArguments
 from fedplan.training.optimizers import sgd
 
 SECRET = bytes(range(32))
@@ -67,7 +67,7 @@ def test_the_same_request_from_other_values_has_another_noise_and_costs(tmp_path
         roles = resolve(parse("share()"), describe(model), Turn())
         before = get_values(model, roles)
         fit = guard.make_fit(1, "study/1/hospital", content)
-        fit(Job(model, roles, Few("bert", 0, 8), far, TrainConfig(sgd(), lr=1.0), 7, before))
+        fit(Job(model, roles, Few("bert", 0, 8), far, TrainArguments(sgd(), lr=1.0), 7, before))
         changes.append(
             torch.cat([(v - before[k]).flatten() for k, v in get_values(model, roles).items()])
         )
@@ -85,7 +85,7 @@ def test_masks_and_dropout_follow_no_public_seed() -> None:
         model = zoo.build("bert")
         roles = resolve(parse("share()"), describe(model), Turn())
         before, noise = get_values(model, roles), NoiseStream(key)
-        job = Job(model, roles, Few("bert", 0, 4), far, TrainConfig(sgd(), lr=1.0), seed, before)
+        job = Job(model, roles, Few("bert", 0, 4), far, TrainArguments(sgd(), lr=1.0), seed, before)
         train_dp_sgd(
             job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform
         )
@@ -126,7 +126,7 @@ def test_hidden_tokens_follow_no_public_seed() -> None:
         roles,
         Spy(),
         lambda m, b: m(**b).loss,
-        TrainConfig(sgd()),
+        TrainArguments(sgd()),
         7,
         get_values(model, roles),
     )

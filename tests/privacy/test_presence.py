@@ -39,7 +39,7 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.studies.schema import ConfigError, Study, read_study, study_from_dict
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 NAMES = ("client-0", "client-1", "client-2")
 TRAITS = {"client-1": {"site": "a"}, "client-2": {"site": "b"}}
@@ -80,7 +80,7 @@ def make_agreement(made: Method, guarantee: Guarantee) -> Agreement:
     return Agreement("presence", describe(zoo.build("bert")), made, PACE, guarantee, start="one")
 
 
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=1)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=1)
 
 
 def released(server: Server, round_state: RoundState) -> dict[str, Any]:

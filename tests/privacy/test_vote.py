@@ -24,7 +24,7 @@ from fedplan.privacy.accounting.accountant import Release, calibrate, epsilon
 from fedplan.privacy.guard import ClientGuard
 from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, is_voting_round, make_ballot
 from fedplan.runners.local import Federation
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.probes import ProbeInput
 
 SECRET = bytes(range(32))
@@ -149,7 +149,7 @@ def test_a_vote_that_nobody_came_to_is_held_and_charged(tmp_path: Path) -> None:
         "empty",
         describe(model),
         method_by_name("safl", {"k": 1, "joint_choice": True}),
-        TrainConfig(),
+        TrainArguments(),
         guarantee,
     )
     fed = Federation(agreement, model, few("bert"), loss, tmp_path, rounds=1)

@@ -41,13 +41,13 @@ from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests, nbytes
 from fedplan.tensors.serialization import unpack_message
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 
 NIGHT = pytest.mark.nightly
 WIRES = ("plain()", "delta()", "bf16()", "int8()", "pipe(delta(), topk(0.3), int8())")
 ROUNDS, NAMES = 3, ("client-0", "client-1")
-PACE = TrainConfig(sgd(), lr=1e-2, batch_size=2, steps=1)
+PACE = TrainArguments(sgd(), lr=1e-2, batch_size=2, steps=1)
 SOON = Timeouts(sites=2.0, updates=60.0, reconnect=1.0, poll_interval=0.001)
 
 

@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 
 import fedplan as fp
 from fedplan.cli import app
+from fedplan.errors import PlanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.participation import Participation
 from fedplan.language.plan import Best, Role
-from fedplan.language.resolution import Participants, phase_names
+from fedplan.language.resolution import Participants, Resolver, phase_names
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PhaseContext, PlannedPhases
 from fedplan.models.catalog import SHORT_NAMES, meta_model
@@ -38,7 +39,7 @@ from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import aux_name, nbytes
-from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainConfig
+from fedplan.training.fit import ClientHook, Fit, FitResult, Job, TrainArguments
 
 FEDFROZEN = "chain(share(), when(after(20), freeze(query | key)))"
 SAFL = "chain(freeze(), best(8))"
@@ -115,7 +116,7 @@ def test_a_phase_is_a_stage_of_its_own_until_it_has_a_date() -> None:
     dated = forecast(plan, params, phases={"frozen": 20})
     assert [s.name for s in dated.clients[0].stages] == ["rounds 1-20", "rounds 21-100"]
     assert dated.notes == ()
-    with pytest.raises(fp.PlanError, match="no phase 'frosen'"):
+    with pytest.raises(PlanError, match="no phase 'frosen'"):
         forecast(plan, params, phases={"frosen": 20})
 
 
@@ -167,7 +168,7 @@ def test_a_model_of_7b_is_resolved_in_under_a_second() -> None:
 
 def test_ten_thousand_clients_are_resolved_in_a_few_seconds() -> None:
     params = fp.params_of("llama-2-7b")
-    resolver = fp.Resolver(fp.parse("chain(share(), when(after(20), freeze(kernel)))"), params)
+    resolver = Resolver(fp.parse("chain(share(), when(after(20), freeze(kernel)))"), params)
     started = time.process_time()
     answers = {id(resolver(fp.Turn(round=21, client=str(i)))) for i in range(10_000)}
     assert len(answers) == 1
@@ -302,7 +303,7 @@ def views_of(forecast: Forecast, method: Method, client: str) -> list[ClientFore
 @example(Method(fp.parse("cycle(share(), hold(), freeze())"), client_hooks=(nudging(()),)), True)
 @settings(max_examples=often(400), deadline=None)
 def test_every_message_is_within_the_bounds(method: Method, everyone: bool) -> None:
-    agreement = Agreement("law", LAW_PARAMS, method, TrainConfig())
+    agreement = Agreement("law", LAW_PARAMS, method, TrainArguments())
     assert isinstance(method.phase_rule, PlannedPhases)
     real = messages(agreement, Participation() if everyone else Some())
     free = any(isinstance(step, Best) for step in method.plan.walk())

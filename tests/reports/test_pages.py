@@ -30,7 +30,7 @@ from fedplan.reports.pages.roles import roles_section
 from fedplan.reports.pages.run_report import report_page, watch_report
 from fedplan.reports.pages.traffic import count_traffic
 from fedplan.storage.locks import current_process
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 
 BAD = '<script>alert("1")</script>'
 NAMES = [BAD, "north & south", "=cmd()"]
@@ -122,7 +122,7 @@ def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) ->
         place / "hidden-csv"
     )
     assert "participation.csv" not in os.listdir(place / "hidden-csv")
-    turns = sum(map(len, read_run_facts(open_run(place / "hidden")).turns))
+    turns = sum(map(len, read_run_facts(read_run(place / "hidden")).turns))
     assert "worst" not in words and f"{turns} turns" not in words
     assert not {"upload-by-part.csv", "drift.csv", "clients.csv"} & set(
         os.listdir(place / "hidden-csv")
@@ -131,7 +131,7 @@ def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) ->
 
 @pytest.mark.parametrize("folder", ["a", "b", "hidden"])
 def test_bytes_by_part_are_those_of_the_ledger(place: Path, folder: str) -> None:
-    facts = read_run_facts(open_run(place / folder))
+    facts = read_run_facts(read_run(place / folder))
     turns = [turn for held in facts.turns for turn in held]
     found = count_traffic(facts)
     assert found.up.total() == sum(turn.upload_bytes for turn in turns) > 0
@@ -146,7 +146,7 @@ def test_bytes_by_part_are_those_of_the_ledger_whatever_travels(here: Path, meth
     text = re.sub('plan = ".*"', said, (here / "study.toml").read_text())
     (here / "study.toml").write_text(text.replace("[clients]", "[clients]\nlate_fraction = 0.2"))
     fp.run_study("study.toml", "out")
-    facts = read_run_facts(open_run("out"))
+    facts = read_run_facts(read_run("out"))
     turns, found = [turn for held in facts.turns for turn in held], count_traffic(facts)
     assert found.up.total() == sum(turn.upload_bytes for turn in turns)
     assert found.down.total() == sum(turn.download_bytes for turn in turns)
@@ -155,7 +155,7 @@ def test_bytes_by_part_are_those_of_the_ledger_whatever_travels(here: Path, meth
 
 def test_the_grid_of_roles_is_what_the_ledger_says(place: Path) -> None:
     """The study freezes query and key after its first round, and keeps the head."""
-    (figure,) = roles_section(read_run_facts(open_run(place / "a"))).figures
+    (figure,) = roles_section(read_run_facts(read_run(place / "a"))).figures
     told = {(row[0], row[1], row[2]): row[3] for row in figure.drawing.rows}
     assert told["query", 1, 1] == "shared" and told["query", 2, 3] == "frozen"
     assert told["head", 1, 3] == "kept" and told["mlp", 1, 3] == "shared"
@@ -175,21 +175,21 @@ def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None
     assert code == 0 and json.loads(said) == {"file": str(place / "x.html"), "fault_count": 0}
     with (place / "csv" / "scores.csv").open() as out:
         rows = [row for row in csv.DictReader(out) if row["series"] == "global"]
-    metrics = open_run(place / "a").metrics
+    metrics = read_run(place / "a").metrics
     assert [float(row["accuracy"]) for row in rows] == [row["global.accuracy"] for row in metrics]
     with (place / "csv" / "clients.csv").open() as out:
         assert {row["series"] for row in csv.DictReader(out)} >= {BAD, "'=cmd()"}
 
 
 def test_runs_that_differ_by_their_seed_alone_are_one_line_with_a_band(place: Path) -> None:
-    both = [read_run_facts(open_run(place / name)) for name in ("a", "b")]
+    both = [read_run_facts(read_run(place / name)) for name in ("a", "b")]
     (group,) = group_runs(both)
     band = group.series(lambda each: each.global_scores("")).band
     ends = [dict(each.global_scores("").points) for each in both]
     assert band == tuple(
         (min(a, b), max(a, b)) for a, b in zip(*(e.values() for e in ends), strict=True)
     )
-    assert len(group_runs([*both, read_run_facts(open_run(place / "hidden"))])) == 2
+    assert len(group_runs([*both, read_run_facts(read_run(place / "hidden"))])) == 2
     text = report_page([place / "a", place / "b"]).html()
     assert "mean of 2 runs" in text and "Audit, tiny, seed 1" in headings(text)
 
@@ -241,7 +241,7 @@ def many(facts: RunFacts, count: int) -> RunFacts:
 
 
 def test_of_many_clients_those_that_were_missing_are_shown(place: Path) -> None:
-    section = participation_section(many(read_run_facts(open_run(place / "a")), 100))
+    section = participation_section(many(read_run_facts(read_run(place / "a")), 100))
     (figure,) = section.figures
     shown = dict.fromkeys(row[0] for row in figure.drawing.rows)
     assert len(shown) <= MAX_CLIENTS and {f"client {n}" for n in range(5)} <= set(shown)

@@ -35,13 +35,13 @@ from fedplan.federation.ledger.status import (
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.privacy.mechanisms import noise
 from fedplan.reports.status import DEAD, RunSnapshot, follow_run, run_snapshot, stop_run, watch
-from fedplan.runners.api import run_study
+from fedplan.run import run_study
 from fedplan.runners.simulation import Simulation
 from fedplan.storage import files as storage_files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.storage.locks import Process, current_process
 from fedplan.storage.logs import read_log
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import read_study
 
 REACHED = sorted(
@@ -92,7 +92,7 @@ def test_a_killed_driver_is_told_as_dead_after_the_round_that_it_committed(
         return
     found = run_snapshot("out")
     assert found.state == DEAD and not found.live
-    assert found.round == open_run("out").round and found.status.round in (
+    assert found.round == read_run("out").round and found.status.round in (
         found.round,
         found.round - 1,
     )
@@ -101,7 +101,7 @@ def test_a_killed_driver_is_told_as_dead_after_the_round_that_it_committed(
     again = run_study("study.toml", "out", resume=True)
     found = run_snapshot("out")
     assert (found.state, found.round, found.status.round) == (RunState.DONE, ROUNDS, ROUNDS)
-    assert again.federation.global_state.round == ROUNDS
+    assert again.round == ROUNDS
     assert len(read_log(Path("out"))) > 3
 
 

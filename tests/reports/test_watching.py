@@ -33,10 +33,11 @@ from fedplan.reports.monitoring import (
     serve_metrics,
     start_monitoring,
 )
-from fedplan.runners.api import simulate
+from fedplan.run import RunOptions, simulate
 from fedplan.runners.flower.keys import make_keys
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
+from fedplan.studies.train_section import TrainConfig
 
 # What leaves ---------------------------------------------------------------------------------
 
@@ -64,7 +65,10 @@ def test_nothing_of_rows_or_values_is_in_what_is_told(tmp_path: Path) -> None:
     from fedplan.language.plan import share
 
     folder = tmp_path / "run"
-    made = simulate(share(), Tower(), rows, loss, rounds=2, folder=folder, run=False)
+    options = RunOptions(folder=folder, start=False)
+    train = TrainConfig(rounds=2)
+    made = simulate(share(), Tower(), rows, loss, train=train, options=options).simulation
+    assert made is not None
     heard = Heard()
     made.events = made.federation.executor.events = made.federation.events = EventStream(
         folder, [heard]

@@ -317,10 +317,16 @@ def test_what_is_said_of_workers_fits(here: Path) -> None:
     assert code == 2 and "local, pool, ray or flower" in said.replace("\n", " ")
 
 
-def test_objects_of_this_process_have_no_workers() -> None:
-    rows = {"a": [{"x": torch.zeros(1)}]}
+def test_objects_of_this_process_have_no_workers(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).sum()
+
+    rows, options = {"a": [{"x": torch.zeros(1)}]}, fp.RunOptions(start=False)
+    run = fp.simulate(fp.share(), torch.nn.Linear(1, 1), rows, loss, options=options)
+    assert run.simulation
+    study, inputs = run.simulation.study, run.simulation.in_memory
     with pytest.raises(fp.FedplanError, match=r'write it as a study file.*runner="local"'):
-        fp.simulate(fp.share(), torch.nn.Linear(1, 1), rows, runner="pool", workers=2)  # type: ignore[arg-type]
+        Simulation(study, tmp_path, inputs, pool_config=PoolConfig())
 
 
 def test_no_old_world_and_no_folder_of_the_idle_stays(here: Path) -> None:

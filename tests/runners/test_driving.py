@@ -46,7 +46,7 @@ from fedplan.storage.logs import read_log
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import pack_message
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 NAMES = ("client-0", "client-1", "client-2")
 SOON = Timeouts(sites=0.3, updates=0.2, reconnect=0.05, poll_interval=0.005)
@@ -65,7 +65,7 @@ class Driven:
             "driven",
             describe(zoo.build("bert")),
             method_by_name("fedavg"),
-            TrainConfig(batch_size=2, steps=1),
+            TrainArguments(batch_size=2, steps=1),
             start="one",
         )
         start = get_values(zoo.build("bert"), agreement.params)

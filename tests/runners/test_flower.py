@@ -54,9 +54,9 @@ from fedplan.tensors import serialization
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import SerializationError
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
-PACE = TrainConfig(lr=1e-2, batch_size=2, steps=2)
+PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
 ROUNDS = 5
 NAMES = ("client-0", "client-1", "client-2")
 METHODS: dict[str, Method] = {

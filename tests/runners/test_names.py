@@ -18,7 +18,7 @@ from fedplan.federation.endpoint import TRAIN, Endpoint
 from fedplan.federation.ledger.faults import describe_code, read_faults
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
-from fedplan.runners.api import run_study
+from fedplan.run import run_study
 from fedplan.sites.gateway import SiteGateway
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpack_message

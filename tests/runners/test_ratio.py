@@ -80,8 +80,10 @@ def test_a_round_costs_little_more_than_bare_torch(tmp_path: Path) -> None:
     )
     twin = copy.deepcopy(model).train()
     simulation = fp.simulate(
-        fp.methods.fedavg(), model, clients, loss, rounds=ROUNDS + 1, folder=tmp_path, run=False,
-        train={"optimizer": "sgd", "lr": RATE, "batch_size": BATCH, "steps": STEPS},
+        fp.methods.fedavg(), model, clients, loss, options=fp.RunOptions(folder=tmp_path, start=False),
+        train=fp.TrainConfig(
+            rounds=ROUNDS + 1, optimizer="sgd", lr=RATE, batch_size=BATCH, steps=STEPS
+        ),
     )  # fmt: skip
     rounds, ratios = simulation.rounds(), list[float]()
     for _ in range(ROUNDS + 1):

@@ -8,7 +8,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.methods import METHODS, Method, method_by_name
 from fedplan.methods.method import parse_recorded_method
-from fedplan.runners.api import run_study, simulate
-from fedplan.runners.simulation import Simulation
+from fedplan.run import run_study, simulate
 from fedplan.studies.experiment import build_experiment, make_method
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import ConfigError, read_study
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.named import digests
@@ -64,6 +64,7 @@ def table(seed: int, rows: int = 12) -> torch.utils.data.TensorDataset:
 
 
 ROWS = {"north": table(1), "south": table(2, 9)}
+ONE = fp.TrainConfig(rounds=1)
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -78,16 +79,35 @@ def right(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"accuracy": (model(batch["inputs"]).argmax(-1) == batch["labels"]).float().mean()}
 
 
-def played(folder: Path | None = None, **said: Any) -> Simulation:
-    usual: dict[str, Any] = {"rounds": 4, "train": {"batch_size": 4, "lr": 0.05}, "test": table(3)}
-    whole = {**usual, "metrics": right, "folder": folder, **said}
-    return simulate(whole.pop("method", PLAN), whole.pop("model", tower()), ROWS,
-                    whole.pop("loss", loss), **whole)  # fmt: skip
+def played(
+    folder: Path | None = None, *, rounds: int = 4, lr: float = 0.05, tests: Any = None, **said: Any
+) -> fp.Run:
+    """A run in `folder`; `tests` are the clients' own, and `options` are in `said` as they are."""
+    names = {f.name for f in fields(fp.RunOptions)}
+    options = {name: said.pop(name) for name in names & said.keys()}
+    clients = {
+        name: {"train": rows, "test": tests[name]} if name in (tests or {}) else rows
+        for name, rows in ROWS.items()
+    }
+    usual: dict[str, Any] = {"test": table(3), "task": fp.CustomTask(metrics=right)}
+    return simulate(
+        said.pop("method", PLAN),
+        said.pop("model", tower()),
+        clients,
+        said.pop("loss", loss),
+        train=fp.TrainConfig(rounds=rounds, batch_size=4, lr=lr),
+        options=fp.RunOptions(folder=folder, **options),
+        **{**usual, **said},
+    )
 
 
-def values(run: Simulation) -> list[dict[str, str]]:
+def values(run: fp.Run) -> list[dict[str, str]]:
     models = [run.global_model(), *(run.personal_model(name) for name in ROWS)]
     return [digests(dict(model.named_parameters())) for model in models]
+
+
+def global_digests(run: fp.Run) -> dict[str, str]:
+    return digests(read_run(run.folder).global_state.values)
 
 
 def test_objects_give_the_bits_of_the_study_that_says_the_same(here: Path) -> None:
@@ -98,14 +118,12 @@ def test_objects_give_the_bits_of_the_study_that_says_the_same(here: Path) -> No
     told, experiment = run_study(study, here / "file"), build_experiment(study)
     shares = experiment.data
     given = simulate(
-        make_method(study), experiment.model, shares.train, shares.task.loss, test=shares.common_test,
-        name=study.name, seed=study.seed, rounds=study.train.rounds,
-        train=study.train.model_dump(exclude={"rounds"}, exclude_defaults=True),
-        fraction=study.clients.fraction, folder=here / "objects",
+        make_method(study), experiment.model, shares.train, shares.task.loss,
+        test=shares.common_test, train=study.train,
+        participation=fp.ClientsConfig(fraction=study.clients.fraction),
+        options=fp.RunOptions(folder=here / "objects", name=study.name, seed=study.seed),
     )  # fmt: skip
-    assert digests(told.federation.global_state.values) == digests(
-        given.federation.global_state.values
-    )
+    assert global_digests(told) == global_digests(given)
     assert told.metrics[-1]["upload_bytes"] == given.metrics[-1]["upload_bytes"]
 
 
@@ -137,7 +155,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(at: int, tmp_path: Pa
     assert fp.open_run(tmp_path / "broken").round == at
     again = played(tmp_path / "broken", resume=True)
     assert values(again) == whole
-    waiting = played(tmp_path / "waits", run=False)
+    waiting = played(tmp_path / "waits", start=False)
     for closed, _ in zip(waiting.rounds(), range(at), strict=False):
         assert closed.round == len(closed.metrics) <= at
     assert values(waiting.resume()) == whole
@@ -161,7 +179,7 @@ def test_rounds_can_be_added(tmp_path: Path) -> None:
             {"method": replace(Method(PLAN), compression=parse_codec("half()"))},
             "method.from_python",
         ),
-        ({"train": {"batch_size": 4, "lr": 0.06}}, "train.lr"),
+        ({"lr": 0.06}, "train.lr"),
         ({"seed": 1}, "seed"),
         ({"model": nn.Sequential(nn.Linear(4, 4), tower())}, "model.from_python"),
     ],
@@ -183,16 +201,19 @@ def test_a_run_goes_on_from_the_same_values_and_rows_alone(tmp_path: Path) -> No
         played(tmp_path, resume=True, model=other)
     given = {"north": ROWS["north"], "south": table(7, 9)}
     with pytest.raises(fp.FedplanError, match="other examples of south"):
-        simulate(PLAN, tower(), given, loss, metrics=right, test=table(3), rounds=4,
-                 train={"batch_size": 4, "lr": 0.05}, folder=tmp_path, resume=True)  # fmt: skip
+        simulate(
+            PLAN, tower(), given, loss, task=fp.CustomTask(metrics=right), test=table(3),
+            train=fp.TrainConfig(rounds=4, batch_size=4, lr=0.05),
+            options=fp.RunOptions(folder=tmp_path, resume=True),
+        )  # fmt: skip
 
 
 def test_early_stopping_stops_and_stays_stopped(tmp_path: Path) -> None:
     stop = EarlyStopping("global.loss", patience=1, min_delta=10.0)
     run = played(tmp_path / "a", callbacks=[stop])
-    assert run.federation.global_state.round == 2 and run.stopped.startswith("global.loss has not")
-    assert run.resume().federation.global_state.round == 2, "what stopped it stops it again"
-    assert run.resume(callbacks=[]).federation.global_state.round == 4
+    assert run.round == 2 and run.stopped.startswith("global.loss has not")
+    assert run.resume().round == 2, "what stopped it stops it again"
+    assert run.resume(callbacks=[]).round == 4
     assert values(run) == values(played(tmp_path / "b")), "a run that waited is the same run"
 
 
@@ -255,8 +276,9 @@ class Batched:
 @pytest.mark.parametrize("kind", ROWS_OF)
 def test_rows_of_every_kind_train_alike(kind: str) -> None:
     given = {name: ROWS_OF[kind](rows) for name, rows in ROWS.items()}
-    run = simulate(PLAN, tower(), given, loss, rounds=2, train={"batch_size": 4, "lr": 0.05})
-    alike = simulate(PLAN, tower(), ROWS, loss, rounds=2, train={"batch_size": 4, "lr": 0.05})
+    train = fp.TrainConfig(rounds=2, batch_size=4, lr=0.05)
+    run = simulate(PLAN, tower(), given, loss, train=train)
+    alike = simulate(PLAN, tower(), ROWS, loss, train=train)
     assert values(run) == values(alike)
 
 
@@ -275,7 +297,7 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 )
 def test_rows_that_make_no_batch_are_refused(rows: Any, why: str) -> None:
     with pytest.raises(fp.FedplanError, match=why):
-        simulate(PLAN, tower(), {"north": rows}, loss, rounds=1)
+        simulate(PLAN, tower(), {"north": rows}, loss, train=ONE)
 
 
 def test_a_folder_of_objects_says_how_to_go_on(tmp_path: Path) -> None:
@@ -284,7 +306,7 @@ def test_a_folder_of_objects_says_how_to_go_on(tmp_path: Path) -> None:
         lambda: run_study(run.study, run.folder, resume=True),
         lambda: build_experiment(run.study),
     ):
-        with pytest.raises(ConfigError, match=r"fedplan\.simulate\(\.\.\., folder=\.\.\., resume"):
+        with pytest.raises(ConfigError, match=r"fedplan\.simulate\(.*folder=\.\.\., resume"):
             build()
     with pytest.raises(ConfigError, match="holds a run"):
         played(tmp_path / "run", rounds=1)
@@ -307,31 +329,31 @@ def test_a_told_method_agrees_with_itself(wire: str) -> None:
 
 
 def test_each_round_that_is_told_keeps_its_own_row() -> None:
-    told = list(played(run=False).rounds())
+    told = list(played(start=False).rounds())
     assert [(c.round, c.row["round"], len(c.metrics)) for c in told] == [
         (n, n, n) for n in (1, 2, 3, 4)
     ]
 
 
 def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> None:
-    run = played(tmp_path, run=False)
+    run = played(tmp_path, start=False)
     playing = run.rounds()
     next(playing)
     run.resume()
-    assert list(playing) == [] and run.federation.global_state.round == 4
+    assert list(playing) == [] and run.round == 4
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"train": {"rounds": 2}}, "give it once"),
-        ({"evaluate": {"metrics": ["accuracy"]}}, "compute them in your own `metrics`"),
-        ({"task": make_task("text-classification", columns="x", label="y", labels="ab")}, "or give these"),
-        ({"primary": "f2", "client_tests": {"north": table(5)}}, "primary is 'f2', but the metrics are loss, "),
+        ({"evaluate": fp.EvaluateConfig(metrics=["accuracy"])}, "compute them in your own `metrics`"),
+        ({"task": make_task("text-classification", columns="x", label="y", labels="ab")}, "give a task, or a loss"),
+        ({"task": fp.CustomTask(metrics=right, primary="f2"), "tests": {"north": table(5)}}, "primary is 'f2', but the metrics are loss, "),
         ({"test": None, "callbacks": [EarlyStopping("global.loss")]}, "has no global metrics"),
         ({"callbacks": [None]}, "an item that is not callable"),
         ({"method": "fedavg"}, "give a plan"),
-        ({"client_tests": {"west": table(5)}}, "client_tests has data of 'west', which is not in clients"),
+        ({"evaluate": {"every": 2}}, r"evaluate is a dict: give fp.EvaluateConfig\(...\)"),
+        ({"participation": fp.ClientsConfig(names=["north"])}, "the clients are those with data"),
         ({"test": [(torch.zeros(9), 1)]}, "the examples of the common test set: RuntimeError"),
         ({"loss": lambda model, batch: model(batch["inputs"])}, "it must be one number"),
     ],
@@ -370,23 +392,23 @@ def test_the_code_of_a_model_is_part_of_the_run(tmp_path: Path) -> None:
         assert spec is not None and spec.loader is not None
         module = sys.modules["small"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        told.append(simulate(fp.share(), module.Small(4, 2), ROWS, loss, rounds=1).study.digest)
+        told.append(simulate(fp.share(), module.Small(4, 2), ROWS, loss, train=ONE).study.digest)
     assert told[0] != told[1]
 
 
-PRIVATE = {"unit": "client", "epsilon": 50.0, "noise_multiplier": 1.0}
+PRIVATE = fp.PrivacyConfig(unit="client", epsilon=50.0, noise_multiplier=1.0)
 
 
 @pytest.mark.parametrize("metric", ["aggregated", "loss", "personal.loss", "upload_bytes"])
 def test_no_run_stops_by_what_is_hidden(metric: str) -> None:
     stop = EarlyStopping(metric)
     with pytest.raises(fp.FedplanError, match="depends on private data"):
-        played(privacy=PRIVATE, client_tests={"north": table(5)}, callbacks=[stop])
+        played(privacy=PRIVATE, tests={"north": table(5)}, callbacks=[stop])
 
 
 def test_personal_scores_are_better_in_the_direction_of_their_task() -> None:
     own = dict.fromkeys(ROWS, table(5))
-    usual = {"client_tests": own, "callbacks": [EarlyStopping("personal.loss", patience=1)]}
+    usual = {"tests": own, "callbacks": [EarlyStopping("personal.loss", patience=1)]}
     falling = played(**usual).metrics
     assert [row["personal.loss"] for row in falling] == sorted(
         (row["personal.loss"] for row in falling), reverse=True
@@ -405,19 +427,24 @@ def test_privacy_by_example_hides_one_row_from_python_too(tmp_path: Path) -> Non
     model, folder = tiny_chat(tmp_path / "chat"), tmp_path / "run"
     rows = Dataset.from_dict({"text": ["The sky is blue and the grass is green. " * 6] * 6})
     goal = make_task("causal-lm", columns="text", model=model, max_length=8)
-    words = {"train": {"steps": 1, "batch_size": 2}, "rounds": 1, "folder": folder, "run": False}
-    privacy = {"unit": "example", "epsilon": 50.0, "noise_multiplier": 1.0, "examples_per_site": 6}
+    words: dict[str, Any] = {
+        "train": fp.TrainConfig(rounds=1, steps=1, batch_size=2),
+        "privacy": fp.PrivacyConfig(
+            unit="example", epsilon=50.0, noise_multiplier=1.0, examples_per_site=6
+        ),
+        "options": fp.RunOptions(folder=folder, start=False),
+    }
     made = AutoModelForCausalLM.from_pretrained(model)
-    run = simulate(fp.share(), made, {"north": rows}, task=goal, privacy=privacy, **words)
-    assert len(run.data.train["north"]) == len(rows)
+    run = simulate(fp.share(), made, {"north": rows}, task=goal, **words)
+    assert run.simulation and len(run.simulation.data.train["north"]) == len(rows)
     packed = make_task("instruction", columns=["prompt", "response"], model=model, packing=True)
     with pytest.raises(fp.FedplanError, match="packing joins several rows in one example"):
-        simulate(fp.share(), made, {"north": rows}, task=packed, privacy=privacy, **words)
+        simulate(fp.share(), made, {"north": rows}, task=packed, **words)
 
 
 def test_a_client_without_rows_takes_no_step() -> None:
-    run = simulate(PLAN, tower(), {**ROWS, "empty": []}, loss, rounds=1)
-    assert run.federation.global_state.round == 1
+    run = simulate(PLAN, tower(), {**ROWS, "empty": []}, loss, train=ONE)
+    assert run.round == 1
 
 
 def test_a_run_whose_rounds_are_left_ends_in_silence(tmp_path: Path) -> None:
@@ -425,8 +452,8 @@ def test_a_run_whose_rounds_are_left_ends_in_silence(tmp_path: Path) -> None:
 import fedplan as fp, torch
 rows = {{"a": [{{"x": torch.zeros(3), "y": torch.zeros(1)}}]}}
 loss = lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean()
-run = fp.simulate(fp.share(), torch.nn.Linear(3, 1), rows, loss, rounds=3, run=False,
-                  folder={str(tmp_path / "run")!r})
+run = fp.simulate(fp.share(), torch.nn.Linear(3, 1), rows, loss, train=fp.TrainConfig(rounds=3),
+                  options=fp.RunOptions(start=False, folder={str(tmp_path / "run")!r}))
 rounds = run.rounds()
 print(next(rounds).round)
 """
@@ -435,3 +462,51 @@ print(next(rounds).round)
     assert (
         "the iterator over its rounds was closed" in (tmp_path / "run" / "status.json").read_text()
     )
+
+
+def test_a_run_of_files_gives_its_models_and_its_report_however_it_is_had(here: Path) -> None:
+    """The object of `run_study` and that of `open_run` are of one kind, with the same bits."""
+    (here / "study.toml").write_text(STUDY)
+    run = run_study(read_study(here / "study.toml", ["train.rounds=2"]), here / "run")
+    opened = fp.open_run(here / "run")
+    assert type(opened) is type(run) and opened.metrics == run.metrics
+    assert opened.ledger == run.ledger and opened.study == run.study and opened.round == 2
+    for client in ("", run.clients[0]):
+        models = [r.personal_model(client) if client else r.global_model() for r in (run, opened)]
+        assert digests(dict(models[0].named_parameters())) == digests(
+            dict(models[1].named_parameters())
+        )
+    assert "Learning curves" in opened.report(here / "report.html").read_text()
+    with pytest.raises(ConfigError, match="there is no client 'nobody'"):
+        opened.personal_model("nobody")
+    del run
+    assert opened.resume(3).round == 3 and len(opened.metrics) == 3
+
+
+def test_a_run_of_objects_has_a_report_and_lends_no_model_to_its_folder(tmp_path: Path) -> None:
+    run = played(tmp_path / "run", rounds=1, tests={"north": table(5)})
+    assert "Learning curves" in run.report(tmp_path / "report.html").read_text()
+    with pytest.raises(ConfigError, match="got its model and data from Python"):
+        fp.open_run(run.folder).global_model()
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("rounds", r"train=fp.TrainConfig\(rounds=...\)"),
+        ("fraction", r"participation=fp.ClientsConfig\(fraction=...\)"),
+        ("client_tests", r'clients=\{"north": \{"train": ..., "test": ...\}\}'),
+        ("run", r"options=fp.RunOptions\(start=False\)"),
+        ("workers", "fp.run_study"),
+        ("wrong", "'wrong'$"),
+    ],
+)
+def test_a_word_that_belongs_elsewhere_is_told_its_place(word: str, place: str) -> None:
+    with pytest.raises(TypeError, match=place):
+        simulate(PLAN, tower(), ROWS, loss, **{word: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [{"test": table(1)}, {"train": table(1), "valid": table(2)}])
+def test_a_clients_examples_are_to_train_and_to_test(data: Any) -> None:
+    with pytest.raises(ConfigError, match=r"clients\['north'\] is a mapping with"):
+        simulate(PLAN, tower(), {"north": data}, loss)

@@ -18,7 +18,7 @@ from fedplan.federation.rounds import make_request
 from fedplan.runners.site_runtime import site_study_folder
 from fedplan.sites.gateway import SiteGateway
 from fedplan.storage.encryption import new_key_file
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import ConfigError, study_from_dict
 from fedplan.studies.toml_values import parse_toml
 from fedplan.tensors.serialization import unpack_message
@@ -76,10 +76,10 @@ def test_a_run_here_goes_on_from_what_its_clients_kept(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     cli = CliRunner()
     assert cli.invoke(app, ["run", str(file), "--output", str(one)]).exit_code == 0
-    first, run = open_run(one), ["run", str(file), "--output", str(two)]
+    first, run = read_run(one), ["run", str(file), "--output", str(two)]
     said = ["--set", "train.lr=1e-30", "--continue-from", str(one)]
     assert cli.invoke(app, [*run, *said]).exit_code == 0
-    second = open_run(two)
+    second = read_run(two)
     assert second.study.continue_from == first.identity.id
     for name in first.clients:
         before, after = first.client_state(name)[0], second.client_state(name)[0]

@@ -44,11 +44,11 @@ from fedplan.studies.experiment import build_experiment, outline_agreement
 from fedplan.studies.schema import ConfigError, study_from_dict
 from fedplan.studies.toml_values import parse_toml
 from fedplan.tensors.named import param_key
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 
 ROUNDS = 3
-PACE = TrainConfig(sgd(), lr=1e-2, batch_size=2, steps=1)
+PACE = TrainArguments(sgd(), lr=1e-2, batch_size=2, steps=1)
 MASKED = '[aggregation]\nkind = "secure"\nthreshold = 5'
 CLIENTS = 'unit = "client"\nepsilon = 900.0\nnoise = 1.0\n'
 

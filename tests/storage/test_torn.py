@@ -26,7 +26,7 @@ from fedplan.storage.append_log import head_file
 from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digests
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 ROUNDS = 3
 
@@ -37,7 +37,7 @@ def federation(folder: Path) -> Federation:
         "torn",
         describe(model),
         method_by_name("fedper"),
-        TrainConfig(lr=1e-2, batch_size=2, steps=1),
+        TrainArguments(lr=1e-2, batch_size=2, steps=1),
     )
     return Federation(agreement, model, few("bert", 2), loss, folder, rounds=ROUNDS)
 

@@ -32,12 +32,14 @@ from fedplan.models.values import (
     quantization_config,
     set_values,
 )
-from fedplan.runners.api import simulate
+from fedplan.run import Run, RunOptions, simulate
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import build_experiment, outline_agreement
 from fedplan.studies.export import export_run
+from fedplan.studies.run import read_run
 from fedplan.studies.run_folder import read_run_study
 from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.studies.train_section import TrainConfig
 from fedplan.tensors.named import Tensors, digests, nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -307,17 +309,18 @@ def test_a_model_from_python_goes_on_with_the_adapter_that_it_was_given(
     clients = {"north": rows.select(range(12)), "south": rows.select(range(12, 24))}
     goal = make_task("causal-lm", columns="response", tokenizer="chat", max_length=24)
 
-    def begun(**said: Any) -> Simulation:
+    def begun(rounds: int, **said: Any) -> Run:
         torch.manual_seed(len(said))
         packing = {"quantization_config": quantization_config(kind, torch.float32)} if kind else {}
         model = load_pretrained(hf.AutoModelForCausalLM, "chat", dtype=torch.float32, **packing)
         method = fedit(rank=2, with_head=False)
-        return simulate(method, model, clients, task=goal, train={"lr": 0.05}, **said)
+        train, options = TrainConfig(rounds=rounds, lr=0.05), RunOptions(**said)
+        return simulate(method, model, clients, task=goal, train=train, options=options)
 
     whole = begun(rounds=2, folder="one")
     begun(rounds=1, folder="two")
     again = begun(rounds=2, folder="two", resume=True)
-    same(whole.federation.global_state.values, again.federation.global_state.values)
+    same(*(read_run(run.folder).global_state.values for run in (whole, again)))
     assert is_quantized(again.global_model()) == bool(kind)
 
 

@@ -19,7 +19,7 @@ from often import AT_NIGHT
 import fedplan
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.run import Run, RunAdvanced, open_run, read_consistently
+from fedplan.studies.run import RunAdvanced, RunReader, read_consistently, read_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.named import digests
 
@@ -62,7 +62,7 @@ READ = """
 import json, sys
 from pathlib import Path
 from commands import run
-from fedplan.studies.run import Run, open_run
+from fedplan.studies.run import RunReader, read_run
 from fedplan.tensors.named import digests
 
 found = {}
@@ -71,8 +71,8 @@ for folder in map(Path, sys.argv[2:]):
     said = {"verify": run("verify", str(folder)), "privacy": run("privacy", str(folder))}
     said["export"] = run("export", str(folder), str(out))
     said["own"] = run("export", str(folder), str(out / "own"), "--client", "client-01")
-    one = open_run(folder)
-    for name, each in vars(Run).items():
+    one = read_run(folder)
+    for name, each in vars(RunReader).items():
         if not name.startswith("_") and not callable(each) and name != "best_state":
             getattr(one, name)
     said["round"], said["global"] = one.round, digests(one.global_state.values)
@@ -223,7 +223,7 @@ def simulation(tmp_path: Path) -> Simulation:
 
 
 def test_a_run_is_one_snapshot_however_late_it_is_read(simulation: Simulation) -> None:
-    known, run = truth(simulation), open_run(simulation.folder)
+    known, run = truth(simulation), read_run(simulation.folder)
     play(simulation)
     assert run.round == 1 and len(run.records) == 4 and len(run.metrics) == 1
     assert digests(run.global_state.values) == known["global"] and run.global_state.round == 1
@@ -233,7 +233,7 @@ def test_a_run_is_one_snapshot_however_late_it_is_read(simulation: Simulation) -
 
 
 def test_what_is_no_longer_there_is_no_later_value(simulation: Simulation) -> None:
-    run, read = open_run(simulation.folder), open_run(simulation.folder)
+    run, read = read_run(simulation.folder), read_run(simulation.folder)
     known = read.global_state
     play(simulation, 2)
     with pytest.raises(RunAdvanced):
@@ -246,7 +246,7 @@ def test_what_is_no_longer_there_is_no_later_value(simulation: Simulation) -> No
 def test_a_run_that_goes_on_is_looked_at_again(simulation: Simulation) -> None:
     looks = list[int]()
 
-    def look(run: Run) -> int:
+    def look(run: RunReader) -> int:
         looks.append(run.round)
         if len(looks) < 3:
             play(simulation)
@@ -260,7 +260,7 @@ def test_to_open_a_run_reads_no_values(simulation: Simulation) -> None:
     [file] = (simulation.folder / "global").glob("1.*.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    run = fedplan.open_run(simulation.folder)
+    run = read_run(simulation.folder)
     assert [type(each) for each in run.records].count(RoundRecord) == 1
     with pytest.raises(fedplan.FedplanError, match="its digest differs"):
         _ = run.global_state
@@ -269,10 +269,10 @@ def test_to_open_a_run_reads_no_values(simulation: Simulation) -> None:
 def test_a_run_without_a_round_is_its_study(tmp_path: Path) -> None:
     made = study(tmp_path / "data", "fedavg")
     simulation = Simulation(made, tmp_path / "run")
-    run = open_run(simulation.folder)
+    run = read_run(simulation.folder)
     assert (run.round, run.records, run.metrics) == (0, [], []) and run.study.digest == made.digest
     assert run.clients == ["client-00", "client-01", "client-02"] and run.labels == ["0", "1", "2"]
     with pytest.raises(ConfigError, match="no committed round"):
         _ = run.global_state
     with pytest.raises(ConfigError, match="is not the folder of a run"):
-        open_run(tmp_path)
+        read_run(tmp_path)

@@ -28,38 +28,38 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies import schema
 from fedplan.studies.schema import study_from_dict
 from fedplan.studies.sections import (
-    AggregationSection,
-    ClientsSection,
+    AggregationConfig,
+    ClientsConfig,
     DataSection,
-    DefenceSection,
-    EvaluateSection,
+    DefenceConfig,
+    EvaluateConfig,
     MethodSection,
-    PrivacySection,
+    PrivacyConfig,
     Section,
     TaskSection,
     TimeoutsSection,
 )
-from fedplan.studies.train_section import TrainSection
-from fedplan.training.fit import TrainConfig
+from fedplan.studies.train_section import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.probes import PROBES
 
 VALUES: dict[type[Section], type] = {
-    TrainSection: TrainConfig,
+    TrainConfig: TrainArguments,
     TimeoutsSection: Timeouts,
-    PrivacySection: Guarantee,
-    DefenceSection: Defence,
-    AggregationSection: SecAggConfig,
-    ClientsSection: Participation,
+    PrivacyConfig: Guarantee,
+    DefenceConfig: Defence,
+    AggregationConfig: SecAggConfig,
+    ClientsConfig: Participation,
     DataSection: Partition,
     TaskSection: Task,
     MethodSection: Method,
-    EvaluateSection: EvalConfig,
+    EvaluateConfig: EvalConfig,
 }
 OTHER = {
     (DataSection, "num_clients"): "none is for Python to say, or all that a column names",
     (DataSection, "min_examples"): "a client of a study has a row more, to be tested on",
-    (TrainSection, "optimizer"): "a name there, and a value here",
-    (TrainSection, "lr_scheduler"): "a name there, and a value here",
+    (TrainConfig, "optimizer"): "a name there, and a value here",
+    (TrainConfig, "lr_scheduler"): "a name there, and a value here",
     (TaskSection, "class_weights"): "a table there, and pairs here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "compression"): "a text there, and a value here",
@@ -95,7 +95,7 @@ def test_no_shared_default_is_spelled_in_the_schema(section: type[Section]) -> N
 
 
 def test_a_study_that_says_nothing_trains_at_the_pace_that_says_nothing() -> None:
-    assert TrainSection().train_config == TrainConfig()
+    assert TrainConfig().train_arguments == TrainArguments()
     assert Timeouts(**TimeoutsSection().model_dump()) == Timeouts()
     assert DataSection().min_examples == Partition.min_examples + 1
 

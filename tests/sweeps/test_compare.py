@@ -20,9 +20,9 @@ from fedplan.errors import FedplanError
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.status import ask_to_stop
 from fedplan.language.parser import parse
-from fedplan.runners.api import run_study
+from fedplan.run import run_study
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import read_study
 from fedplan.sweeps.comparisons import compare, compare_groups, group_results
 from fedplan.sweeps.results import RunResult, read_run_result
@@ -31,7 +31,7 @@ from fedplan.sweeps.sweeping import Sweep
 
 def last(swept: Sweep, method: str, name: str = "global.accuracy") -> list[float]:
     folders = (swept.folder / f"method.name={method},seed={seed}" for seed in range(3))
-    return [open_run(folder).metrics[-1][name] for folder in folders]
+    return [read_run(folder).metrics[-1][name] for folder in folders]
 
 
 def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
         pytest.approx(low),
         pytest.approx(high),
     )
-    run_of = open_run(swept.folder / "method.name=fedper,seed=0")
+    run_of = read_run(swept.folder / "method.name=fedper,seed=0")
     assert other.group.runs[0].upload_bytes == sum(
         int(row["upload_bytes"]) for row in run_of.metrics
     )
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_is_left_out_and_one_study_is_not_counted_twice(
     swept: Sweep, tmp_path: Path
 ) -> None:
     first = swept.folders[0]
-    study = open_run(first).study.model_copy(update={"seed": 9})
+    study = read_run(first).study.model_copy(update={"seed": 9})
     next(iter(Simulation(study, tmp_path / "open").rounds()))
     found = compare([first, tmp_path / "open"])
     assert any("is at round 1 of 2: left out" in note for note in found.notes)

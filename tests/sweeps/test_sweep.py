@@ -17,10 +17,10 @@ from commands import run
 from sweeps import ASKED_OF, METHODS, bits, small_study
 
 from fedplan.errors import FedplanError
-from fedplan.runners.api import run_study
+from fedplan.run import run_study
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.locks import locked_folder
-from fedplan.studies.run import open_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import ConfigError, read_study
 from fedplan.sweeps.records import (
     FAILURES_FILE,
@@ -61,12 +61,12 @@ def test_what_was_stopped_goes_on_with_the_same_bits(swept: Sweep, mine: Path) -
     ended = json.loads((mine / FINISHED_FILE).read_text())
     for seed in (0, 1):
         name = f"method.name=fedavg,seed={seed}"
-        study = open_run(mine / name).study
+        study = read_run(mine / name).study
         shutil.rmtree(mine / name)
         del ended[name]
         if seed:
             next(iter(Simulation(study, mine / name).rounds()))
-            assert open_run(mine / name).round == 1
+            assert read_run(mine / name).round == 1
     (mine / FINISHED_FILE).write_text(json.dumps(ended))
     told = list[SweepEvent]()
     sweep(
@@ -134,7 +134,7 @@ def test_a_failure_stands_apart_and_the_others_go_on(tmp_path: Path) -> None:
         "method.name=promptfl,train.rounds=1,seed=0",
         [],
     ) and "prompt" in end.error
-    assert open_run(tmp_path / "s" / "method.name=fedavg,train.rounds=1,seed=0").round == 1
+    assert read_run(tmp_path / "s" / "method.name=fedavg,train.rounds=1,seed=0").round == 1
     code, out = run(*asked, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and [line["name"] for line in lines] == [name] and lines[0]["result"]["error"]
@@ -152,7 +152,7 @@ def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
         folder=tmp_path / "s",
     )
     assert found.unfinished == [name] and not found.failures and not found.folders
-    assert open_run(tmp_path / "s" / name).round == 1 and name not in read_finished(found.folder)
+    assert read_run(tmp_path / "s" / name).round == 1 and name not in read_finished(found.folder)
 
 
 def test_the_time_left_is_that_of_what_is_open_and_waits(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from fedplan.models.values import get_values
 from fedplan.training import (
     FitResult,
     Job,
-    TrainConfig,
+    TrainArguments,
     adamw,
     alternate,
     make_client_optimizer,
@@ -48,14 +48,14 @@ ARCHITECTURES = ("bert", "gpt2", "vit")
 
 def trained(
     name: str,
-    train_config: TrainConfig,
+    train_arguments: TrainArguments,
     rows: Examples | None = None,
     plan: str = "share()",
     **said: Any,
 ) -> tuple[dict[str, Tensor], FitResult]:
     """What a fit makes of a tiny model."""
     model = said.pop("build", zoo.build)(name)
-    job = replace(job_of(model, train_config, rows or Few(name, 0, 7), plan), **said)
+    job = replace(job_of(model, train_arguments, rows or Few(name, 0, 7), plan), **said)
     done = plain_fit(job)
     return get_values(model, job.roles), done
 
@@ -84,7 +84,7 @@ def test_accumulated_batches_are_one_large_batch(
 ) -> None:
     """In float64 to the last bits, the last incomplete step too: it is weighed by its rows."""
     held = Double(Few(name, 0, rows))
-    small = TrainConfig(
+    small = TrainArguments(
         sgd(),
         lr=0.1,
         batch_size=batch,
@@ -94,8 +94,8 @@ def test_accumulated_batches_are_one_large_batch(
     )
     large = replace(small, batch_size=batch * parts, gradient_accumulation_steps=1)
     (one, done), (other, whole) = (
-        trained(name, train_config, held, loss=mean_of_rows, build=still)
-        for train_config in (small, large)
+        trained(name, train_arguments, held, loss=mean_of_rows, build=still)
+        for train_arguments in (small, large)
     )
     assert done.steps == whole.steps and done.loss == pytest.approx(whole.loss, rel=1e-9)
     for key, value in one.items():
@@ -137,10 +137,12 @@ def test_a_mean_over_tokens_is_weighed_by_tokens(tags: bool) -> None:
 
 
 def test_a_number_of_steps_is_of_steps_and_not_of_batches() -> None:
-    done = trained("bert", TrainConfig(steps=3, batch_size=2, gradient_accumulation_steps=2))[1]
+    done = trained("bert", TrainArguments(steps=3, batch_size=2, gradient_accumulation_steps=2))[1]
     assert done.steps == 3
     assert (
-        trained("bert", TrainConfig(batch_size=2, gradient_accumulation_steps=2, epochs=3))[1].steps
+        trained("bert", TrainArguments(batch_size=2, gradient_accumulation_steps=2, epochs=3))[
+            1
+        ].steps
         == 6
     )
 
@@ -155,23 +157,23 @@ UNABLE = {"albert", "dual", "torch"}
 
 @pytest.mark.parametrize("name", first(len(COMMON), [*COMMON, *REST]))
 def test_checkpointing_changes_no_bit(name: str) -> None:
-    train_config = TrainConfig(lr=1e-2, batch_size=3)
-    plainly, done = trained(name, train_config)
+    train_arguments = TrainArguments(lr=1e-2, batch_size=3)
+    plainly, done = trained(name, train_arguments)
     if name in UNABLE:
         with pytest.raises(FedplanError, match="checkpointing"):
-            trained(name, replace(train_config, gradient_checkpointing=True))
+            trained(name, replace(train_arguments, gradient_checkpointing=True))
         return
-    remembered, other = trained(name, replace(train_config, gradient_checkpointing=True))
+    remembered, other = trained(name, replace(train_arguments, gradient_checkpointing=True))
     assert same(plainly, remembered) and done == other
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_checkpointing_changes_no_bit_of_adapters(name: str) -> None:
     """The inputs of the blocks need no gradient there, and their adapters do."""
-    plan, train_config = "chain(freeze(), share(adapter))", TrainConfig(lr=1e-2, batch_size=3)
-    one, done = trained(name, train_config, plan=plan, build=zoo.with_lora)
-    train_config = replace(train_config, gradient_checkpointing=True)
-    other, _ = trained(name, train_config, plan=plan, build=zoo.with_lora)
+    plan, train_arguments = "chain(freeze(), share(adapter))", TrainArguments(lr=1e-2, batch_size=3)
+    one, done = trained(name, train_arguments, plan=plan, build=zoo.with_lora)
+    train_arguments = replace(train_arguments, gradient_checkpointing=True)
+    other, _ = trained(name, train_arguments, plan=plan, build=zoo.with_lora)
     start = get_values(zoo.with_lora(name), describe(zoo.with_lora(name)))
     assert same(one, other) and not same(one, start) and done.steps == 3
 
@@ -184,7 +186,7 @@ def test_checkpointing_is_on_in_the_fit_and_then_as_before() -> None:
         return loss(model, batch)
 
     job = replace(
-        job_of(model, TrainConfig(gradient_checkpointing=True), Few("bert", 0)), loss=looked
+        job_of(model, TrainArguments(gradient_checkpointing=True), Few("bert", 0)), loss=looked
     )
     plain_fit(job)
     assert seen == [True] and not model.is_gradient_checkpointing
@@ -224,9 +226,9 @@ def test_values_stay_as_they_are_and_passes_are_in_what_is_said(precision: str, 
         )
         return (found - 1).square().float()
 
-    train_config = TrainConfig(sgd(), lr=1e-2, batch_size=2, precision=precision)
-    found, done = trained("gpt2", train_config, plan=plan, loss=looked)
-    exact, _ = trained("gpt2", replace(train_config, precision="float32"), plan=plan)
+    train_arguments = TrainArguments(sgd(), lr=1e-2, batch_size=2, precision=precision)
+    found, done = trained("gpt2", train_arguments, plan=plan, loss=looked)
+    exact, _ = trained("gpt2", replace(train_arguments, precision="float32"), plan=plan)
     assert seen == {torch.bfloat16 if precision == "bf16" else torch.float16} and done.steps == 4
     start = get_values(zoo.build("gpt2"), describe(zoo.build("gpt2")))
     apart = sum(float((found[k] - exact[k]).square().sum()) for k in found)
@@ -241,7 +243,7 @@ def test_a_step_that_float16_spoils_is_left_out_and_not_counted() -> None:
         return zoo.loss(model(**batch)) * 2.0**8
 
     found, done = trained(
-        "bert", TrainConfig(sgd(), lr=1e-6, batch_size=1, precision="fp16"), loss=large
+        "bert", TrainArguments(sgd(), lr=1e-6, batch_size=1, precision="fp16"), loss=large
     )
     assert done.steps == 5 and done.lr_sum == pytest.approx(1e-6 * 5)
     assert all(value.isfinite().all() for value in found.values())
@@ -250,7 +252,7 @@ def test_a_step_that_float16_spoils_is_left_out_and_not_counted() -> None:
 def test_float16_values_are_not_scaled() -> None:
     model = zoo.build("bert").half()
     with pytest.raises(FedplanError, match="is in float16, and precision fp16"):
-        plain_fit(job_of(model, TrainConfig(sgd(), precision="fp16"), Few("bert", 0)))
+        plain_fit(job_of(model, TrainArguments(sgd(), precision="fp16"), Few("bert", 0)))
 
 
 # Parameter groups
@@ -261,10 +263,10 @@ def test_float16_values_are_not_scaled() -> None:
 def test_norms_and_biases_do_not_decay_where_that_is_said(name: str, plan: str) -> None:
     """Without gradients a step is the decay alone: what it leaves is what was spared."""
     model = zoo.build(name)
-    train_config = TrainConfig(adamw(weight_decay=0.5), lr=0.1, decay_norm_and_bias=False)
-    job = job_of(model, train_config, Few(name, 0), plan)
+    train_arguments = TrainArguments(adamw(weight_decay=0.5), lr=0.1, decay_norm_and_bias=False)
+    job = job_of(model, train_arguments, Few(name, 0), plan)
     with trainable(model, job.roles) as trainable_params:
-        running = train_config.make_optimizer(trainable_params)
+        running = train_arguments.make_optimizer(trainable_params)
         assert {id(p) for g in running.param_groups for p in g["params"]} == {
             id(p) for p in trainable_params.parameters()
         }
@@ -279,13 +281,13 @@ def test_norms_and_biases_do_not_decay_where_that_is_said(name: str, plan: str) 
 
 
 def test_groups_without_decay_change_no_bit() -> None:
-    train_config = TrainConfig(adamw(), lr=1e-2, batch_size=3)
+    train_arguments = TrainArguments(adamw(), lr=1e-2, batch_size=3)
     assert same(
-        trained("bert", train_config)[0],
-        trained("bert", replace(train_config, decay_norm_and_bias=False))[0],
+        trained("bert", train_arguments)[0],
+        trained("bert", replace(train_arguments, decay_norm_and_bias=False))[0],
     )
     with pytest.raises(FedplanError, match="has no weight decay: leave decay_norm_and_bias out"):
-        trained("bert", TrainConfig(make_client_optimizer("rprop"), decay_norm_and_bias=False))
+        trained("bert", TrainArguments(make_client_optimizer("rprop"), decay_norm_and_bias=False))
 
 
 # Batches
@@ -306,7 +308,7 @@ def test_every_row_is_drawn_once_an_epoch(
     draw = torch.Generator().manual_seed(seed)
     found = list(epoch_steps(count, batch * parts, draw, lengths))
     assert torch.cat(found).sort().values.tolist() == list(range(count))
-    assert len(found) == TrainConfig(
+    assert len(found) == TrainArguments(
         batch_size=batch, gradient_accumulation_steps=parts
     ).step_count(count)
     assert sum(len(each) != batch * parts for each in found) <= 1
@@ -314,9 +316,12 @@ def test_every_row_is_drawn_once_an_epoch(
 
 @pytest.mark.parametrize("by_length", [False, True])
 def test_orders_follow_from_the_seed_and_are_fresh_each_epoch(by_length: bool) -> None:
-    rows, train_config = texts(24), TrainConfig(batch_size=4, epochs=2, group_by_length=by_length)
+    rows, train_arguments = (
+        texts(24),
+        TrainArguments(batch_size=4, epochs=2, group_by_length=by_length),
+    )
     one, two, other = (
-        [e.tolist() for e in train_config.draw_steps(rows, seed)] for seed in (1, 1, 2)
+        [e.tolist() for e in train_arguments.draw_steps(rows, seed)] for seed in (1, 1, 2)
     )
     assert one == two != other and one[:6] != one[6:] and len(one) == 12
     for rows_of in (one[:6], one[6:]):
@@ -327,12 +332,12 @@ def test_texts_of_similar_length_stand_together_and_less_is_filled_up() -> None:
     rows = texts(64)
     lengths = token_lengths(rows)
 
-    def filled(train_config: TrainConfig) -> int:
-        steps = train_config.draw_steps(rows, 3)
+    def filled(train_arguments: TrainArguments) -> int:
+        steps = train_arguments.draw_steps(rows, 3)
         return sum(int(rows.batch(i)["attention_mask"].eq(0).sum()) for i in steps)
 
     by_chance, together = (
-        filled(TrainConfig(batch_size=4, group_by_length=way)) for way in (False, True)
+        filled(TrainArguments(batch_size=4, group_by_length=way)) for way in (False, True)
     )
     assert lengths.tolist() == rows.ids.starts.diff().tolist()
     assert together < 0.2 * by_chance
@@ -340,7 +345,7 @@ def test_texts_of_similar_length_stand_together_and_less_is_filled_up() -> None:
 
 def test_rows_without_lengths_cannot_be_put_together_by_them() -> None:
     with pytest.raises(FedplanError, match="no attention_mask"):
-        trained("vit", TrainConfig(group_by_length=True))
+        trained("vit", TrainArguments(group_by_length=True))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -352,10 +357,10 @@ def test_workers_change_no_bit(workers: int) -> None:
         seen.add(current_thread().name.partition("_")[0])
         return ours(indices)
 
-    train_config = TrainConfig(lr=1e-2, batch_size=2, gradient_accumulation_steps=2, epochs=3)
-    alone, done = trained("bert", train_config, rows)
+    train_arguments = TrainArguments(lr=1e-2, batch_size=2, gradient_accumulation_steps=2, epochs=3)
+    alone, done = trained("bert", train_arguments, rows)
     rows.batch = noted  # pyright: ignore[reportAttributeAccessIssue]
-    ahead_, other = trained("bert", replace(train_config, num_workers=workers), rows)
+    ahead_, other = trained("bert", replace(train_arguments, num_workers=workers), rows)
     assert same(alone, ahead_) and done == other and seen == {"fedplan-batches"}
 
 
@@ -380,24 +385,26 @@ def test_what_is_made_ahead_keeps_its_order_and_its_errors() -> None:
 
 def test_a_compiled_fit_is_that_of_the_model_and_leaves_the_model_alone() -> None:
     """By the backend that runs the same kernels: the same bits."""
-    train_config = TrainConfig(lr=1e-2, batch_size=3)
+    train_arguments = TrainArguments(lr=1e-2, batch_size=3)
     model = zoo.build("bert")
     kind, forward = type(model), model.forward
-    job = job_of(model, replace(train_config, torch_compile="eager"), Few("bert", 0, 7))
+    job = job_of(model, replace(train_arguments, torch_compile="eager"), Few("bert", 0, 7))
     plain_fit(job)
     assert type(model) is kind and model.forward == forward
-    assert same(trained("bert", train_config)[0], get_values(model, job.roles))
+    assert same(trained("bert", train_arguments)[0], get_values(model, job.roles))
     with pytest.raises(FedplanError, match="no backend 'fast'"):
-        trained("bert", TrainConfig(torch_compile="fast"))
+        trained("bert", TrainArguments(torch_compile="fast"))
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_of_torch_is_near() -> None:
     """It rounds elsewhere: no bit is promised, and dropout is drawn in another order."""
-    train_config, rows = TrainConfig(sgd(), lr=1e-2, batch_size=3), Double(Few("bert", 0, 7))
-    one = trained("bert", train_config, rows, build=still)[0]
-    other = trained("bert", replace(train_config, torch_compile="inductor"), rows, build=still)[0]
+    train_arguments, rows = TrainArguments(sgd(), lr=1e-2, batch_size=3), Double(Few("bert", 0, 7))
+    one = trained("bert", train_arguments, rows, build=still)[0]
+    other = trained("bert", replace(train_arguments, torch_compile="inductor"), rows, build=still)[
+        0
+    ]
     for key, value in one.items():
         assert torch.allclose(value, other[key], rtol=1e-6, atol=1e-8), key
 
@@ -407,12 +414,12 @@ def test_the_compiler_of_torch_is_near() -> None:
 
 def test_alternating_takes_its_own_epochs_whatever_the_pace() -> None:
     """Once a number of steps of the pace won over the epochs that the method says."""
-    held = list[TrainConfig]()
+    held = list[TrainArguments]()
 
     def fit(job: Job) -> FitResult:
-        held.append(job.train_config)
+        held.append(job.train_arguments)
         return FitResult(0.0, 1)
 
-    job = job_of(zoo.build("bert"), TrainConfig(steps=9), Few("bert", 0))
+    job = job_of(zoo.build("bert"), TrainArguments(steps=9), Few("bert", 0))
     alternate(2)(fit)(job)
     assert [(p.epochs, p.steps) for p in held] == [(2, 0), (1, 9)]

@@ -10,11 +10,12 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from fedplan import Turn, chain, describe, freeze, parse, resolve, share, trainable
+from fedplan import Turn, chain, describe, freeze, parse, resolve, share
 from fedplan.errors import FedplanError
 from fedplan.language.parts import key, query
 from fedplan.language.plan import Roles
 from fedplan.models.params import Params
+from fedplan.training.freezing import trainable
 
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

@@ -36,7 +36,7 @@ from fedplan.training import (
     FitResult,
     Job,
     TrainableParams,
-    TrainConfig,
+    TrainArguments,
     attach,
     control_variates,
     plain_fit,
@@ -44,7 +44,7 @@ from fedplan.training import (
     sgd,
 )
 
-PACE = TrainConfig(sgd(momentum=0.9), lr=0.05, batch_size=2, steps=3)
+PACE = TrainArguments(sgd(momentum=0.9), lr=0.05, batch_size=2, steps=3)
 PLANS = (
     "share()",
     "chain(share(), freeze(query | key))",
@@ -99,7 +99,7 @@ def job_of(model: nn.Module, plan: str = "share()", **more: Any) -> Job:
     said: dict[str, Any] = {
         "examples": Text(),
         "loss": text_loss,
-        "train_config": PACE,
+        "train_arguments": PACE,
         "seed": 2**60 + 3,
     }
     return Job(model=model, roles=roles, start=get_values(model, params), **{**said, **more})

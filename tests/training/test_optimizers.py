@@ -23,7 +23,7 @@ from fedplan.studies.schema import ConfigError, study_from_dict
 from fedplan.training import (
     ClientOptimizer,
     Job,
-    TrainConfig,
+    TrainArguments,
     adamw,
     control_variates,
     make_client_optimizer,
@@ -63,26 +63,26 @@ def registered() -> Iterator[dict[str, Any]]:
     held.clear()
 
 
-def job_of(model: nn.Module, train_config: TrainConfig, plan: str = "share()") -> Job:
+def job_of(model: nn.Module, train_arguments: TrainArguments, plan: str = "share()") -> Job:
     params = describe(model)
     roles = resolve(parse(plan), params, Turn(round=1, client="a"))
-    return Job(model, roles, Few("bert", 0, 8), loss, train_config, 3, get_values(model, params))
+    return Job(model, roles, Few("bert", 0, 8), loss, train_arguments, 3, get_values(model, params))
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_fit_is_the_loop_that_anybody_would_write_to_the_bit(name: str) -> None:
     made, obvious = PAIRS[name]
-    ours, theirs, train_config = (
+    ours, theirs, train_arguments = (
         zoo.build("bert"),
         zoo.build("bert"),
-        TrainConfig(made, lr=0.01, batch_size=2),
+        TrainArguments(made, lr=0.01, batch_size=2),
     )
-    job = job_of(ours, train_config)
+    job = job_of(ours, train_arguments)
     plain_fit(job)
     torch.manual_seed(3)
     running = obvious(p for p in theirs.parameters() if p.requires_grad)
     theirs.train()
-    for indices in train_config.draw_steps(job.examples, 3):
+    for indices in train_arguments.draw_steps(job.examples, 3):
         loss(theirs, job.examples.batch(indices)).backward()
         running.step()
         running.zero_grad()
@@ -105,11 +105,16 @@ def test_the_text_tells_settings_apart_and_nothing_else() -> None:
     adam = ({"eps": 1e-6, "betas": (0.9, 0.95)}, {"betas": [0.9, 0.95], "eps": 1e-6})
     assert len({make_client_optimizer("adam", each).text for each in adam}) == 1
     paces = [
-        replace(TrainConfig(), **{k: v})
+        replace(TrainArguments(), **{k: v})
         for k, v in {"lr": 1.0, "steps": 3, "precision": "bf16"}.items()
     ]
     assert (
-        len({train_config.text for train_config in (TrainConfig(), TrainConfig(sgd()), *paces)})
+        len(
+            {
+                train_arguments.text
+                for train_arguments in (TrainArguments(), TrainArguments(sgd()), *paces)
+            }
+        )
         == 5
     )
 
@@ -117,19 +122,22 @@ def test_the_text_tells_settings_apart_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", ["adamw", "adam", "rmsprop", "nadam"])
 def test_no_step_is_divided_by_what_float16_cannot_tell_from_zero(name: str) -> None:
     model = zoo.build("bert").half()
-    job = job_of(model, TrainConfig(make_client_optimizer(name)))
+    job = job_of(model, TrainArguments(make_client_optimizer(name)))
     with (
         trainable(model, job.roles) as trainable_params,
         pytest.raises(FedplanError, match=f"{name} cannot train .* in float16"),
     ):
-        job.train_config.make_optimizer(trainable_params)
+        job.train_arguments.make_optimizer(trainable_params)
 
 
 @pytest.mark.parametrize("made", [sgd(), make_client_optimizer("adam", {"eps": 1e-4})])
 def test_float16_is_trained_where_it_can_be(made: ClientOptimizer) -> None:
     model = zoo.build("bert").half()
-    with trainable(model, job_of(model, TrainConfig(made)).roles) as trainable_params:
-        assert TrainConfig(made).make_optimizer(trainable_params).defaults["lr"] == TrainConfig.lr
+    with trainable(model, job_of(model, TrainArguments(made)).roles) as trainable_params:
+        assert (
+            TrainArguments(made).make_optimizer(trainable_params).defaults["lr"]
+            == TrainArguments.lr
+        )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_what_torch_refuses_is_told_with_the_settings() -> None:
     model = zoo.build("bert")
     made = make_client_optimizer("adam", {"betas": [2.0, 0.9]})
     with (
-        trainable(model, job_of(model, TrainConfig(made)).roles) as trainable_params,
+        trainable(model, job_of(model, TrainArguments(made)).roles) as trainable_params,
         pytest.raises(FedplanError, match=r"adam\(betas=\[2.0, 0.9\].*cannot be created"),
     ):
         made.make_optimizer(trainable_params, 0.1)
@@ -180,10 +188,10 @@ def test_an_optimizer_of_the_user_has_a_name(registered: dict[str, Any]) -> None
     register_optimizer("signs", Signs)
     register_optimizer("signs", Signs)
     study = study_from_dict(STUDY | {"train": {"optimizer": "signs", "lr": 0.5}})
-    assert study.train.train_config == TrainConfig(make_client_optimizer("signs"), lr=0.5)
+    assert study.train.train_arguments == TrainArguments(make_client_optimizer("signs"), lr=0.5)
     assert make_client_optimizer("signs", {"pull": 0.5}).text.startswith("signs(pull=0.5; by ")
     model = zoo.build("bert")
-    job = job_of(model, replace(study.train.train_config, batch_size=8))
+    job = job_of(model, replace(study.train.train_arguments, batch_size=8))
     plain_fit(job)
     steps = {
         float((get_values(model, [p])[p.key] - job.start[p.key]).abs().max()) for p in job.roles
@@ -201,20 +209,20 @@ def test_an_optimizer_of_the_user_has_a_name(registered: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        ({}, TrainConfig()),
+        ({}, TrainArguments()),
         (
             {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.2},
-            TrainConfig(sgd(weight_decay=0.2), lr=0.1),
+            TrainArguments(sgd(weight_decay=0.2), lr=0.1),
         ),
-        ({"optimizer": "sgd", "momentum": 0.9}, TrainConfig(sgd(momentum=0.9))),
-        ({"weight_decay": 0.1, "steps": 2}, TrainConfig(adamw(weight_decay=0.1), steps=2)),
-        ({"optimizer": "adam"}, TrainConfig(make_client_optimizer("adam"))),
-        ({"optimizer": "rprop"}, TrainConfig(make_client_optimizer("rprop"))),
+        ({"optimizer": "sgd", "momentum": 0.9}, TrainArguments(sgd(momentum=0.9))),
+        ({"weight_decay": 0.1, "steps": 2}, TrainArguments(adamw(weight_decay=0.1), steps=2)),
+        ({"optimizer": "adam"}, TrainArguments(make_client_optimizer("adam"))),
+        ({"optimizer": "rprop"}, TrainArguments(make_client_optimizer("rprop"))),
     ],
 )
-def test_a_study_says_an_optimizer_by_its_name(said: dict[str, Any], meant: TrainConfig) -> None:
+def test_a_study_says_an_optimizer_by_its_name(said: dict[str, Any], meant: TrainArguments) -> None:
     study = study_from_dict(STUDY | {"train": said})
-    assert study.train.train_config == meant and study.train.train_config.text == meant.text
+    assert study.train.train_arguments == meant and study.train.train_arguments.text == meant.text
     assert study_from_dict(study.model_dump()).digest == study.digest
 
 
@@ -229,7 +237,7 @@ def test_scaffolds_controls_are_by_the_rate_of_the_pace() -> None:
     for rate in (0.5, 0.25):
         model = zoo.build("bert")
         found.append(
-            control_variates(plain_fit)(job_of(model, TrainConfig(sgd(), lr=rate, steps=1))).aux
+            control_variates(plain_fit)(job_of(model, TrainArguments(sgd(), lr=rate, steps=1))).aux
         )
     for key, value in found[0].items():
         assert torch.allclose(value, found[1][key], rtol=1e-3, atol=1e-6), key

@@ -30,9 +30,17 @@ from fedplan.models.prompts import add_prompts
 from fedplan.models.values import get_values
 from fedplan.runners.local import Federation
 from fedplan.studies.schema import study_from_dict
-from fedplan.training import ActivationCache, FitResult, Job, TrainConfig, alternate, plain_fit, sgd
+from fedplan.training import (
+    ActivationCache,
+    FitResult,
+    Job,
+    TrainArguments,
+    alternate,
+    plain_fit,
+    sgd,
+)
 
-PACE = TrainConfig(sgd(), lr=0.01, batch_size=3, epochs=2, cache_activations=True)
+PACE = TrainArguments(sgd(), lr=0.01, batch_size=3, epochs=2, cache_activations=True)
 HEAD = "chain(freeze(), share(head))"
 LAST = "chain(freeze(), share(last(1)))"
 FEDPER = "chain(freeze(), share(last(1)), keep(head))"
@@ -73,13 +81,13 @@ def made(name: str, plan: str) -> nn.Module:
 
 
 def job(
-    name: str, plan: str, train_config: TrainConfig = PACE, rows: Examples | None = None
+    name: str, plan: str, train_arguments: TrainArguments = PACE, rows: Examples | None = None
 ) -> Job:
     model = made(name, plan)
     if plan == PROMPTS:
-        told = job_of(model, train_config, pictures_of("someone")["someone"], plan)
+        told = job_of(model, train_arguments, pictures_of("someone")["someone"], plan)
         return replace(told, loss=ASKED.loss)
-    return replace(job_of(model, train_config, rows or Few(name, 0, 7), plan), loss=mean_of_rows)
+    return replace(job_of(model, train_arguments, rows or Few(name, 0, 7), plan), loss=mean_of_rows)
 
 
 def features(room: int) -> ActivationCache:
@@ -109,13 +117,13 @@ def test_no_bit_follows_from_how_much_is_kept(case: tuple[str, str]) -> None:
     assert all(torch.allclose(one[k], plain_values[k], rtol=1e-3, atol=1e-4) for k in one)
 
 
-def prompting(name: str, vision: int, at: int, train_config: TrainConfig = PACE) -> Job:
+def prompting(name: str, vision: int, at: int, train_arguments: TrainArguments = PACE) -> Job:
     """A turn of prompts of two levels and what fuses them."""
     method = pfeddc(text=2, vision=vision, width=8, vision_at=at)
     assert method.adapt is not None
     torch.manual_seed(0)
     model = method.adapt(build(name))
-    told = job_of(model, train_config, pictures_of("someone")["someone"], method.plan.text)
+    told = job_of(model, train_arguments, pictures_of("someone")["someone"], method.plan.text)
     return replace(told, loss=ASKED.loss)
 
 
@@ -134,10 +142,10 @@ def test_a_picture_runs_once_below_its_prompts(name: str, vision: int) -> None:
 
 def test_there_may_be_more_classes_than_rows_in_a_batch() -> None:
     """What stands still in the text tower has a row for each class, or one for all of them."""
-    train_config = replace(PACE, batch_size=2)
+    train_arguments = replace(PACE, batch_size=2)
     kept = features(2**20)
-    one = twice(replace(prompting("dinov2-bert", 2, 1, train_config), activation_cache=kept))
-    other = twice(prompting("dinov2-bert", 2, 1, train_config))
+    one = twice(replace(prompting("dinov2-bert", 2, 1, train_arguments), activation_cache=kept))
+    other = twice(prompting("dinov2-bert", 2, 1, train_arguments))
     assert kept.hits and same(one[0], other[0]) and one[1] == other[1]
 
 
@@ -157,14 +165,14 @@ def test_it_goes_together_with_what_else_a_pace_says(change: str) -> None:
         gradient_checkpointing=True,
         num_workers=2,
     )
-    train_config = replace(PACE, **{change: said[change]})
+    train_arguments = replace(PACE, **{change: said[change]})
     plan = "chain(freeze(), share(head), share(last(1)))"
-    one = twice(replace(job("vit", plan, train_config), activation_cache=features(0)))
+    one = twice(replace(job("vit", plan, train_arguments), activation_cache=features(0)))
     kept = features(2**20)
-    other = twice(replace(job("vit", plan, train_config), activation_cache=kept))
+    other = twice(replace(job("vit", plan, train_arguments), activation_cache=kept))
     assert kept.hits and same(one[0], other[0]) and one[1] == other[1]
     if change != "precision":
-        far = twice(job("vit", plan, replace(train_config, cache_activations=False)))[0]
+        far = twice(job("vit", plan, replace(train_arguments, cache_activations=False)))[0]
         assert all(torch.allclose(far[k], one[0][k], atol=1e-3) for k in far)
 
 
@@ -175,13 +183,13 @@ def labelled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("plan", [HEAD, LAST])
 def test_texts_of_other_lengths_are_filled_up(plan: str) -> None:
     """A row runs at its own length, and its batch is near to what it is without that."""
-    train_config = TrainConfig(sgd(), lr=0.1, batch_size=3, epochs=2, cache_activations=True)
+    train_arguments = TrainArguments(sgd(), lr=0.1, batch_size=3, epochs=2, cache_activations=True)
     found = [
         twice(replace(job("bert", plan, each, texts(9)), loss=labelled, activation_cache=kept))[0]
         for each, kept in (
-            (train_config, features(0)),
-            (train_config, features(2**20)),
-            (replace(train_config, cache_activations=False), None),
+            (train_arguments, features(0)),
+            (train_arguments, features(2**20)),
+            (replace(train_arguments, cache_activations=False), None),
         )
     ]
     assert same(found[0], found[1])
@@ -319,15 +327,15 @@ def test_it_is_agreed_on_and_its_room_is_not() -> None:
     )
     assert plainly.digest != on.digest == small.digest
     assert (
-        on.train.train_config == small.train.train_config
-        and on.train.train_config.cache_activations
+        on.train.train_arguments == small.train.train_arguments
+        and on.train.train_arguments.cache_activations
     )
     assert plainly.train.activation_cache is None and small.train.activation_cache is not None
     assert small.train.activation_cache.room == 2**20
     with pytest.raises(
         FedplanError, match="cache_activations cannot be combined with torch_compile"
     ):
-        TrainConfig(cache_activations=True, torch_compile="eager")
+        TrainArguments(cache_activations=True, torch_compile="eager")
 
 
 METHODS: dict[str, tuple[Method, str]] = {

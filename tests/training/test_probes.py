@@ -29,7 +29,7 @@ from fedplan.models.params import Block
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.training import probes
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 from fedplan.training.probes import Probe, ProbeInput
 
 built = cache(fresh)
@@ -365,7 +365,9 @@ def test_a_public_probe_is_given_no_rows_whatever_it_says_of_itself(tmp_path: Pa
         model, place = fresh("bert"), tmp_path / f"{probe.__name__}-{together}"
         method = Method(parse("chain(freeze(), best(1))"), probe=probe, joint_choice=together)
         require_private_method(Guarantee("client", 9.0, 1e-5, 1.0, 1.0), method)
-        agreement = Agreement("public", describe(model), method, TrainConfig(batch_size=2, steps=1))
+        agreement = Agreement(
+            "public", describe(model), method, TrainArguments(batch_size=2, steps=1)
+        )
         Federation(agreement, model, clients.few("bert"), clients.loss, place, rounds=1).run_round()
 
     for together in (False, True):

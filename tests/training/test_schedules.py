@@ -33,7 +33,7 @@ from fedplan.training import (
     FitResult,
     Job,
     LRSchedule,
-    TrainConfig,
+    TrainArguments,
     control_variates,
     make_lr_schedule,
     plain_fit,
@@ -67,11 +67,13 @@ def theirs(name: str, warm: int, whole: int, rate: float) -> list[float]:
     return found
 
 
-def job_of(model: nn.Module, train_config: TrainConfig, *, round: int = 1, rows: Any = None) -> Job:
+def job_of(
+    model: nn.Module, train_arguments: TrainArguments, *, round: int = 1, rows: Any = None
+) -> Job:
     params = describe(model)
     roles = resolve(parse("share()"), params, Turn(round=round, client="a"))
     rows = rows or Few("bert", 0, 8)
-    return Job(model, roles, rows, loss, train_config, 3, get_values(model, params), round=round)
+    return Job(model, roles, rows, loss, train_arguments, 3, get_values(model, params), round=round)
 
 
 def test_every_schedule_of_transformers_can_be_named_or_is_refused_with_a_reason() -> None:
@@ -112,7 +114,7 @@ class Rates(torch.optim.SGD):
 
 
 def rates(
-    train_config: TrainConfig, *, round: int = 1, rows: Any = None
+    train_arguments: TrainArguments, *, round: int = 1, rows: Any = None
 ) -> tuple[list[float], FitResult]:
     seen = list[float]()
 
@@ -121,22 +123,22 @@ def rates(
         made.seen = seen
         return made
 
-    noting = replace(train_config, optimizer=replace(train_config.optimizer, make=make))
+    noting = replace(train_arguments, optimizer=replace(train_arguments.optimizer, make=make))
     return seen, plain_fit(job_of(zoo.build("bert"), noting, round=round, rows=rows))
 
 
 def test_a_fit_steps_at_these_rates_and_says_their_sum() -> None:
-    train_config = TrainConfig(
+    train_arguments = TrainArguments(
         sgd(), lr=0.5, batch_size=2, lr_scheduler=LRSchedule("linear", 0.25, rounds=3)
     )
     whole = theirs("linear", 3, 12, 0.5)
     for number in (1, 2, 3):
-        seen, done = rates(train_config, round=number)
+        seen, done = rates(train_arguments, round=number)
         assert seen == whole[4 * number - 4 : 4 * number]
         assert done.steps == 4 and done.lr_sum == pytest.approx(sum(seen), rel=1e-12)
-    seen, _ = rates(replace(train_config, gradient_accumulation_steps=2), round=2)
+    seen, _ = rates(replace(train_arguments, gradient_accumulation_steps=2), round=2)
     assert seen == theirs("linear", 2, 6, 0.5)[2:4]
-    assert rates(TrainConfig(sgd(), lr=0.5, batch_size=2))[0] == [0.5] * 4
+    assert rates(TrainArguments(sgd(), lr=0.5, batch_size=2))[0] == [0.5] * 4
 
 
 def test_clients_of_different_size_are_at_the_same_place_of_the_run() -> None:
@@ -157,8 +159,8 @@ def test_no_round_lies_beyond_the_run() -> None:
 def test_scaffolds_control_is_the_mean_gradient_weighed_by_the_rates(schedule: LRSchedule) -> None:
     """The step that the paper takes K times at one rate is here the sum of the rates."""
     model, kept = zoo.build("bert"), list[dict[str, Tensor]]()
-    train_config = TrainConfig(sgd(), lr=0.1, batch_size=2, lr_scheduler=schedule)
-    job = job_of(model, train_config, round=1)
+    train_arguments = TrainArguments(sgd(), lr=0.1, batch_size=2, lr_scheduler=schedule)
+    job = job_of(model, train_arguments, round=1)
 
     def note(param: Any, value: Tensor, gradient: Tensor) -> None:
         if not kept or param.key in kept[-1]:
@@ -177,10 +179,10 @@ def test_scaffolds_control_is_the_mean_gradient_weighed_by_the_rates(schedule: L
 
 def test_scaffold_learns_nothing_from_steps_at_a_rate_of_zero() -> None:
     """Of one step, the first of a warm-up: there was a division by zero."""
-    train_config = TrainConfig(
+    train_arguments = TrainArguments(
         sgd(), lr=0.1, steps=1, lr_scheduler=LRSchedule("linear", 1, rounds=3)
     )
-    done = control_variates(plain_fit)(job_of(zoo.build("bert"), train_config))
+    done = control_variates(plain_fit)(job_of(zoo.build("bert"), train_arguments))
     assert done.lr_sum == 0 and not any(each.any() for each in done.aux.values())
 
 
@@ -215,14 +217,14 @@ def test_a_study_says_a_schedule_over_its_rounds_or_over_each_turn() -> None:
     said = {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_settings": {"min_lr_rate": 0.1}}
     made = study_from_dict(
         STUDY | {"train": {**said, "warmup": 2.0, "rounds": 8}}
-    ).train.train_config
+    ).train.train_arguments
     assert made.lr_scheduler == LRSchedule("cosine_with_min_lr", 2.0, 8, (("min_lr_rate", 0.1),))
     turn = study_from_dict(
         STUDY | {"train": {"lr_scheduler": "linear", "lr_scheduler_span": "round"}}
-    ).train.train_config
-    assert turn == TrainConfig(lr_scheduler=LRSchedule("linear"))
+    ).train.train_arguments
+    assert turn == TrainArguments(lr_scheduler=LRSchedule("linear"))
     betas = study_from_dict(STUDY | {"train": {"optimizer_settings": {"betas": [0.8, 0.9]}}})
-    assert "betas=[0.8, 0.9]" in betas.train.train_config.text
+    assert "betas=[0.8, 0.9]" in betas.train.train_arguments.text
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_rounds_are_added_only_where_no_rate_followed_from_their_number(
     train: dict[str, Any], free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = (study_from_dict(STUDY | {"train": {**train, "rounds": n}}) for n in (5, 9))
-    assert (old.train.train_config.text == new.train.train_config.text) is free
+    assert (old.train.train_arguments.text == new.train.train_arguments.text) is free
     monkeypatch.setattr(resume, "read_run_study", lambda folder: old)
     if free:
         return resume.require_same_study(tmp_path, new)
@@ -248,10 +250,10 @@ def test_rounds_are_added_only_where_no_rate_followed_from_their_number(
 def test_a_federation_gives_each_round_its_rates(tmp_path: Path) -> None:
     """A turn knows its round: with the last rounds at a rate of zero, the world stands still."""
     model, rows = zoo.build("bert"), few("bert", 2)
-    train_config = TrainConfig(
+    train_arguments = TrainArguments(
         sgd(), lr=0.1, batch_size=2, lr_scheduler=LRSchedule("linear", 2, rounds=2), steps=1
     )
-    agreement = Agreement("rates", describe(model), method_by_name("fedavg"), train_config)
+    agreement = Agreement("rates", describe(model), method_by_name("fedavg"), train_arguments)
     know_secrets(tmp_path, rows)
     fed, seen = Federation(agreement, model, rows, loss, tmp_path, rounds=2), list[Any]()
     for _ in range(2):

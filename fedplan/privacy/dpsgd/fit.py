@@ -35,7 +35,7 @@ from fedplan.training.fit import (
     Fit,
     FitResult,
     Job,
-    TrainConfig,
+    TrainArguments,
     adjust_gradients,
     use_gradient_checkpointing,
 )
@@ -126,13 +126,13 @@ def dp_sgd(config: DPSGDConfig, *, normal: Normal, uniform: Uniform) -> Fit:
     return fit
 
 
-def require_train_config(train_config: TrainConfig) -> None:
+def require_train_arguments(train_arguments: TrainArguments) -> None:
     """Raise a PrivacyError if a train config has a setting that DP-SGD does not support.
 
     These are gradient accumulation, fp16, torch_compile, group_by_length, cache_activations and
     num_workers above 0.
     """
-    config = train_config
+    config = train_arguments
     refusals = {
         "gradient_accumulation_steps": config.gradient_accumulation_steps > 1
         and "a step samples its examples, and splits them into microbatches by itself: raise the "
@@ -166,7 +166,7 @@ def train_dp_sgd(
     Raises a PrivacyError for unsupported settings, devices without float64, models or losses that
     mix examples, and random sources of a wrong shape or dtype.
     """
-    require_train_config(job.train_config)
+    require_train_arguments(job.train_arguments)
     device, examples = model_device(job.model), job.examples
     if sum_dtype(device) is not torch.float64:
         raise PrivacyError(
@@ -178,14 +178,14 @@ def train_dp_sgd(
     with (
         fork_rng_state(device, seed),
         trainable(job.model, job.roles) as params,
-        use_gradient_checkpointing(job.model, job.train_config.gradient_checkpointing),
+        use_gradient_checkpointing(job.model, job.train_arguments.gradient_checkpointing),
     ):
         if not list(params.parameters()):
             return FitResult(loss=nan, steps=0), DPSGDStats()
         job.model.train()
         seeded = examples.with_seed(seed) if isinstance(examples, SeededExamples) else examples
         tensors = trained_tensors(job.model, job.roles)
-        objective = Objective(job.model, tensors, seeded, job.loss, job.train_config.dtype)
+        objective = Objective(job.model, tensors, seeded, job.loss, job.train_arguments.dtype)
         require_independent_examples(objective)
         noisy = NoisyGradients(objective, config, params, normal)
         stepper = job.stepper(params, config.steps)
@@ -194,7 +194,9 @@ def train_dp_sgd(
             noisy.write_gradients((draws < config.sampling_rate).nonzero().flatten())
             stepper.step(lambda: adjust_gradients(params, job))
         job.model.eval()
-    result = FitResult(loss=nan, steps=noisy.steps, lr_sum=job.train_config.lr * stepper.factor_sum)
+    result = FitResult(
+        loss=nan, steps=noisy.steps, lr_sum=job.train_arguments.lr * stepper.factor_sum
+    )
     return result, noisy.stats()
 
 

@@ -21,7 +21,7 @@ from fedplan.reports.figures.series import Series
 from fedplan.reports.forecast_types import Forecast
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.status import RunSnapshot, run_snapshot
-from fedplan.studies.run import Run
+from fedplan.studies.run import RunReader
 from fedplan.studies.schema import Study
 
 GLOBAL_PREFIXES = ("global.", "sites.global.")
@@ -39,7 +39,7 @@ class RunFacts:
     computed on first use.
     """
 
-    run: Run
+    run: RunReader
     snapshot: RunSnapshot
     metrics: Metrics
     rounds: tuple[RoundRecord, ...]
@@ -161,7 +161,7 @@ class RunFacts:
         )
 
 
-def read_run_facts(run: Run) -> RunFacts:
+def read_run_facts(run: RunReader) -> RunFacts:
     """Read the ledger records, metrics and status of a run; turns of an open round are left out.
 
     Raises FedplanError if the number of roles in the record of a turn is not the number of params.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from fedplan.errors import FedplanError
 from fedplan.reports.formats import megabytes
@@ -21,14 +22,24 @@ from fedplan.reports.pages.privacy import privacy_section
 from fedplan.reports.pages.roles import roles_section
 from fedplan.reports.pages.summary import run_summary
 from fedplan.reports.pages.traffic import traffic_section
-from fedplan.runners.simulation import Simulation
 from fedplan.storage.logs import utc_now
-from fedplan.studies.run import Run, read_consistently
+from fedplan.studies.run import read_consistently
 
 REFRESH_SECONDS = 10
 """Seconds after which a browser reloads the page of a run in progress."""
-AnyRun = str | Path | Run | Simulation
-"""A run: its folder, an opened run, or a simulation."""
+
+
+class HasFolder(Protocol):
+    """A run, opened or running."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        ...
+
+
+AnyRun = str | Path | HasFolder
+"""A run or its folder."""
 
 
 def report(
@@ -44,7 +55,8 @@ def report(
     images of the figures, created if missing; files there are overwritten. Raises FedplanError if
     `runs` is empty, a folder has no run, or matplotlib is missing for `png`.
     """
-    page, file = report_page([runs] if isinstance(runs, AnyRun) else runs), Path(file)
+    page = report_page(runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
+    file = Path(file)
     page.write(file, csv=Path(csv) if csv else None, png=Path(png) if png else None)
     return file
 

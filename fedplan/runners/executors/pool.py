@@ -213,7 +213,7 @@ class PoolExecutor:
         return replace(task, request=round_state.cohort[task.client])
 
     def _step_count(self, name: str) -> int:
-        return self.server.agreement.train_config.step_count(len(self.clients.examples[name]))
+        return self.server.agreement.train_arguments.step_count(len(self.clients.examples[name]))
 
     def _work(
         self,

@@ -48,7 +48,7 @@ from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import Tensors, digests
 from fedplan.tensors.serialization import JSON, pack_message, unpack_message
 from fedplan.tensors.sums import ExactSum
-from fedplan.training.fit import TrainConfig
+from fedplan.training.fit import TrainArguments
 
 Average = Callable[[list[RecordDict], str], MetricRecord]
 """Flower's function that averages metrics by a weight."""
@@ -377,7 +377,7 @@ def _make_agreement(plan: Plan | str, model: nn.Module) -> Agreement:
         raise PlanError(
             f"{unsupported[0]} needs fedplan's own apps: Partial has no scores and no phases"
         )
-    return Agreement("partial", params, Method(plan), TrainConfig())
+    return Agreement("partial", params, Method(plan), TrainArguments())
 
 
 def _conditions(plan: Plan) -> list[Condition]:

@@ -77,9 +77,10 @@ def opened(work: Work, callback: Any, folder: Path) -> Any:
         clients = {f"c{i:05}": Rows(*work.client(i)) for i in range(work.said["clients"])}
         share = work.said["cohort"] / work.said["clients"]
         return fp.simulate(
-            fp.methods.fedavg(), work.model(), clients, loss, train=train_of(work), fraction=share,
-            callbacks=[callback], folder=folder, run=False,
-        )  # fmt: skip
+            fp.methods.fedavg(), work.model(), clients, loss, train=fp.TrainConfig(**train_of(work)),
+            participation=fp.ClientsConfig(fraction=share), callbacks=[callback],
+            options=fp.RunOptions(folder=folder, start=False),
+        ).simulation  # fmt: skip
     return Simulation(study_from_dict(study_values(work)), folder, callbacks=[callback])
 
 

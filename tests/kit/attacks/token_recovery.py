@@ -35,7 +35,7 @@ from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.runners.local import Federation
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.devices import fork_rng_state
-from fedplan.training.fit import Fit, TrainConfig
+from fedplan.training.fit import Fit, TrainArguments
 from fedplan.training.optimizers import sgd
 
 VOCABULARY, LENGTH, EXAMPLES, WIDTH, BLOCKS = 1000, 16, 7, 128, 4
@@ -67,11 +67,11 @@ class TrainingSetup:
     """A way in which the attacked clients train: name, training config and dropout.
 
     epsilon: above 0, clients train by DP-SGD with noise for this epsilon at DELTA, in place of the
-    method's own fit: `apply` makes such a method. The caller uses `train_config` and `dropout`.
+    method's own fit: `apply` makes such a method. The caller uses `train_arguments` and `dropout`.
     """
 
     name: str
-    train_config: TrainConfig
+    train_arguments: TrainArguments
     dropout: float = 0.0
     epsilon: float = 0.0
 
@@ -83,7 +83,7 @@ class TrainingSetup:
         """
         if not self.epsilon:
             return method
-        steps = self.train_config.steps
+        steps = self.train_arguments.steps
         noise = calibrate(self.epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, steps)])
         config = DPSGDConfig(
             1.0, noise, expected_batch_size=EXAMPLES, sampling_rate=1.0, steps=steps
@@ -102,10 +102,10 @@ def training_setups(epsilon: float) -> tuple[TrainingSetup, ...]:
 
     epsilon: of the DP-SGD setup. Ten steps are by AdamW on small batches, with dropout.
     """
-    step = TrainConfig(sgd(), lr=0.1, steps=1, batch_size=EXAMPLES)
+    step = TrainArguments(sgd(), lr=0.1, steps=1, batch_size=EXAMPLES)
     return (
         TrainingSetup(ONE_STEP, step),
-        TrainingSetup("ten steps", TrainConfig(lr=1e-3, steps=10, batch_size=4), dropout=0.1),
+        TrainingSetup("ten steps", TrainArguments(lr=1e-3, steps=10, batch_size=4), dropout=0.1),
         TrainingSetup("DP-SGD", step, epsilon=epsilon),
     )
 
@@ -164,7 +164,7 @@ def attack_updates(clients: int, epsilon: float) -> Iterator[UpdateLeak]:
     for name, method in METHODS.items():
         for setup in training_setups(epsilon):
             model = make_text_model(setup.dropout)
-            changes = first_round_changes(setup.apply(method), model, texts, setup.train_config)
+            changes = first_round_changes(setup.apply(method), model, texts, setup.train_arguments)
             leaks = tuple(server.recover_tokens(part, changes, words) for part in PARTS)
             yield UpdateLeak(name, setup.name, leaks)
             is_same_set = len({frozenset(change) for change in changes}) == 1
@@ -176,7 +176,7 @@ def attack_updates(clients: int, epsilon: float) -> Iterator[UpdateLeak]:
     for name, method in PROMPT_METHODS.items():
         for setup in training_setups(epsilon):
             model = victims.image_classifier()
-            changes = first_round_changes(setup.apply(method), model, images, setup.train_config)
+            changes = first_round_changes(setup.apply(method), model, images, setup.train_arguments)
             sent = {param.kind for change in changes for param in change}
             leaks = tuple(PartLeak(part, part in sent) for part in PARTS)
             yield UpdateLeak(name, setup.name, leaks)
@@ -195,7 +195,7 @@ def make_text_model(dropout: float = 0.0) -> nn.Module:
 
 
 def first_round_changes(
-    method: Method, model: nn.Module, data: Sequence[Examples], train_config: TrainConfig
+    method: Method, model: nn.Module, data: Sequence[Examples], train_arguments: TrainArguments
 ) -> list[dict[Param, Tensor]]:
     """Train one round of a method; return each client's update minus the round's initial values.
 
@@ -206,7 +206,7 @@ def first_round_changes(
     if method.adapt is not None:
         with fork_rng_state(seed=seeds.seed("leaks", "adapt")):
             model = method.adapt(model)
-    agreement = Agreement("leaks", describe(model), method, train_config)
+    agreement = Agreement("leaks", describe(model), method, train_arguments)
     clients = {f"client-{i}": examples for i, examples in enumerate(data)}
     with TemporaryDirectory() as folder:
         federation = Federation(
