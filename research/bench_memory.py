@@ -61,8 +61,8 @@ def ours(count: int) -> None:
 
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.messages import Update, read_request, update_message
+    from fedplan.federation.participation import Timeouts
     from fedplan.federation.server import Server
-    from fedplan.federation.timeouts import Timeouts
     from fedplan.language.plan import share
     from fedplan.methods.method import Method
     from fedplan.models.description import describe

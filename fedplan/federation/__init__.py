@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from fedplan.federation.aggregation.protocol import Aggregation
     from fedplan.federation.agreement import Agreement
     from fedplan.federation.client import Client
-    from fedplan.federation.client_round import train_round
+    from fedplan.federation.client_round import score_layers, train_round
     from fedplan.federation.endpoint import Endpoint
     from fedplan.federation.global_state import GlobalState
-    from fedplan.federation.layer_scoring import score_layers
     from fedplan.federation.ledger.records import RoundRecord, TurnRecord
     from fedplan.federation.messages import (
         ClientStateMissing,
@@ -64,11 +63,10 @@ __getattr__, __dir__ = lazy_exports(
         "agreement": "Agreement",
         "client": "Client",
         "aggregation.private": "PrivateAggregation",
-        "client_round": "train_round",
+        "client_round": "score_layers train_round",
         "aggregation.defence": "Defence",
         "endpoint": "Endpoint",
         "global_state": "GlobalState",
-        "layer_scoring": "score_layers",
         "messages": "ClientStateMissing Request RequestRefused Update UpdateRejected",
         "participation": "Participation",
         "ledger.records": "RoundRecord TurnRecord",

@@ -17,11 +17,9 @@ from torch import Tensor
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
-from fedplan.federation.client_round import train_round
-from fedplan.federation.compatibility import local_versions
+from fedplan.federation.client_round import score_layers, train_round
 from fedplan.federation.evaluation import evaluate_client, metrics_to_json
 from fedplan.federation.identity import is_run_id
-from fedplan.federation.layer_scoring import score_layers
 from fedplan.federation.ledger.egress import (
     AGREEMENT,
     EVALUATION,
@@ -44,6 +42,7 @@ from fedplan.federation.messages import (
     Request,
     RequestRefused,
     block_scores_to_json,
+    local_versions,
     read_request,
     read_run_id,
     update_message,

@@ -20,15 +20,15 @@ from fedplan.data.metrics import metric_spread
 from fedplan.errors import StoreError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
+    EXAMPLE_COUNT,
     Client,
+    EvalSet,
     charge_answer,
     client_turn,
     receive_request,
     received_values,
 )
-from fedplan.federation.client_versions import NEVER_SEEN
-from fedplan.federation.eval_sets import EXAMPLE_COUNT, EvalSet, is_due
-from fedplan.federation.global_state import GlobalState
+from fedplan.federation.global_state import NEVER_SEEN, GlobalState
 from fedplan.federation.ledger.digests import combine_digests, examples_digest, model_digest
 from fedplan.federation.ledger.egress import Answer
 from fedplan.federation.ledger.history import Metrics
@@ -49,6 +49,11 @@ BestBy = Literal["", "global", "personal"]
 """Model whose metric decides the best round; empty keeps no best round."""
 MAX_METRICS = 64
 """Largest number of metrics of a model, and of characters in a metric's name."""
+
+
+def is_due(number: int, every: int, rounds: int) -> bool:
+    """Whether an evaluation follows a round: every `every` rounds, and after the last one."""
+    return number == rounds or number % every == 0
 
 
 @dataclass(frozen=True)

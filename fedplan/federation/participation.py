@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Participation: the random cohort of each round, seeded by experiment name and round."""
+"""Participation in a round: the random cohort, and how long a server waits for sites."""
 
 from __future__ import annotations
 
@@ -26,3 +26,23 @@ class Participation:
         count = max(1, round(self.fraction * len(roster)))
         places = draw[:count].sort().values
         return [roster[int(place)] for place in places]
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Timeouts in seconds of a server with remote sites, and the number of attempts.
+
+    `sites`: wait for sites to connect, and for an unreachable SuperLink.
+    `updates`: wait for the updates of a round.
+    `reconnect`: time after which a site that disappeared is no longer waited for.
+    `poll_interval`: interval between two checks for replies.
+    `tries`: attempts per request to a site that fails.
+    `evaluations`: wait for the evaluation scores of a round; later ones are left out.
+    """
+
+    sites: float = 600.0
+    updates: float = 3600.0
+    reconnect: float = 300.0
+    poll_interval: float = 0.5
+    tries: int = 5
+    evaluations: float = 600.0

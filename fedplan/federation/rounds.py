@@ -14,8 +14,7 @@ from fedplan.federation.aggregation.drift import SquaredNorms
 from fedplan.federation.aggregation.lora_products import Errors
 from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator
 from fedplan.federation.agreement import Agreement, versions_digest
-from fedplan.federation.client_versions import NEVER_SEEN, ClientSync
-from fedplan.federation.global_state import GlobalState
+from fedplan.federation.global_state import NEVER_SEEN, ClientSync, GlobalState
 from fedplan.federation.ledger.records import DefenceRecord, SecAggRecord, TurnRecord, read_turn
 from fedplan.federation.messages import Request, Update, UpdateRejected
 from fedplan.federation.validation import validate_digests, validate_record

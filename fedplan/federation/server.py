@@ -16,8 +16,7 @@ from fedplan import seeds
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import make_aggregation
 from fedplan.federation.aggregation.protocol import Aggregator
-from fedplan.federation.agreement import Agreement
-from fedplan.federation.change_schedule import Roster, class_turns, last_changing_rounds
+from fedplan.federation.agreement import Agreement, Roster, class_turns, last_changing_rounds
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_values
 from fedplan.federation.identity import (
     RUN_FILE,
@@ -31,7 +30,6 @@ from fedplan.federation.ledger.records import RoundRecord, TurnRecord, join_dige
 from fedplan.federation.ledger.segments import next_segment, open_ledger, read_history, read_segment
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
-from fedplan.federation.resume_checks import check_noise_secrets
 from fedplan.federation.rounds import (
     RequestBuilder,
     RoundState,
@@ -108,7 +106,11 @@ class Server:
         self.agreement = agreement = replace(agreement, run=self.identity.id)
         meta = checkpoint.meta if checkpoint else {}
         files: dict[str, Any] = meta.get("files", {})
-        check_noise_secrets(folder, files)
+        # Another noise secret would draw other noise for values that were already released.
+        for name in (name for name in files if Path(name).name == SECRET_FILE):
+            file = folder / name
+            if not file.is_file() or file_size_and_digest(file) != files[name]:
+                raise FedplanError(f"{file} is missing or changed: restore it from a backup")
         self.global_state = (
             GlobalState.from_tensors(checkpoint.tensors, meta)
             if checkpoint

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.runners.faults import Faults
+    from fedplan.runners.clients import Faults
     from fedplan.runners.local import Federation
     from fedplan.runners.simulation import Simulation
 
 __all__ = ["Faults", "Federation", "Simulation"]
 
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"faults": "Faults", "local": "Federation", "simulation": "Simulation"}
+    __name__, {"clients": "Faults", "local": "Federation", "simulation": "Simulation"}
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a simulation, made on access and not kept."""
+"""Clients of a simulation, made on access and not kept, and their simulated faults."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, make_example_guard
-from fedplan.federation.eval_sets import EvalSet
+from fedplan.federation.client import Client, EvalSet, make_example_guard
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.initial_model import InitialModel
+from fedplan.federation.ledger.digests import InitialModel
+from fedplan.federation.rounds import RoundState
+from fedplan.federation.server import Server
 from fedplan.privacy.guard import CHARGES_FILE, ClientGuard
 from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.studies.schema import Study
 from fedplan.tensors.named import DigestCache, Tensors
 from fedplan.training.activation_cache import ActivationCache
 
@@ -125,3 +129,37 @@ class Clients(MutableMapping[str, Client]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.examples
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Simulated faults of clients, drawn from the experiment's seed for each client and round.
+
+    `dropped` is the probability that a client drops out of a round before training, `late` the
+    probability that a client trains but replies too late to be aggregated. `apply` draws a round.
+    """
+
+    dropped: float = 0.0
+    late: float = 0.0
+
+    def apply(self, server: Server, round_state: RoundState) -> set[str]:
+        """Draw the faults of the server's next round, and return the names of late clients.
+
+        Moves dropped clients from `round_state.cohort` to `round_state.rejected`; late clients
+        stay in the cohort. The same experiment and round give the same faults.
+        """
+        number, late = server.global_state.round + 1, set[str]()
+        for name in list(round_state.cohort):
+            generator = seeds.generator(server.agreement.experiment, "fate", number, name)
+            drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
+            if drawn < self.dropped:
+                del round_state.cohort[name]
+                round_state.rejected[name] = "dropped"
+            elif drawn < self.dropped + self.late:
+                late.add(name)
+        return late
+
+
+def study_faults(study: Study) -> Faults:
+    """Return the fault probabilities of a study."""
+    return Faults(study.clients.dropout_fraction, study.clients.late_fraction)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
-from fedplan.federation.eval_sets import EvalSet
+from fedplan.federation.client import Client, EvalSet
 from fedplan.federation.evaluation import Scores
 from fedplan.federation.global_state import GlobalState, personal_values
-from fedplan.federation.initial_model import InitialModel, digest_initial_model
+from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
 from fedplan.federation.ledger.events import CommittedRound, RoundStarted
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Participation
@@ -24,9 +23,8 @@ from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.language.predicates import Turn
 from fedplan.models.values import get_values
-from fedplan.runners.clients import Clients
+from fedplan.runners.clients import Clients, Faults
 from fedplan.runners.executors.executor import Executor, SerialExecutor
-from fedplan.runners.faults import Faults
 from fedplan.tensors.devices import move_model
 from fedplan.training.activation_cache import ActivationCache
 

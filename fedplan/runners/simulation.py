@@ -21,13 +21,13 @@ from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.federation.timeouts import Timeouts
+from fedplan.federation.participation import Timeouts
 from fedplan.models.attention import attention_shift
 from fedplan.models.values import set_values
+from fedplan.runners.clients import study_faults
 from fedplan.runners.executors.config import PoolConfig
 from fedplan.runners.executors.factory import start_pool
 from fedplan.runners.executors.pool import PoolExecutor
-from fedplan.runners.faults import study_faults
 from fedplan.runners.local import Federation
 from fedplan.studies.experiment import (
     build_experiment,

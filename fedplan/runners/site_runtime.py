@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedplan.data.tables import load_table
-from fedplan.federation.client import Client, make_example_guard, make_noise_guard
+from fedplan.federation.client import Client, MetricPolicy, make_example_guard, make_noise_guard
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
-from fedplan.federation.eval_sets import MetricPolicy
 from fedplan.federation.ledger.egress import Account, EgressLog, Limits
 from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
@@ -154,7 +153,7 @@ def make_secagg_client(
     "peer-keys" if a key is missing or invalid.
     """
     from fedplan.federation.secagg_client import SecAggClient  # optional dependency
-    from fedplan.runners.peer_keys import read_node_key, read_peer_keys
+    from fedplan.runners.site import read_node_key, read_peer_keys
 
     site, study = runtime.site, runtime.study
     if not site.peer_keys or site.server is None or not site.server.node_key:

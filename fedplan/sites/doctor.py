@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.errors import FedplanError, StoreError
-from fedplan.federation.compatibility import local_versions
+from fedplan.federation.messages import local_versions
 from fedplan.naming import allow_imports
 from fedplan.runners.site import ServerSection, Site
 from fedplan.runners.site_runtime import load_site_table

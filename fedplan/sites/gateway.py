@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedplan.errors import FedplanError
+from fedplan.federation.client import MetricPolicy
 from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint, site_run_folder
-from fedplan.federation.eval_sets import MetricPolicy
 from fedplan.federation.identity import is_run_id
 from fedplan.federation.ledger.egress import Authorization, EgressLog, error_entry
 from fedplan.federation.ledger.faults import KINDS, FaultLog, encode_code, error_fields

@@ -18,9 +18,9 @@ from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.examples import Examples
 from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.agreement import Agreement, require_private_method
-from fedplan.federation.eval_sets import EvalSet
+from fedplan.federation.client import EvalSet
 from fedplan.federation.evaluation import EvalConfig
-from fedplan.federation.initial_model import InitialModel, digest_initial_model
+from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
 from fedplan.federation.ledger.records import join_digests
 from fedplan.federation.participation import Participation
 from fedplan.language.parser import parse

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from fedplan.federation.global_state import GLOBAL_FOLDER
 from fedplan.federation.identity import RUN_FILE, is_run_id, read_identity
-from fedplan.federation.ledger.segments import newest_segment
-from fedplan.federation.resume_checks import last_ledger_round
+from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
 from fedplan.federation.server import STUDY
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.storage.files import wrap_disk_errors

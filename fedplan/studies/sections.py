@@ -11,13 +11,12 @@ from pydantic._internal._model_construction import ModelMetaclass
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
 from fedplan.federation.aggregation.defence import RULES, Defence
-from fedplan.federation.eval_sets import EvalSet
+from fedplan.federation.client import EvalSet
 from fedplan.federation.evaluation import BestBy, EvalConfig
 from fedplan.federation.ledger.callbacks import EarlyStopping, make_tracker
 from fedplan.federation.ledger.events import Callback
-from fedplan.federation.participation import Participation
+from fedplan.federation.participation import Participation, Timeouts
 from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
-from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee

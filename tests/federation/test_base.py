@@ -17,7 +17,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.defence import Defence
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client_round import train_round
-from fedplan.federation.initial_model import digest_initial_model
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values

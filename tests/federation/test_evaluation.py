@@ -32,10 +32,8 @@ from sites import RUN as SITE_RUN
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
-from fedplan.federation.client_versions import ClientSync
+from fedplan.federation.client import Client, EvalSet, MetricPolicy
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
-from fedplan.federation.eval_sets import EvalSet, MetricPolicy
 from fedplan.federation.evaluation import (
     EvalConfig,
     Scores,
@@ -43,7 +41,7 @@ from fedplan.federation.evaluation import (
     metrics_from_json,
     metrics_to_json,
 )
-from fedplan.federation.global_state import GlobalState
+from fedplan.federation.global_state import ClientSync, GlobalState
 from fedplan.federation.ledger.egress import Account, Limits, read_egress, read_replies
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.messages import Request, read_run_id, request_message

@@ -43,7 +43,7 @@ from fedplan.models.params import Block, Kind, Param
 from fedplan.privacy.secagg.server import UnmaskedSums
 from fedplan.privacy.secagg.simulation import ClientInput, simulate_secagg_round
 from fedplan.privacy.secagg.terms import MAX_CLIENT_WEIGHT, Slot, Terms
-from fedplan.runners.faults import Faults
+from fedplan.runners.clients import Faults
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.devices import fork_rng_state

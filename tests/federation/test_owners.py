@@ -27,10 +27,9 @@ from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint, open_journal, read_personal_model
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.messages import Request, Update
-from fedplan.federation.participation import Participation
+from fedplan.federation.participation import Participation, Timeouts
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parts import named
 from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param

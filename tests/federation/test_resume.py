@@ -27,7 +27,7 @@ from fedplan.federation.participation import Participation
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.runners.faults import Faults
+from fedplan.runners.clients import Faults
 from fedplan.runners.local import Federation
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE

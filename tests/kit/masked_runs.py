@@ -23,10 +23,10 @@ from fedplan.federation.client import Client, make_noise_guard
 from fedplan.federation.endpoint import Endpoint, site_run_folder
 from fedplan.federation.identity import read_identity
 from fedplan.federation.ledger.egress import Account, Limits
+from fedplan.federation.participation import Timeouts
 from fedplan.federation.secagg_client import SecAggClient
 from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import get_values

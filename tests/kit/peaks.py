@@ -198,9 +198,9 @@ def server(case: Case, name: str) -> dict[str, Any]:
     def play(model: Any, agreement: Any) -> None:
         from grids import InProcess
 
-        from fedplan.federation.initial_model import digest_initial_model
+        from fedplan.federation.ledger.digests import digest_initial_model
+        from fedplan.federation.participation import Timeouts
         from fedplan.federation.server import Server
-        from fedplan.federation.timeouts import Timeouts
         from fedplan.models.values import get_values
         from fedplan.runners.flower.apps import client_app
         from fedplan.runners.flower.server_loop import ServerLoop
@@ -264,7 +264,7 @@ def site(case: Case, client: str, run: str, folder: str) -> dict[str, Any]:
     def play(model: Any, agreement: Any) -> None:
         from fedplan.federation.client import Client
         from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
-        from fedplan.federation.initial_model import digest_initial_model
+        from fedplan.federation.ledger.digests import digest_initial_model
         from fedplan.models.values import get_values
         from fedplan.tensors.message import Message
 

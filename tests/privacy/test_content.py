@@ -74,7 +74,7 @@ def edited(folder: Path, edit: dict[str, Any], method: dict[str, Any]) -> Endpoi
 
 def rebased(endpoint: Endpoint) -> None:
     """Another value of a param that no plan of these tests trains: the class token."""
-    from fedplan.federation.initial_model import digest_initial_model
+    from fedplan.federation.ledger.digests import digest_initial_model
     from fedplan.models.values import get_values, set_values
 
     site, agreement = endpoint.site, endpoint.agreement

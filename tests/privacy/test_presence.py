@@ -20,9 +20,9 @@ from fedplan.federation.client import Client
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.messages import request_message
+from fedplan.federation.participation import Timeouts
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parser import parse
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name

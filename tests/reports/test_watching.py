@@ -24,7 +24,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import ClientChanged
 from fedplan.federation.ledger.status import RunState, RunStatus, SiteState, SiteStatus
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.federation.timeouts import Timeouts
+from fedplan.federation.participation import Timeouts
 from fedplan.reports.monitoring import (
     MonitoringConfig,
     certificate_expiries,

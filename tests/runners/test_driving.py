@@ -21,7 +21,6 @@ from heard import Heard
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
-from fedplan.federation.compatibility import local_versions
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.ledger.events import RunChanged
 from fedplan.federation.ledger.status import (
@@ -32,8 +31,9 @@ from fedplan.federation.ledger.status import (
     read_status,
 )
 from fedplan.federation.ledger.stream import EventStream
+from fedplan.federation.messages import local_versions
+from fedplan.federation.participation import Timeouts
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values

@@ -33,9 +33,9 @@ from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
 from fedplan.federation.ledger.egress import Account, Limits, bytes_by_part, read_egress
 from fedplan.federation.messages import Request, Update
+from fedplan.federation.participation import Timeouts
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method

@@ -23,7 +23,7 @@ from fedplan.federation import secagg_config
 from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.aggregation.secure import SecureAggregator
 from fedplan.federation.client import client_turn
-from fedplan.federation.layer_scoring import score_layers
+from fedplan.federation.client_round import score_layers
 from fedplan.federation.ledger.egress import read_egress
 from fedplan.federation.messages import RequestRefused, read_request, request_message
 from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
@@ -34,7 +34,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.reports.egress_report import read_egress_report
-from fedplan.runners.peer_keys import read_peer_keys
+from fedplan.runners.site import read_peer_keys
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.message import Message

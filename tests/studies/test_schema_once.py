@@ -18,9 +18,8 @@ from fedplan.data.tables import DataError
 from fedplan.data.tasks import TASK_KINDS, Task, make_task
 from fedplan.federation.aggregation.defence import RULES, Defence
 from fedplan.federation.evaluation import EvalConfig
-from fedplan.federation.participation import Participation
+from fedplan.federation.participation import Participation, Timeouts
 from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
-from fedplan.federation.timeouts import Timeouts
 from fedplan.methods.method import Method
 from fedplan.models.catalog import TASK_CLASSES
 from fedplan.models.dual_encoder import TEMPLATE

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,6 @@ from fedplan.federation.ledger.history import (
     recent_drifts,
 )
 from fedplan.federation.ledger.records import Record, RecordError, parse_line, read_record
-from fedplan.federation.resume_checks import last_ledger_round
 from fedplan.storage.append_log import CommittedLog, read_json_lines
 from fedplan.storage.locks import sync_folder
 
@@ -247,3 +247,17 @@ def _header_of(file: Path) -> SegmentHeader:
 
 def _open_number(files: Mapping[str, Any]) -> int:
     return max(map(segment_number, files), default=0) or 1
+
+
+def last_ledger_round(ledger: Path, offset: int = 0) -> int:
+    """Return the highest round number in a ledger file after `offset` bytes; 0 if there is none.
+
+    Invalid lines are skipped; a missing file counts as empty.
+    """
+    last = 0
+    for line in ledger.read_bytes()[offset:].splitlines() if ledger.is_file() else ():
+        with suppress(RecordError):
+            value = parse_line(line)
+            number = cast("dict[str, Any]", value).get("round") if type(value) is dict else None
+            last = max(last, number) if type(number) is int else last
+    return last

@@ -47,7 +47,7 @@ from fedplan.federation.ledger.status import (
     SiteStatus,
     read_stop_request,
 )
-from fedplan.federation.timeouts import Timeouts
+from fedplan.federation.participation import Timeouts
 from fedplan.storage.files import write_atomic
 from fedplan.storage.locks import current_process
 from fedplan.storage.logs import Log, utc_now

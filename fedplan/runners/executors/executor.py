@@ -9,9 +9,8 @@ from typing import Protocol, TypeVar
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
-from fedplan.federation.client_round import train_round
+from fedplan.federation.client_round import score_layers, train_round
 from fedplan.federation.evaluation import Scores, evaluate_client, make_eval_request
-from fedplan.federation.layer_scoring import score_layers
 from fedplan.federation.ledger.events import ClientChanged
 from fedplan.federation.ledger.faults import describe_code
 from fedplan.federation.ledger.status import SiteState

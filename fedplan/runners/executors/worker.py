@@ -21,11 +21,10 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
 from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.client import Client
-from fedplan.federation.client_round import train_round
+from fedplan.federation.client_round import score_layers, train_round
 from fedplan.federation.evaluation import evaluate_client
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.identity import changed_examples, read_identity
-from fedplan.federation.layer_scoring import score_layers
 from fedplan.federation.messages import (
     ClientStateMissing,
     Request,

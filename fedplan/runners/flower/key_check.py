@@ -14,8 +14,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedplan.errors import FedplanError
-from fedplan.runners.peer_keys import read_node_key
-from fedplan.runners.site import ServerSection
+from fedplan.runners.site import ServerSection, read_node_key
 
 REGISTERED_BY_CODE = {
     ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: False,

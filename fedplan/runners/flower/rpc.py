@@ -25,7 +25,7 @@ from fedplan.federation.ledger.events import ClientChanged, Notice, RunStalled
 from fedplan.federation.ledger.faults import APPROVAL, decode_reason
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.federation.timeouts import Timeouts
+from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower.records import from_records, refusal_text, to_records
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message

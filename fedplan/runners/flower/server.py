@@ -10,10 +10,10 @@ from flwr.serverapp import Grid
 
 from fedplan.federation.ledger.events import Callback
 from fedplan.federation.ledger.stream import EventStream
+from fedplan.federation.participation import Timeouts
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
 from fedplan.models.values import set_values
-from fedplan.runners.faults import study_faults
+from fedplan.runners.clients import study_faults
 from fedplan.runners.flower.rpc import FlowerRunEnded
 from fedplan.runners.flower.server_loop import GlobalTest, ServerLoop
 from fedplan.studies.experiment import (

@@ -12,7 +12,6 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError
-from fedplan.federation.compatibility import package_differences, protocol_mismatch
 from fedplan.federation.evaluation import EvalConfig, combine_scores
 from fedplan.federation.ledger.events import (
     Callback,
@@ -27,14 +26,16 @@ from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.messages import (
     Request,
     block_scores_from_json,
+    package_differences,
+    protocol_mismatch,
     read_update,
     request_header,
     request_message,
 )
+from fedplan.federation.participation import Timeouts
 from fedplan.federation.rounds import RoundState, accept_masked_report
 from fedplan.federation.server import Server
-from fedplan.federation.timeouts import Timeouts
-from fedplan.runners.faults import Faults
+from fedplan.runners.clients import Faults
 from fedplan.runners.flower.evaluation import SiteEvaluation
 from fedplan.runners.flower.records import refusal_text, reply_fields, to_arrays
 from fedplan.runners.flower.rpc import ConnectedSite, MessageFactory, SiteRpc
