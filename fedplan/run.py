@@ -26,7 +26,7 @@ from fedplan.federation.server import STUDY
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.reports.pages.run_report import report
-from fedplan.runners.executors.config import LOCAL, make_pool_config
+from fedplan.runners.executors import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import load_run_model
 from fedplan.studies.in_memory import InMemoryInputs
@@ -191,7 +191,7 @@ def run_study(
     resume: bool = False,
     continue_from: Path | str = "",
     callbacks: Sequence[Callback] = (),
-    runner: str = LOCAL,
+    runner: str = "local",
     workers: int | None = None,
     gpus_per_worker: float = 0.0,
     ray_address: str = "",

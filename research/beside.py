@@ -19,10 +19,10 @@ from fedplan.errors import FedplanError
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import privacy_guarantee
 from fedplan.studies.schema import study_from_dict
+from fedplan.sweeps.comparisons import markdown_table
 from fedplan.sweeps.results import RunResult, read_run_result
 from fedplan.sweeps.statistics import mean_interval
 from fedplan.sweeps.sweeping import run_trials
-from fedplan.sweeps.tables import markdown_table
 from fedplan.sweeps.trials import Trial
 from research.bench.facts import facts_of
 from research.decide.places import placed, places_of

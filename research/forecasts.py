@@ -24,7 +24,7 @@ from fedplan.reports.privacy_statements import read_privacy_statement
 from fedplan.run import run_study
 from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import read_study, study_from_dict
-from fedplan.sweeps.tables import markdown_table
+from fedplan.sweeps.comparisons import markdown_table
 
 RESULTS = LAB / "results"
 STUDY = LAB.parent / "examples" / "digits.toml"

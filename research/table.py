@@ -14,8 +14,8 @@ from study import variants
 from words import translate_metrics
 
 from fedplan.data.tasks import task_class
+from fedplan.sweeps.comparisons import markdown_table as written
 from fedplan.sweeps.statistics import mean_interval
-from fedplan.sweeps.tables import markdown_table as written
 
 RESULTS = Path(__file__).parent / "results"
 

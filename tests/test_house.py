@@ -118,12 +118,12 @@ LENT = {
         metrics_from_json newest_segment only_run_folder open_journal open_partial_sum
         package_differences params_by_senders parse_line personal_values
         protocol_mismatch read_agreement read_egress read_faults read_identity
-        read_masked_input read_personal_model read_record read_replies read_run_id
-        read_secagg_checkpoint read_secagg_message read_status read_stop_request
-        read_turn read_update recent_drifts request_header request_message
-        require_private_method secagg_message segment_header_faults segment_number
-        signature_list_to_json site_run_folder site_state_from_reason split_digests
-        survivor_list_to_json survivor_signature_from_json turn_digest
+        read_masked_input read_personal_model read_record read_replies read_request
+        read_run_id read_secagg_checkpoint read_secagg_message read_status
+        read_stop_request read_turn read_update recent_drifts request_header
+        request_message require_private_method secagg_message segment_header_faults
+        segment_number signature_list_to_json site_run_folder site_state_from_reason
+        split_digests survivor_list_to_json survivor_signature_from_json turn_digest
         unmask_shares_from_json write_secagg_checkpoint
     """,
     "studies": """
@@ -138,7 +138,7 @@ LENT = {
         unserializable_reason update_run_files write_run_files write_task_file
     """,
     "runners": """
-        LOCAL PoolConfig ServerSection Site SiteRuntime is_key_registered
+        PoolConfig ProcessTransport ServerSection Site SiteRuntime is_key_registered
         load_site_table make_keys make_pool_config make_site_keys new_federation
         new_site private_umask read_public_key read_site read_superlink run_on_superlink
         run_superlink run_supernode serve_tasks site_study_folder
@@ -288,7 +288,7 @@ def test_these_import_no_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", said], check=True)
 
 
-@pytest.mark.parametrize(("package", "place"), [("flwr", "flower"), ("ray", "ray_transport.py")])
+@pytest.mark.parametrize(("package", "place"), [("flwr", "flower"), ("ray", "ray_actors.py")])
 def test_flower_stays_in_one_folder_and_ray_in_one_module(package: str, place: str) -> None:
     for file in FILES:
         names = {

@@ -26,7 +26,7 @@ from fedplan.reports.formats import (
 from fedplan.reports.monitoring import MonitoringConfig, start_monitoring
 from fedplan.reports.privacy_statements import write_privacy_statement
 from fedplan.reports.status import answered_text
-from fedplan.runners.executors.config import PoolConfig
+from fedplan.runners.executors import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study
 

@@ -3,28 +3,36 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from io import StringIO
 from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from fedplan.errors import FedplanError
+from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
+from fedplan.reports.formats import duration, megabytes
 from fedplan.reports.groups import group_by_seed
-from fedplan.sweeps.results import RunResult, choose_score, find_run_folders, read_run_result
-from fedplan.sweeps.run_differences import (
+from fedplan.sweeps.results import (
     RoleHistory,
+    RunResult,
+    choose_score,
     describe_role_differences,
     describe_study_differences,
+    find_run_folders,
     read_role_history,
+    read_run_result,
 )
 from fedplan.sweeps.statistics import Interval, holm, mean_interval, p_value
-from fedplan.sweeps.tables import comparison_csv, comparison_markdown, comparison_values
 
 FEW_SEEDS = 5
 """With fewer seeds, a comparison has a note that its intervals are wide."""
+EMPTY_CELL = ""
+"""Text of a table cell without a value."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +104,126 @@ class Comparison:
 
     def markdown(self) -> str:
         """Return the comparison as Markdown: the table, differences in words, and notes."""
-        return comparison_markdown(self)
+        parts = [markdown_table(self.column_names, [self.row_cells(row) for row in self.rows])]
+        if different := [row for row in self.rows if row.differences]:
+            parts.append(f"Differences from {self.baseline.label}:\n")
+            parts += [
+                f"- **{row.group.label}**: {'; '.join(row.differences)}." for row in different
+            ]
+            parts.append("")
+        notes = (*self.notes, self.table_explanation)
+        parts += [f"Note: {replace_control_chars(note)}." for note in notes]
+        return "\n".join(parts) + "\n"
+
+    @property
+    def table_explanation(self) -> str:
+        """The sentence, without a period, that explains the columns of the table."""
+        better = "higher" if self.higher_is_better else "lower"
+        text = (
+            f"{self.score} is the value of the last round that has it, {better} is better; ± is "
+            "half the width of the 95 % confidence interval over seeds (Student's t)"
+        )
+        if len(self.rows) > 1:
+            text += (
+                f"; 'minus {self.baseline.label}' is the mean difference paired by seed, with an "
+                "interval for each row by itself; p is of the paired t test, corrected for all "
+                "rows of the table (Holm)"
+            )
+        return text
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the table's columns."""
+        paired = [f"minus {self.baseline.label}", "p (Holm)"] if len(self.rows) > 1 else []
+        epsilon = ["epsilon"] if self._has_epsilon else []
+        return ["runs", "seeds", self.score, *paired, "MB up", "MB down", *epsilon,
+                "rounds", "time"]  # fmt: skip
+
+    def row_cells(self, row: GroupComparison) -> list[str]:
+        """Return the cells of a group's row in the table, in the order of `column_names`.
+
+        Upload and download are MB of a whole run, summed over clients, mean over the group's runs.
+        """
+        group, difference = row.group, row.difference.text() if row.difference else EMPTY_CELL
+        up, down, seconds = map(group.mean_of, ("upload_bytes", "download_bytes", "seconds"))
+        epsilon, rounds = group.mean_of("epsilon_spent"), group.mean_of("rounds")
+        epsilon_cell = f"{epsilon:.3g}" if epsilon is not None else EMPTY_CELL
+        return [
+            group.label,
+            str(row.score.count),
+            row.score.text(),
+            *([difference, format_p_value(row.p_holm)] if len(self.rows) > 1 else []),
+            megabytes(int(up)) if up is not None else EMPTY_CELL,
+            megabytes(int(down)) if down is not None else EMPTY_CELL,
+            *([epsilon_cell] if self._has_epsilon else []),
+            f"{rounds:g}",
+            duration(seconds) if seconds is not None else EMPTY_CELL,
+        ]
+
+    @property
+    def _has_epsilon(self) -> bool:
+        return any(row.group.mean_of("epsilon_spent") is not None for row in self.rows)
 
     def csv(self) -> str:
-        """Return the table as CSV with unrounded numbers."""
-        return comparison_csv(self)
+        """Return the table as CSV with a header line, and a line for each group.
+
+        Numbers are not rounded, sizes in bytes, times in seconds; unknown values are empty. An
+        interval is three columns: the mean, and both ends.
+        """
+        rows = list[dict[str, Any]]()
+        for values in self.json()["groups"]:
+            for name in ("score", "difference"):
+                interval = values.pop(name) or dict.fromkeys(("mean", "low", "high"))
+                values[name] = interval["mean"]
+                values |= {f"{name}_low": interval["low"], f"{name}_high": interval["high"]}
+            del values["runs"], values["differences"]
+            label = spreadsheet_safe(values.pop("label"))
+            rows.append({"label": label, "metric": self.score, **values})
+        output = StringIO()
+        writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return output.getvalue()
 
     def json(self) -> dict[str, Any]:
-        """Return the comparison as plain values."""
-        return comparison_values(self)
+        """Return the comparison as plain values; numbers that are not finite become None."""
+
+        def finite(number: float | None) -> float | None:
+            return number if number is not None and isfinite(number) else None
+
+        def ends(interval: Interval | None) -> dict[str, float | None] | None:
+            names = ("mean", "low", "high")
+            return {name: finite(getattr(interval, name)) for name in names} if interval else None
+
+        means = ("upload_bytes", "download_bytes", "epsilon_spent", "rounds", "seconds")
+        groups = [
+            {
+                "label": row.group.label,
+                "seeds": row.score.count,
+                "score": ends(row.score),
+                "difference": ends(row.difference),
+                "p": row.p,
+                "p_holm": row.p_holm,
+                **{name: row.group.mean_of(name) for name in means},
+                "runs": [
+                    {
+                        "seed": seed,
+                        "folder": str(run.folder),
+                        "score": finite(run.score(self.score)),
+                    }
+                    for seed, run in sorted(row.group.runs.items())
+                ],
+                "differences": list(row.differences),
+            }
+            for row in self.rows
+        ]
+        return {
+            "metric": self.score,
+            "higher_is_better": self.higher_is_better,
+            "baseline": self.baseline.label,
+            "groups": groups,
+            "notes": list(self.notes),
+        }
 
     def html(self) -> str:
         """Return the comparison as one HTML page with figures."""
@@ -235,3 +354,21 @@ def _seed_notes(rows: Sequence[GroupComparison]) -> list[str]:
                 "too, and only these are paired"
             )
     return notes
+
+
+def format_p_value(value: float | None) -> str:
+    """Return a p-value with three decimals; an empty cell for None.
+
+    >>> format_p_value(0.0371), format_p_value(0.00001)
+    ('0.037', '< 0.001')
+    """
+    if value is None:
+        return EMPTY_CELL
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; bars in cells are escaped, and line breaks become spaces."""
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in (names, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], "|---" * len(names) + "|", *lines[1:], ""])

@@ -18,7 +18,6 @@ from fedplan.reports.pages.page import Page, PageFigure, PageSection
 from fedplan.reports.pages.roles import roles_section
 from fedplan.studies.run import read_consistently
 from fedplan.sweeps.intervals import interval_chart
-from fedplan.sweeps.tables import column_names, row_cells, table_explanation
 
 if TYPE_CHECKING:
     from fedplan.sweeps.comparisons import Comparison
@@ -44,11 +43,11 @@ def comparison_page(comparison: Comparison) -> str:
     rows = comparison.rows
     runs = sum(row.score.count for row in rows)
     lead = f"{len(rows)} groups, {runs} runs, compared by {comparison.score}."
-    cells = [row_cells(comparison, row) for row in rows]
-    table = html_table(column_names(comparison), cells, numbers=len(cells[0]) - 1)
+    cells = [comparison.row_cells(row) for row in rows]
+    table = html_table(comparison.column_names, cells, numbers=len(cells[0]) - 1)
     notes = [
         tag("p", f"Note: {note}.", class_="faint")
-        for note in (*comparison.notes, table_explanation(comparison))
+        for note in (*comparison.notes, comparison.table_explanation)
     ]
     sentences = [
         join_html(tag("h3", row.group.label), html_list(row.differences))

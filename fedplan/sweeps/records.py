@@ -11,8 +11,7 @@ from typing import Any, cast
 
 from fedplan.storage.files import write_atomic, write_if_changed
 from fedplan.studies.schema import ConfigError
-from fedplan.sweeps.settings import Setting
-from fedplan.sweeps.trials import Trial
+from fedplan.sweeps.trials import Setting, Trial
 
 SWEEP_FILE, FINISHED_FILE, FAILURES_FILE = "sweep.json", "finished.json", "failures.json"
 """In a sweep's folder: its specification, the finished trials, and the failed ones."""

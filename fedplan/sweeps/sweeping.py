@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
-import threading
+import signal
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import mean
 from typing import Any
 
-from fedplan.federation.ledger.status import read_status
+from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.protocol import TensorsAndJson
+from fedplan.federation.ledger.status import read_status, read_stop_request
+from fedplan.federation.ledger.stream import EventStream
+from fedplan.reports.privacy_statements import write_privacy_statement
+from fedplan.runners.executors import ProcessTransport
+from fedplan.runners.simulation import Simulation
 from fedplan.storage.files import wrap_disk_errors
 from fedplan.storage.locks import locked_folder
+from fedplan.studies.resume import prepare_folder
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.sweeps.records import (
     SweepSpec,
@@ -26,9 +32,11 @@ from fedplan.sweeps.records import (
     start_sweep_folder,
     write_trial_results,
 )
-from fedplan.sweeps.settings import parse_seeds, parse_settings
-from fedplan.sweeps.trial_runner import InProcessRunner, SubprocessRunner, TrialRunner
-from fedplan.sweeps.trials import Trial, make_trials, read_base_study
+from fedplan.sweeps.trials import Trial, make_trials, parse_seeds, parse_settings, read_base_study
+from fedplan.tensors.named import Tensors
+
+LOG_FILE = "processes.log"
+"""File in a sweep's folder with the output of its worker processes."""
 
 
 @dataclass(frozen=True)
@@ -78,52 +86,35 @@ class SweepEvent:
 
     def json(self) -> dict[str, Any]:
         """Return the event as plain values."""
-        return {
-            "name": self.name,
-            "result": asdict(self.result),
-            "ended": self.ended,
-            "total": self.total,
-            "seconds_left": self.seconds_left,
-        }
+        return asdict(self)
 
 
 class SweepProgress:
-    """The progress of a running sweep: running trials, counts, and an estimate of the time left.
+    """The progress of a sweep: names of `running` trials, counts, and an estimate of the time left.
 
     `folder`: the sweep's folder. `remaining`: number of trials to run, `parallel` at once. `ended`:
     number of trials that an earlier call has finished. The sweep calls `start_trial` and
-    `finish_trial`, from any thread.
+    `finish_trial`; another thread may read the progress.
     """
 
     def __init__(self, folder: Path, parallel: int, *, remaining: int, ended: int = 0) -> None:
         self.folder, self.parallel, self.ended = folder, parallel, ended
         self.total, self._waiting = ended + remaining, remaining
-        self._running = dict[str, float]()
+        self.running: tuple[str, ...] = ()
         self._durations = list[float]()
-        self._lock = threading.Lock()
 
     def start_trial(self, name: str) -> None:
         """Record that a trial has started."""
-        with self._lock:
-            self._waiting -= 1
-            self._running[name] = time.monotonic()
+        self._waiting -= 1
+        self.running = (*self.running, name)
 
     def finish_trial(self, name: str, result: TrialResult) -> SweepEvent:
-        """Record that the running trial `name` has ended with `result`, and return the event.
-
-        Raises KeyError if the trial was not started.
-        """
-        with self._lock:
-            del self._running[name]
-            self.ended += 1
-            if not result.error:
-                self._durations.append(result.seconds)
+        """Record that the running trial `name` has ended with `result`, and return the event."""
+        self.running = tuple(each for each in self.running if each != name)
+        self.ended += 1
+        if not result.error:
+            self._durations.append(result.seconds)
         return SweepEvent(name, result, self.ended, self.total, self.seconds_left())
-
-    @property
-    def running(self) -> list[str]:
-        """The names of the running trials."""
-        return list(self._running)
 
     def seconds_left(self) -> float:
         """Estimate the seconds until the last trial ends, from durations and run statuses.
@@ -214,39 +205,73 @@ def run_trials(
     return Sweep(folder, tuple(trial.name for trial in trials), results)
 
 
+class TrialHandler:
+    """Runs trials in a worker process; SIGTERM stops a trial so that it can be resumed."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def reply(self, message: dict[str, Any], tensors: Tensors) -> TensorsAndJson:
+        """Run the study in `message` in its folder; return the TrialResult's fields."""
+        study = Study.model_validate(message["study"])
+        return {}, asdict(run_trial(study, Path(message["folder"])))
+
+
 def _trial_results(
     folder: Path, trials: Sequence[Trial], progress: SweepProgress
 ) -> Generator[tuple[str, TrialResult]]:
     """Run trials in subfolders of `folder`, and yield (name, result) of each as it ends.
 
-    Trials run here, or in `progress.parallel` processes if there are two trials or more. Closing
-    the generator early drops waiting trials and ends the processes.
+    Trials run here, or in `progress.parallel` processes if there are two trials or more; a process
+    that dies fails its trial. Closing the generator early ends the processes.
     """
     if progress.parallel == 1 or len(trials) < 2:
-        runner = InProcessRunner()
         for trial in trials:
             progress.start_trial(trial.name)
-            yield trial.name, runner.run_trial(trial.study, folder / trial.name)
+            yield trial.name, run_trial(trial.study, folder / trial.name)
         return
-    runners = [SubprocessRunner(folder) for _ in range(min(progress.parallel, len(trials)))]
-    idle = SimpleQueue[TrialRunner]()
-    for runner in runners:
-        idle.put(runner)
+    count = min(progress.parallel, len(trials))
+    idle, waiting = list(range(count)), list(reversed(trials))
+    running = dict[int, tuple[str, float]]()
+    with closing(ProcessTransport(count, TrialHandler, folder / LOG_FILE)) as transport:
+        while waiting or running:
+            while waiting and idle:
+                number, trial = idle.pop(), waiting.pop()
+                study, place = trial.study.model_dump(mode="json"), str(folder / trial.name)
+                progress.start_trial(trial.name)
+                running[number] = trial.name, time.monotonic()
+                send = transport.send if number in transport.pids else transport.start
+                send(number, {"study": study, "folder": place})
+            for number, reply in transport.receive(timeout=1.0):
+                name, start = running.pop(number)
+                idle.append(number)
+                fields: dict[str, Any] = {"seconds": time.monotonic() - start}
+                if reply is not None:
+                    fields |= reply[1]
+                else:
+                    fields["error"] = (
+                        f"its process ended with exit code {transport.exit_codes[number]}: see "
+                        f"{folder / LOG_FILE}; exit code -9 often means that the machine ran out "
+                        "of memory"
+                    )
+                yield name, TrialResult(**fields)
 
-    def run(trial: Trial) -> tuple[str, TrialResult]:
-        runner = idle.get()
-        progress.start_trial(trial.name)
-        try:
-            return trial.name, runner.run_trial(trial.study, folder / trial.name)
-        finally:
-            idle.put(runner)
 
-    pool = ThreadPoolExecutor(len(runners), thread_name_prefix="sweep")
+def run_trial(study: Study, folder: Path) -> TrialResult:
+    """Run or resume a study in a folder, in this process; an Exception becomes a result's error.
+
+    For an error other than FedplanError, `traceback` is set.
+    """
+    start = time.monotonic()
     try:
-        for future in as_completed([pool.submit(run, trial) for trial in trials]):
-            yield future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for runner in runners:
-            runner.close()
-        pool.shutdown()
+        prepare_folder(folder, study, resume=True)
+        stopped = Simulation(study, folder, events=EventStream(folder)).run().stopped
+        if study.privacy is not None:
+            write_privacy_statement(folder)
+        stop_requested = bool(stopped and read_stop_request(folder))
+        return TrialResult(time.monotonic() - start, stopped, stop_requested)
+    except FedplanError as error:
+        return TrialResult(time.monotonic() - start, error=str(error))
+    except Exception as error:
+        message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        return TrialResult(time.monotonic() - start, error=message, traceback=trace)

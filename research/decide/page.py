@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from fedplan.sweeps.tables import markdown_table
+from fedplan.sweeps.comparisons import markdown_table
 from research.decide.curves import by_bytes
 from research.decide.question import QuestionError, QuestionFile, read_question
 from research.decide.results import RESULTS, decided, read_results, report

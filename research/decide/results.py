@@ -11,8 +11,8 @@ from statistics import mean
 from typing import Any
 
 from fedplan.storage.files import write_atomic
+from fedplan.sweeps.comparisons import markdown_table
 from fedplan.sweeps.statistics import mean_interval
-from fedplan.sweeps.tables import markdown_table
 from research.decide.places import SEED
 from research.decide.proof import digest_at, time_of
 from research.decide.question import Question, QuestionError, QuestionFile, Score

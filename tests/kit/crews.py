@@ -14,9 +14,8 @@ from typing import Any
 from commands import STUDY, TIMES
 
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.runners.executors import factory
-from fedplan.runners.executors.config import PoolConfig
-from fedplan.runners.executors.worker import BEGIN, Worker
+from fedplan.runners.executors import PoolConfig, pool
+from fedplan.runners.executors.worker import Worker
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study, resolve_paths, study_from_dict
 from fedplan.studies.toml_values import parse_toml
@@ -110,11 +109,8 @@ class Here:
             self.asked = [each for each in self.asked if each[0] != number]
             return [(number, None)]
         _, words, tensors = self.asked.pop(at)
-        said = json.loads(words)
-        if said["do"] == BEGIN:
-            self.workers[number] = Worker(said)
-            return [(number, ({}, {}))]
-        made, told = self.workers[number].reply(said, tensors)
+        worker = self.workers.setdefault(number, Worker())
+        made, told = worker.reply(json.loads(words), tensors)
         return [(number, (made, json.loads(json.dumps(told))))]
 
     def close(self) -> None:
@@ -146,7 +142,7 @@ class Begun:
         """Where the workers of a transport have."""
         folder = self.copied(name)
         with monkeypatch.context() as patch:
-            patch.setattr(factory, "make_transport", lambda *_: transport)
+            patch.setattr(pool, "make_transport", lambda *_: transport)
             Simulation(self.study, folder, pool_config=PoolConfig()).run()
         return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from commands import STUDY, some_digits
 
@@ -21,6 +22,15 @@ SMALL = (
 """Three clients, two rounds, FedAvg."""
 ASKED_OF = "FEDPLAN_TEST_ASKED_OF"
 METHODS = {"method.name": ["fedavg", "fedper"]}
+
+
+class Mortal:
+    """Plays no trial, and dies of those with the seed 1."""
+
+    def reply(self, message: dict[str, Any], _: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        if message["study"]["seed"] == 1:
+            os.kill(os.getpid(), 9)
+        return {}, {"seconds": 1.0, "stop_reason": Path(message["folder"]).name}
 
 
 def asks_to_stop(_: CommittedRound) -> None:

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -27,9 +29,8 @@ from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.private import ClientDPAggregator
 from fedplan.federation.aggregation.robust import BufferedAggregator
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.runners.executors.config import PoolConfig, make_pool_config
-from fedplan.runners.executors.process_transport import ProcessTransport
-from fedplan.runners.executors.worker import BEGIN
+from fedplan.runners.executors import PoolConfig, ProcessTransport, make_pool_config
+from fedplan.runners.executors.worker import Worker
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.journal import client_state_folder
 
@@ -82,7 +83,7 @@ class Resident(ProcessTransport):
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Resident]:
-    transport = Resident(2)
+    transport = Resident(2, Worker)
     yield transport
     transport.end()
 
@@ -135,7 +136,7 @@ def test_processes_that_are_killed_leave_the_same_files(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["homes", "scaffold", "private"])
 def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: Patch) -> None:
-    from fedplan.runners.executors.ray_transport import RayTransport
+    from fedplan.runners.executors.ray_actors import RayTransport
 
     begun = Begun(study_with(name), here)
     assert files(begun.by(RayTransport(2), "ray", monkeypatch)) == files(begun.alone())
@@ -148,7 +149,7 @@ def test_actors_of_ray_leave_the_same_files(name: str, here: Path, monkeypatch: 
 def test_actors_that_are_killed_leave_the_same_files(here: Path, monkeypatch: Patch) -> None:
     import ray
 
-    from fedplan.runners.executors.ray_transport import RayTransport
+    from fedplan.runners.executors.ray_actors import RayTransport
 
     class Mortal(RayTransport):
         left, drawn = 5, random.Random(0)
@@ -243,7 +244,7 @@ def test_an_error_of_a_worker_is_the_runs_and_names_the_client(
     class Lost(Here):
         def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
             if said["do"] == "turn":
-                said = {**said, "run": "0" * 16}
+                said = {**said, "request": {**said["request"], "run": "0" * 16}}
             super().send(number, said, shared)
 
     with pytest.raises(
@@ -255,7 +256,7 @@ def test_an_error_of_a_worker_is_the_runs_and_names_the_client(
 def test_a_worker_that_built_something_else_is_refused(here: Path, monkeypatch: Patch) -> None:
     class Other(Here):
         def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
-            if said["do"] == BEGIN:
+            if said["do"] == "begin":
                 study = {**said["study"], "train": {**said["study"]["train"], "lr": 0.5}}
                 said = {**said, "study": study}
             super().send(number, said, shared)
@@ -351,8 +352,8 @@ def test_parts_of_a_sum_are_of_one_kind() -> None:
 
 
 def test_a_worker_ends_with_its_run(here: Path) -> None:
-    transport = ProcessTransport(1)
-    transport.start(0, {"do": BEGIN, "study": {}, "folder": str(here)})
+    transport = ProcessTransport(1, Worker)
+    transport.start(0, {"do": "begin", "study": {}, "folder": str(here)})
     pid = transport.pids[0]
     deadline = time.monotonic() + 120
     while not (heard := transport.receive(1.0)) and time.monotonic() < deadline:
@@ -362,3 +363,33 @@ def test_a_worker_ends_with_its_run(here: Path) -> None:
     transport.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+SCRIPT = """
+import os
+import torch
+from echoes import Echo
+from fedplan.runners.executors import ProcessTransport
+workers = ProcessTransport(1, Echo)
+workers.start(0, {})
+shared = workers.share({"x": torch.arange(3)})
+workers.send(0, {"n": 2**70}, shared)
+replies = []
+while len(replies) < 2:
+    replies += workers.receive(60.0)
+tensors, fields = replies[1][1]
+assert tensors["x"].tolist() == [0, 1, 2] and fields["message"] == {"n": 2**70}
+print(workers._folder, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_script_without_a_guard_has_workers_and_none_outlives_it(tmp_path: Path) -> None:
+    """By spawn of multiprocessing the worker would run the script again, and stay when it dies."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, str(tmp_path / "script.py")]
+    # The worker writes to the same stderr: who waits for its end waits for the worker's.
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not Path(done.stdout.strip()).exists()

@@ -14,14 +14,15 @@ from sweeps import small_study
 
 from fedplan.errors import FedplanError
 from fedplan.studies.schema import ConfigError
-from fedplan.sweeps.settings import (
+from fedplan.sweeps.trials import (
     Setting,
+    make_trials,
     parse_seeds,
     parse_setting,
     parse_settings,
+    read_base_study,
     split_values,
 )
-from fedplan.sweeps.trials import make_trials, read_base_study
 
 
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\\\"'")), min_size=1))

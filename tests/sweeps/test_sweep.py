@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import run
-from sweeps import ASKED_OF, METHODS, bits, small_study
+from sweeps import ASKED_OF, METHODS, Mortal, bits, small_study
 
 from fedplan.errors import FedplanError
 from fedplan.run import run_study
@@ -22,6 +22,7 @@ from fedplan.runners.simulation import Simulation
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.run import read_run
 from fedplan.studies.schema import ConfigError, read_study
+from fedplan.sweeps import sweeping
 from fedplan.sweeps.records import (
     FAILURES_FILE,
     FINISHED_FILE,
@@ -30,7 +31,6 @@ from fedplan.sweeps.records import (
     read_finished,
 )
 from fedplan.sweeps.sweeping import Sweep, SweepEvent, SweepProgress, sweep
-from fedplan.sweeps.trial_runner import SubprocessRunner
 
 
 @pytest.fixture
@@ -172,20 +172,10 @@ def test_the_time_left_is_that_of_what_is_open_and_waits(tmp_path: Path) -> None
     )  # what failed says nothing of time
 
 
-CHILD = """
-import json, os, sys
-for line in sys.stdin:
-    said = json.loads(line)
-    if said["study"]["seed"] == 1:
-        os.kill(os.getpid(), 9)
-    print(json.dumps({"seconds": 1.0, "stop_reason": os.path.basename(said["folder"])}), flush=True)
-"""
-
-
 def test_each_process_plays_run_after_run_and_one_that_dies_fails_its_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SubprocessRunner, "command", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(sweeping, "TrialHandler", Mortal)
     told = list[SweepEvent]()
     found = sweep(
         small_study(tmp_path),

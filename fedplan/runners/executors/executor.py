@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors: run the clients' turns of a round, in this process or in a pool of workers."""
+"""The interface of executors, the settings of a pool, and the executor of this process."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -21,8 +24,56 @@ from fedplan.federation.server import Server
 from fedplan.models.params import Block
 from fedplan.runners.clients import Clients
 from fedplan.storage.files import failpoint
+from fedplan.studies.schema import ConfigError
 
 Result = TypeVar("Result")
+LOCAL, POOL, RAY = "local", "pool", "ray"
+"""Runners: this process, worker processes on this machine, Ray actors."""
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Settings of a worker pool, on which the result of a run does not depend.
+
+    `runner` is "pool" (processes) or "ray". `count` is the number of workers; 0 means the available
+    cores divided by the threads per worker. `gpus` is the number (or fraction) of GPUs per Ray
+    worker, `address` the address of a Ray cluster; an empty address starts Ray on this machine.
+    """
+
+    runner: str = POOL
+    count: int = 0
+    gpus: float = 0.0
+    address: str = ""
+
+    def worker_count(self, threads: int) -> int:
+        """Return `count`, or if it is 0 the available cores divided by threads per worker."""
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return self.count or max(1, cores // threads)
+
+
+def make_pool_config(
+    runner: str, count: int | None = None, gpus: float = 0.0, address: str = ""
+) -> PoolConfig | None:
+    """Return the pool settings of a command or call; None for the runner "local".
+
+    The arguments are as in PoolConfig; a count of None is by the number of cores. Raises
+    ConfigError if an argument is invalid, or does not apply to the runner.
+    """
+    if runner == LOCAL:
+        if count or gpus or address:
+            option = "workers" if count else "gpus_per_worker" if gpus else "ray_address"
+            raise ConfigError(f"{option} does not apply to runner {LOCAL}: use {POOL} or {RAY}")
+        return None
+    if runner not in (POOL, RAY):
+        raise ConfigError(f"the runner is {runner!r}: use {LOCAL}, {POOL} or {RAY}")
+    if count is not None and count < 1:
+        raise ConfigError(f"workers is {count}: give at least 1, or leave it out")
+    if gpus < 0:
+        raise ConfigError(f"gpus_per_worker is {gpus}: give a larger number")
+    if runner == POOL and (gpus or address):
+        option = "gpus_per_worker" if gpus else "ray_address"
+        raise ConfigError(f"{option} is for Ray: use runner {RAY}, or leave it out")
+    return PoolConfig(runner, count or 0, gpus, address)
 
 
 class Executor(Protocol):
@@ -73,16 +124,13 @@ class SerialExecutor:
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return the layer scores of the clients `names`; see Executor."""
+        """Return the layer scores of the clients `names`."""
         return {name: self._call(score_layers, round_state, name) for name in names}
 
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train the clients in the order of `names`; add each update to `round_state` at once.
-
-        Updates of clients in `late` are recorded, but not aggregated.
-        """
+        """Train the clients in the order of `names`; add each update to `round_state` at once."""
         for name in names:
             self.events.heartbeat()
             self.events.emit(ClientChanged(name, SiteState.REQUESTED))
@@ -93,10 +141,7 @@ class SerialExecutor:
             self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Evaluate the clients `names` one by one; return scores and refusals, as in Executor.
-
-        A client that lost state gets a full request.
-        """
+        """Evaluate the clients `names` one by one; return scores and refusals."""
         scores, refusals = dict[str, Scores](), dict[str, str]()
         agreement, state = self.server.agreement, self.server.global_state
         for name in names:

@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker of a pool: its own copy of a study, and the clients' turns that it runs.
 
-A worker builds the study from its files, as a site does. Messages contain only JSON and tensors, no
-code and no pickled objects. The updates of its turns go into a partial sum.
+A worker builds the study from its files, as a site does. The updates of its turns go into a partial
+sum.
 """
 
 from __future__ import annotations
 
-import json
-import time
-import traceback
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
@@ -29,35 +22,31 @@ from fedplan.federation.messages import (
     ClientStateMissing,
     Request,
     RequestRefused,
-    block_scores_from_json,
     block_scores_to_json,
+    read_request,
 )
 from fedplan.federation.rounds import RoundState, accept_update
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
 from fedplan.runners.clients import Clients
+from fedplan.runners.executors.processes import JsonObject
 from fedplan.studies.experiment import build_experiment, make_eval_set
 from fedplan.studies.schema import study_from_dict
 from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.named import DigestCache, Tensors
-
-BEGIN = "begin"
-"""Action of the first message, which has the study and its run folder; it resets a worker."""
-JsonObject = dict[str, Any]
-"""A message or reply without its tensors, as JSON."""
+from fedplan.tensors.serialization import pack_message
 
 
 class Worker:
-    """A worker's own copy of a study, which carries out the pool's messages by `reply`.
+    """Handler of a pool's messages: a copy of a study, built by the first message.
 
-    `message` is the pool's BEGIN message; the constructor builds the study in `message["study"]` on
-    the study's device, for the run folder `message["folder"]`. `global_state` follows the server's,
-    `round_state` collects the updates of the open partial sum (None if no sum is open), and
-    `sum_description` describes the sum. `tables` has values that many messages share.
+    `global_state` follows the server's, `round_state` collects the updates of the open partial sum
+    (None if no sum is open), and `sum_description` describes the sum.
     """
 
-    def __init__(self, message: Mapping[str, Any]) -> None:
-        self.study = study = study_from_dict(dict(message["study"]))
+    def _begin(self, message: JsonObject) -> None:
+        """Build the study in `message` on its device, for the run folder in `message`."""
+        self.study = study = study_from_dict(message["study"])
         self.folder = Path(message["folder"])
         self.experiment = experiment = build_experiment(self.study)
         move_model(experiment.model.eval(), resolve_device(study.device))
@@ -65,7 +54,6 @@ class Worker:
         self.global_state = GlobalState.initial(self.agreement, experiment.initial_values)
         self.round_state: RoundState | None = None
         self.sum_description: JsonObject = {}
-        self.tables: dict[str, list[Any]] = {}
         is_example_dp = study.privacy is not None and study.privacy.unit == "example"
         uses_digests = is_example_dp or study.train.cache_activations
         initial = experiment.initial_model
@@ -88,21 +76,26 @@ class Worker:
             activation_cache=study.train.activation_cache,
         )
 
-    def reply(self, message: Mapping[str, Any], tensors: Tensors) -> TensorsAndJson:
+    def reply(self, message: JsonObject, tensors: Tensors) -> TensorsAndJson:
         """Carry out the action `message["do"]`, and return the reply's tensors and fields.
 
-        `tensors` belong to the message. A FedplanError is not raised, but returned as a reply with
-        "error" and "code", with "refused" (a client's RequestRefused), or with "missing" (the
-        client lost state, and needs a full request). Other exceptions are raised.
+        Before, the worker takes the global state in `message["state"]`, whose changed values are
+        `tensors`, and opens the partial sum in `message["open"]`, if there are any. A FedplanError
+        is not raised, but returned as a reply with "error", "code" and "client" (if the client's
+        work failed), with "refused" (a client's RequestRefused), or with "missing" (the client
+        lost state, and needs a full request).
         """
+        client = ""
         try:
+            if "state" in message:
+                self._update_global_state(message["state"], tensors)
+            if "open" in message:
+                self.sum_description = message["open"]
+                self.round_state = self._empty_round({})
+            client = message.get("client", "")
             match message["do"]:
-                case "global_state":
-                    self._update_global_state(message, tensors)
-                    return {}, {}
-                case "open":  # an empty partial sum for the turns that follow
-                    self.sum_description = dict(message["sum"])
-                    self.round_state = self._empty_round({})
+                case "begin":
+                    self._begin(message)
                     return {}, {}
                 case "turn":
                     return {}, self._run_turn(message)
@@ -127,13 +120,13 @@ class Worker:
         except RequestRefused as error:
             return {}, {"refused": error.code, "error": str(error)}
         except FedplanError as error:
-            return {}, {"error": str(error), "code": error.code}
+            return {}, {"error": str(error), "code": error.code, "client": client}
 
-    def _update_global_state(self, message: Mapping[str, Any], tensors: Tensors) -> None:
+    def _update_global_state(self, message: JsonObject, tensors: Tensors) -> None:
         """Put `tensors`, the changed global values, and their versions into the global state.
 
         The first message of a run makes this worker join the run, and raises FedplanError if the
-        run folder, the agreement or the examples differ from the server's. Clears `tables`.
+        run folder, the agreement or the examples differ from the server's.
         """
         if (run := message["run"]) != self.agreement.run:
             identity, fingerprint = read_identity(self.folder), self.agreement.fingerprint
@@ -162,7 +155,6 @@ class Worker:
             phase=message["phase"],
         )
         self.digests.keep_only(self.global_state.values.values())
-        self.tables = {"versions": [], "received": []}
 
     def _empty_round(self, cohort: dict[str, Request]) -> RoundState:
         """Return a round with an empty partial sum for the requests of `cohort`, by client."""
@@ -170,57 +162,29 @@ class Worker:
         digests = self.experiment.param_digests
         return RoundState(cohort, total, start_digests=digests, digests=self.digests)
 
-    def _make_client(self, message: Mapping[str, Any]) -> Client:
+    def _make_client(self, message: JsonObject) -> Client:
         """Make the client of a message, with the global values that the client has received."""
-        keys, state = self._look_up("received", message), self.global_state
+        keys, state = message["received"], self.global_state
         values = {key: state.values[key] for key in keys}
         versions = {key: state.versions[key] for key in keys}
         return self.clients.make_client(message["client"], values, versions)
 
-    def _look_up(self, field: str, message: Mapping[str, Any]) -> Any:
-        """Return the value of `message[field]`, which is `[number, value]` or only `[number]`.
-
-        A value that comes with a number is stored in `tables`, for later messages with the number.
-        """
-        number, *value = message[field]
-        if value:
-            self.tables[field][number:] = value
-        return self.tables[field][number]
-
-    def _make_request(self, message: Mapping[str, Any]) -> Request:
+    def _make_request(self, message: JsonObject) -> Request:
         """Return the request in a message, with the values of this worker's global state."""
-        versions: dict[str, int] = self._look_up("versions", message)
-        scores = message["scores"]
-        turn = Turn(
-            round=message["round"],
-            client=message["client"],
-            phase=message["phase"],
-            traits=message["traits"],
-            scores=block_scores_from_json(scores) if scores is not None else None,
-        )
-        return Request(
-            name=message["request"],
-            agreement_digest=message["agreement"],
-            turn=turn,
-            values={key: self.global_state.values[key] for key in versions},
-            versions=versions,
-            versions_digest=message["versions_digest"],
-            last_update_round=message["last_update_round"],
-            full=message["full"],
-            run=message["run"],
-        )
+        request = read_request(pack_message({}, message["request"]))
+        return replace(request, values={k: self.global_state.values[k] for k in request.versions})
 
-    def _run_turn(self, message: Mapping[str, Any]) -> JsonObject:
+    def _run_turn(self, message: JsonObject) -> JsonObject:
         """Train the message's client, and add a valid update that is not late to the partial sum.
 
         Returns the fields "aggregated" (whether the update is in the sum), "ledger_line" (the
         turn's record for the ledger; None if the update is invalid or overflows), "rejected" (why
-        the update is not in the sum, or None), "overflow" (whether the update is valid, but too
-        large for this partial sum, which then stays as it was) and "seconds". A valid update with
+        the update is not in the sum, or None) and "overflow" (whether the update is valid, but too
+        large for this partial sum, which then stays as it was). A valid update with
         `message["late"]` has a "ledger_line", and "rejected" is "late". Raises as `train_round`.
         """
         name, request = message["client"], self._make_request(message)
-        round_state, began = self.round_state, time.perf_counter()
+        round_state = self.round_state
         assert round_state is not None
         round_state.cohort = {name: request}
         update = train_round(self.agreement, self._make_client(message), request, copy=False)
@@ -239,7 +203,6 @@ class Worker:
             "ledger_line": line.json() if line else None,
             "rejected": rejected,
             "overflow": fits_alone,
-            "seconds": time.perf_counter() - began,
         }
 
     def _personal_scores(self, name: str) -> dict[str, float]:
@@ -255,54 +218,3 @@ class Worker:
         set_values(experiment.model, values, self.agreement.trainable)
         test, size = experiment.data.client_tests[name], self.study.evaluate.batch_size
         return dict(experiment.data.task.score(experiment.model, test, batch_size=size))
-
-
-class MessageHandler:
-    """A worker's entry point: `reply` builds a Worker by a BEGIN message, and passes on the others.
-
-    The first message is taken for a BEGIN message; a later BEGIN replaces the Worker.
-    """
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
-
-    def reply(self, message: Mapping[str, Any], load: Callable[[], Tensors]) -> TensorsAndJson:
-        """Return the reply's tensors and fields; `load` loads the tensors of `message`.
-
-        An Exception is never raised, but printed to stderr and returned as a reply with "error".
-        """
-        try:
-            if self._worker is None or message["do"] == BEGIN:
-                self._worker = None  # free the old model before the new one is built
-                self._worker = Worker(message)
-                return {}, {}
-            return self._worker.reply(message, load())
-        except Exception as error:
-            traceback.print_exc()
-            return {}, {"error": f"{type(error).__name__}: {error}", "code": ""}
-
-
-def encode_json(fields: Mapping[str, Any]) -> bytes:
-    """Encode a message or reply as JSON bytes; integers may have any length."""
-    return json.dumps(fields).encode()
-
-
-def decode_json(data: bytes) -> JsonObject:
-    """Decode the bytes of `encode_json`."""
-    fields: JsonObject = json.loads(data)
-    return fields
-
-
-def unshared_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return detached tensors of which no two share memory, as safetensors demands.
-
-    A tensor that shares memory with an earlier tensor is cloned; any other is made contiguous, by a
-    copy only if needed.
-    """
-    owners = dict[int, str]()
-    return {
-        name: tensor.detach().contiguous()
-        if owners.setdefault(tensor.untyped_storage().data_ptr(), name) == name
-        else tensor.detach().clone()
-        for name, tensor in tensors.items()
-    }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -17,33 +18,30 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.runners.executors.worker import (
-    MessageHandler,
-    decode_json,
-    encode_json,
-    unshared_tensors,
-)
+from fedplan.runners.executors.processes import error_reply, unshared_tensors
+from fedplan.runners.executors.worker import Worker
 from fedplan.tensors.named import Tensors
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """Bytes in Ray's object store, which all workers of a machine read without a copy."""
-
-
 PENDING = 60.0
 """Seconds without a reply of a new worker after which a warning is logged."""
 _LOG = logging.getLogger("fedplan")
 
 
 class RayWorker:
-    """The Ray actor of a worker: passes messages, sent as bytes, to a MessageHandler."""
+    """The Ray actor of a worker: passes messages, sent as bytes, to a Worker."""
 
     def __init__(self) -> None:
-        self._handler = MessageHandler()
+        self._worker = Worker()
 
-    def answer(self, message: bytes, tensors: Bytes | None) -> tuple[bytes, Bytes | None]:
+    def answer(self, message: bytes, data: Bytes | None) -> tuple[bytes, Bytes | None]:
         """Return the reply to a JSON message and safetensors bytes, in the same formats."""
-        reply = self._handler.reply(decode_json(message), lambda: _from_bytes(tensors))
-        return encode_json(reply[1]), _to_bytes(reply[0]) if reply[0] else None
+        try:
+            tensors, fields = self._worker.reply(json.loads(message), _from_bytes(data))
+            return json.dumps(fields).encode(), _to_bytes(tensors) if tensors else None
+        except Exception as error:
+            return json.dumps(error_reply(error)).encode(), None
 
 
 class RayTransport:
@@ -67,17 +65,12 @@ class RayTransport:
         The first call starts or joins Ray, and raises FedplanError if that fails.
         """
         self._connect()
-        self._starting[number] = 0.0
+        self._starting[number] = time.monotonic()
         actor: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(RayWorker)
         self._actors[number] = actor.remote()
         self.send(number, message)
 
     def _connect(self) -> None:
-        """Start Ray on this machine or join the cluster; do nothing if this process has joined Ray.
-
-        Raises FedplanError if Ray cannot be reached, or if an address was given and the process had
-        joined Ray before.
-        """
         if ray.is_initialized():
             if self._address and not self._started_ray:
                 raise FedplanError(
@@ -85,13 +78,13 @@ class RayTransport:
                     "leave it out to use that, or call ray.shutdown() first"
                 )
             return
-        options: dict[str, Any] = {"log_to_driver": True, "include_dashboard": False}
-        options = {"address": self._address} if self._address else options
+        options: dict[str, Any] = {"address": self._address}
         if not self._address:
             # No usage statistics; a worker without GPUs of its own still sees those of the machine.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            options |= {"num_cpus": self.count, "configure_logging": False}
+            options = {"num_cpus": self.count, "configure_logging": False}
+            options |= {"log_to_driver": True, "include_dashboard": False}
         try:
             ray.init(**options)
         except Exception as error:  # Ray raises no specific class here
@@ -107,58 +100,45 @@ class RayTransport:
 
     def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
         """Send a message and shared tensors; a dead worker is reported by `receive`."""
-        reference = self._actors[number].answer.remote(encode_json(message), shared)
+        reference = self._actors[number].answer.remote(json.dumps(message).encode(), shared)
         self._pending[reference] = number
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
         """Wait until a reply arrives, at most `timeout` seconds; return a list of one or no pair.
 
-        The pair is (worker number, reply); a reply of None marks a dead worker, and the worker's
-        other pending messages are dropped. Raises FedplanError if the actor itself raised.
+        A reply of None marks a dead worker. Raises FedplanError if the actor itself raised. Logs a
+        warning if a new worker has not replied for PENDING seconds: Ray waits for missing CPUs or
+        GPUs for ever, without a message.
         """
         references: list[Any] = list(self._pending)
         ready: list[Any] = cast("Any", ray).wait(references, num_returns=1, timeout=timeout)[0]
-        replies = list[tuple[int, TensorsAndJson | None]]()
         if not ready:
-            self._warn_of_missing_resources()
-        for reference in ready:
-            number = self._pending.pop(reference, None)
-            if number is None:
-                continue
-            self._starting.pop(number, None)
-            try:
-                fields, tensors = cast("tuple[bytes, Bytes | None]", ray.get(reference))
-            except RayTaskError as error:
-                raise FedplanError(f"a Ray worker failed: {error}") from error
-            except RayError:
-                # The worker or its machine died, or the reply is lost.
-                self._pending = {ref: of for ref, of in self._pending.items() if of != number}
-                replies.append((number, None))
-            else:
-                replies.append((number, (_from_bytes(tensors), decode_json(fields))))
-        return replies
-
-    def _warn_of_missing_resources(self) -> None:
-        """Log a warning, once per worker, if a new worker has not replied for PENDING seconds.
-
-        Ray waits for missing CPUs or GPUs for ever, without a message.
-        """
-        now, free = time.monotonic(), cast("dict[str, float]", ray.available_resources())
-        for number, since in list(self._starting.items()):
-            self._starting[number] = since or now
-            if since and now - since > PENDING:
-                del self._starting[number]
-                _LOG.warning(
-                    "Ray worker %d has not answered for %g s: it needs 1 CPU and %g GPU, and free "
-                    "are %g and %g",
-                    *(number, PENDING, self._gpus, free.get("CPU", 0.0), free.get("GPU", 0.0)),
-                )
+            for number, since in list(self._starting.items()):
+                if time.monotonic() - since > PENDING:
+                    del self._starting[number]
+                    free = cast("dict[str, float]", ray.available_resources())
+                    _LOG.warning(
+                        "Ray worker %d has not answered for %g s: it needs 1 CPU and %g GPU, and "
+                        "free are %g and %g",
+                        *(number, PENDING, self._gpus, free.get("CPU", 0.0), free.get("GPU", 0.0)),
+                    )
+            return []
+        number = self._pending.pop(ready[0])
+        self._starting.pop(number, None)
+        try:
+            fields, tensors = cast("tuple[bytes, Bytes | None]", ray.get(ready[0]))
+        except RayTaskError as error:
+            raise FedplanError(f"a Ray worker failed: {error}") from error
+        except RayError:  # the worker or its machine died, or the reply is lost
+            self._pending = {ref: of for ref, of in self._pending.items() if of != number}
+            return [(number, None)]
+        return [(number, (_from_bytes(tensors), json.loads(fields)))]
 
     def close(self) -> None:
         """Kill all actors; if this object has started or joined Ray, call `ray.shutdown`."""
         for actor in self._actors.values() if ray.is_initialized() else ():
             ray.kill(actor)
-        self._actors, self._pending = {}, {}
+        self._actors, self._pending, self._starting = {}, {}, {}
         if self._started_ray:
             ray.shutdown()
             self._started_ray = False
