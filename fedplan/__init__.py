@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from fedplan.reports.pages.run_report import report
     from fedplan.run import Run, RunOptions, open_run, run_study, simulate
     from fedplan.studies.export import export_run
-    from fedplan.studies.schema import Study, read_study
-    from fedplan.studies.sections import (
+    from fedplan.studies.federation_sections import (
         AggregationConfig,
         ClientsConfig,
         DefenceConfig,
         EvaluateConfig,
         PrivacyConfig,
     )
-    from fedplan.studies.train_section import TrainConfig
+    from fedplan.studies.schema import Study, read_study
+    from fedplan.studies.sections import TrainConfig
     from fedplan.sweeps.comparisons import compare
     from fedplan.sweeps.sweeping import sweep
     from fedplan.training.loops import attach
@@ -116,9 +116,9 @@ __getattr__, __dir__ = lazy_exports(
         "run": "Run RunOptions open_run run_study simulate",
         "studies.export": "export_run",
         "studies.schema": "Study read_study",
-        "studies.sections": "AggregationConfig ClientsConfig DefenceConfig EvaluateConfig "
-        "PrivacyConfig",
-        "studies.train_section": "TrainConfig",
+        "studies.federation_sections": "AggregationConfig ClientsConfig DefenceConfig "
+        "EvaluateConfig PrivacyConfig",
+        "studies.sections": "TrainConfig",
         "sweeps.comparisons": "compare",
         "sweeps.sweeping": "sweep",
         "training.loops": "attach",

@@ -182,10 +182,7 @@ class Registry(Generic[T]):
         return list(entry_points(group=self.group))
 
     def _load(self, name: str, point: EntryPoint) -> Any:
-        """Import the object of an entry point, and return the object; `name` is for messages.
-
-        Raises UnknownName if the import raises any Exception, or if the object is not callable.
-        """
+        """Import the object of an entry point, and return the object; `name` is for messages."""
         try:
             value = point.load()
         except Exception as error:  # code of other packages may raise anything on import
@@ -244,10 +241,7 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def _require_allowed_package(kind: str, name: str, module: str) -> None:
-    """Raise UnknownName if `allow_imports` is active and excludes the top package of a module.
-
-    Packages that declare any fedplan entry point are allowed. `kind` and `name`: for the message.
-    """
+    """Raise UnknownName if `allow_imports` is active and excludes the top package of a module."""
     allowed, top = _ALLOWED_PACKAGES.get(), module.partition(".")[0]
     if allowed is None or top in allowed:
         return
@@ -264,12 +258,10 @@ def _require_allowed_package(kind: str, name: str, module: str) -> None:
 
 
 def _distribution_of(point: EntryPoint) -> str:
-    """Return the name and version of the package that declares an entry point."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
 
 
 def _module_of(value: Any) -> str:
-    """Return the module of an object, of a partial's function, or of an instance's class."""
     while isinstance(value, partial):
         value = cast("Any", value).func
     return str(getattr(value, "__module__", None) or type(value).__module__)

@@ -29,19 +29,18 @@ from fedplan.reports.pages.run_report import report
 from fedplan.runners.executors import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import load_run_model
-from fedplan.studies.in_memory import InMemoryInputs
-from fedplan.studies.resume import continue_study, prepare_folder
-from fedplan.studies.run import read_run
-from fedplan.studies.run_folder import read_run_study
-from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.sections import (
+from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
     DefenceConfig,
     EvaluateConfig,
     PrivacyConfig,
 )
-from fedplan.studies.train_section import TrainConfig
+from fedplan.studies.in_memory import InMemoryInputs
+from fedplan.studies.resume import continue_study, prepare_folder
+from fedplan.studies.run import read_run, read_run_study
+from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.studies.sections import TrainConfig
 from fedplan.tensors.devices import AUTO
 
 _MOVED = {

@@ -144,20 +144,19 @@ LENT = {
         run_superlink run_supernode serve_tasks site_study_folder
     """,
     "reports": """
-        Bar DatasetAccount Dot Drawing Forecast GridCell GridRow HUES Html Page
-        PageFigure PageSection RoleFigure Series Shape SiteRecord StageForecast Stroke
-        TextLabel audit_badge bar_chart byte_unit cell_grid data_distribution
-        differing_fields drift_section duration explain_plan explain_study format_limits
-        format_log_entry format_tick group_by_seed html_list html_table join_html
-        line_chart make_console make_scale mean_series megabytes millions paragraphs
-        parse_since parts_table read_egress_report read_privacy_statement read_run_facts
-        replace_control_chars report roles_section run_flower_with_progress sort_params
-        spreadsheet_safe study_fields tag text_width truncate_text watch_report
-        write_privacy_statement
+        Bar Dot Drawing Forecast GridCell GridRow HUES Html Page PageFigure PageSection
+        RoleFigure Series Shape StageForecast Stroke TextLabel audit_badge bar_chart
+        byte_unit cell_grid data_distribution differing_fields drift_section duration
+        explain_plan explain_study format_log_entry format_tick group_by_seed html_list
+        html_table join_html line_chart make_console make_scale mean_series megabytes
+        millions paragraphs parse_since parts_table read_privacy_statement
+        read_run_facts replace_control_chars report roles_section
+        run_flower_with_progress sort_params spreadsheet_safe study_fields tag
+        text_width truncate_text watch_report write_privacy_statement
     """,
     "sites": """
-        allow_rejoin check_site compliance_page doctor_table is_site_state serve_site
-        site_approvals
+        allow_rejoin check_site compliance_page doctor_table is_site_state
+        read_egress_report serve_site site_approvals
     """,
     "sweeps": """
         find_run_folders is_sweep read_base_study sweep_with_progress

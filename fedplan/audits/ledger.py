@@ -41,12 +41,9 @@ def verify_ledger(agreement: Agreement, lines: Iterable[object], start: str = ""
 class _LedgerChecker:
     """Verifies one ledger: call `check` with each line in order, then `end`.
 
-    agreement, start: as in `verify_ledger`. Both methods yield faults as sentences. `check` changes
-    the state lazily, while its iterator is consumed:
-    global_digests: digests of the global model's values; client_digests: digests of each client's
-    personal values; versions: the round in which each global value last changed; client_versions:
-    the versions that each client has downloaded; personal_bits: bit set of each client's personal
-    params; turns: turns (a client's work in a round) of the round whose own line is still to come.
+    Both yield faults as sentences, and `check` changes the state while its iterator is consumed.
+    versions: the round in which each global value last changed; client_versions: the versions that
+    each client has downloaded; turns: those of the round whose own line is still to come.
     """
 
     def __init__(self, agreement: Agreement, start: str) -> None:
@@ -91,10 +88,8 @@ class _LedgerChecker:
     def _check_turn(self, record: TurnRecord, *, counted: bool) -> Iterator[str]:
         """Yield the faults of a client's turn record, and update the client's digests and versions.
 
-        Checks roles against the plan, that params that were not trained kept their digests, that
-        each value continues from its last digest, that clients with a joint choice of blocks used
-        the same scores, and the bytes uploaded and downloaded. counted=False is for a turn that the
-        server missed: global values, the joint scores and bytes are then unknown and not checked.
+        counted=False is for a turn that the server missed: global values, the joint scores and
+        bytes are then unknown and not checked.
         """
         where = f"round {record.round}, {record.client}"
         params = self.agreement.params
@@ -151,10 +146,7 @@ class _LedgerChecker:
         return sum(self.agreement.download_bytes[key] for key in missing)
 
     def _check_round(self, record: RoundRecord) -> Iterator[str]:
-        """Yield the faults of a round's own record, which follows the records of its turns.
-
-        Updates the global digests and versions, and clears `turns` for the next round.
-        """
+        """Yield the faults of a round's own record, which follows the records of its turns."""
         where, turns, self.turns, self.round = f"round {record.round}", self.turns, {}, record.round
         exchanged = {p.key for p in self.agreement.exchanged}
         for key, value_digest in record.changed.items():
@@ -190,12 +182,7 @@ class _LedgerChecker:
         self.drifts.append(record.drift)
 
     def _check_defence(self, record: RoundRecord, turns: Mapping[str, TurnRecord]) -> Iterator[str]:
-        """Yield the faults of a round's record of the defence against malicious updates.
-
-        turns: the round's turns, by client. Recomputes which weights are capped. Of clipping,
-        checks only that it was agreed and that the clipped norm is less than the norm; of clients
-        that are clipped, excluded or have a distance, that they were aggregated.
-        """
+        """Yield the faults of a round's record of the defence against malicious updates."""
         where, agreement, applied = f"round {record.round}", self.agreement, record.defence
         if (applied is not None) != agreement.defence.active:
             yield f"{where}: it records a defence that was not agreed, or lacks the agreed one"

@@ -37,9 +37,7 @@ class _LedgerSummary:
     """Totals of a ledger, filled while `count_lines` is iterated; the lines are not kept.
 
     has_clients: whether the run's folder has the clients' states; if not, `last_turns` stays empty.
-    turns: number of turns (a client's work in a round); up, down: bytes uploaded and downloaded.
     frozen: number of params that were not trained (FREEZE and HOLD), summed over all turns.
-    clients: names of all clients; last_turns: last turn of each client.
     rounds: all round records, with empty `aggregated` and `rejected`.
     """
 
@@ -53,10 +51,7 @@ class _LedgerSummary:
     last_turns: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
 
     def count_lines(self, lines: Iterable[object]) -> Iterator[object]:
-        """Yield each line unchanged after adding it to the totals.
-
-        Lines that are no records are yielded too, and not counted.
-        """
+        """Yield each line unchanged, and count it if it is a record."""
         for line in lines:
             with suppress(RecordError):
                 record = read_record(line)
@@ -77,20 +72,15 @@ def verify_run(folder: Path) -> tuple[list[str], str]:
     """Check a run's folder; return (faults as sentences, a text on all that was checked).
 
     Checks the ledger against the plan, stored models and client states against the ledger, privacy
-    charges (of the budget with the largest epsilon) against the guarantee, and examples, if
-    loadable, against their digests. Changes nothing. The text says that all is well: it is true
-    only without faults. It is "" if a file is lost or changed without which nothing else can be
-    checked. If the run commits a round meanwhile, reads the folder again; raises as
-    `read_consistently` does, and ConfigError before the first round.
+    charges against the guarantee, and examples, if loadable, against their digests. Changes
+    nothing. The text is true only without faults, and "" if a file is lost without which nothing
+    else can be checked. Raises ConfigError before the first round.
     """
     return read_consistently(folder, _verify)
 
 
 def _verify(run: RunReader) -> tuple[list[str], str]:
-    """Check a run as it was read; return faults and text as `verify_run` does.
-
-    With faults, raises as `run.require_current` does if the folder has changed meanwhile.
-    """
+    """Check a run as it was read; return faults and text as `verify_run` does."""
     file_faults = run.file_faults()
     faults = [*file_faults.values()]
     lost = any(segment_number(name) and f.endswith("is lost") for name, f in file_faults.items())
@@ -131,11 +121,7 @@ def _verify(run: RunReader) -> tuple[list[str], str]:
 
 
 def _describe_masked_sums(rounds: list[RoundRecord]) -> str:
-    """Sentence, with a space behind it, on the securely aggregated sums; "" without any.
-
-    Names the number of sums, their smallest number of clients, all their clients, withheld params
-    and rounds that were given up. rounds: all round records of the ledger.
-    """
+    """Sentence, with a space behind it, on the securely aggregated sums; "" without any."""
     masked = [record.secagg for record in rounds if record.secagg is not None]
     if not masked:
         return ""
@@ -151,11 +137,7 @@ def _describe_masked_sums(rounds: list[RoundRecord]) -> str:
 
 
 def _global_state_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
-    """Faults of the run's last committed global model, as sentences.
-
-    Each value must have the last digest, and the round of the last change, that the ledger's
-    `rounds` record. If the checkpoint itself is damaged, only the damage is returned.
-    """
+    """Faults of the run's last committed global model, as sentences."""
     faults = [f"global model, {fault}" for fault in run.global_state_faults()]
     if any(fault.startswith(f"global model, checkpoint {run.round}:") for fault in faults):
         return faults
@@ -173,11 +155,7 @@ def _global_state_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]
 
 
 def _best_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
-    """Faults of the run's stored best global model, as sentences; [] if none is stored.
-
-    Each value must have the last digest that the ledger's `rounds` record up to the round of the
-    best model.
-    """
+    """Faults of the run's stored best global model, as sentences; [] if none is stored."""
     if not run.has_best:
         return []
     try:
@@ -200,10 +178,7 @@ def _changed_values(values: Tensors, digests: Mapping[str, str]) -> list[str]:
 
 
 def _client_state_faults(run: RunReader, last_turns: Mapping[str, TurnRecord]) -> list[str]:
-    """Faults of the clients' states in the run's folder: lost, damaged, or not of the last turn.
-
-    last_turns: the last recorded turn of each client. An unreadable state is a fault, no exception.
-    """
+    """Faults of the clients' states in the run's folder: lost, damaged, or not of the last turn."""
     faults = list[str]()
     for client, turn in last_turns.items():
         journal = run.journal(client)

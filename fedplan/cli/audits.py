@@ -53,7 +53,7 @@ def privacy_command(
 
     Lists what the guarantee does not cover, too.
     """
-    from fedplan.reports.privacy_statements import read_privacy_statement
+    from fedplan.reports.explain_study import read_privacy_statement
 
     with print_errors():
         statement = read_privacy_statement(place)
@@ -72,7 +72,7 @@ def egress_command(
 
     The site's egress log is verified first; if its hash chain is broken, only that is reported.
     """
-    from fedplan.reports.egress_report import read_egress_report
+    from fedplan.sites.egress import read_egress_report
 
     with print_errors():
         reports = read_egress_report(folder)

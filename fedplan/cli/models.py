@@ -24,8 +24,7 @@ from fedplan.cli.console import (
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
 from fedplan.models.catalog import manifest_json, params_of
-from fedplan.reports.explain_plan import explain_plan
-from fedplan.reports.explanation import parts_table
+from fedplan.reports.explanation import explain_plan, parts_table
 from fedplan.reports.memory import TrainingStep
 
 

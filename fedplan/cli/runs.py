@@ -263,7 +263,7 @@ def report_command(
     is 1 if the compliance report of a site lists faults.
     """
     from fedplan.sites.compliance_report import compliance_page
-    from fedplan.sites.egress_audit import is_site_state
+    from fedplan.sites.egress import is_site_state
 
     with print_errors():
         if not isfinite(watch):

@@ -44,7 +44,7 @@ def site_keys_command(site: SiteOption = Path(), as_json: JsonOption = False) ->
 def serve_command(site: SiteOption = Path()) -> None:
     """Take part: run the node and answer requests of approved studies, until TERM or INT."""
     with print_errors():
-        from fedplan.sites.serving import serve_site
+        from fedplan.sites.gateway import serve_site
 
         serve_site(site)
 
@@ -192,7 +192,7 @@ def _open_approvals(folder: Path) -> Generator[Approvals]:
     studies needs the digests of their code.
     """
     from fedplan.runners.site import read_site
-    from fedplan.sites.gateway import site_approvals
+    from fedplan.sites.approvals import site_approvals
 
     site = read_site(folder)
     with allow_imports(site.allow_packages):

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a study, or a published method on a named model, before anything runs."""
+"""Explain a study or a published method before anything runs, and state the privacy of a study."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedplan.federation.agreement import Agreement
+from fedplan.federation.agreement import Agreement, require_private_method
+from fedplan.federation.endpoint import only_run_folder
+from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
 from fedplan.federation.participation import Participation
 from fedplan.language.resolution import Participants
 from fedplan.methods.phases import PlannedPhases
@@ -17,25 +20,29 @@ from fedplan.models.catalog import meta_model, params_of
 from fedplan.models.description import describe
 from fedplan.models.params import ITEMSIZE, Kind, Params
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import Statement
 from fedplan.reports.explanation import Explanation, explain
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
+from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment,
+    make_method,
     make_participation,
+    privacy_guarantee,
     privacy_statement,
 )
-from fedplan.studies.schema import Study, read_study
+from fedplan.studies.run import read_run, read_run_study
+from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.training.fit import TrainArguments
 
 
 def explain_study(file: Path) -> tuple[Explanation, Statement | None]:
     """Read a study file; return the explanation of its plan, and its privacy statement.
 
-    The privacy statement is None if differential privacy is off. Builds the whole experiment: loads
-    the data, and loads or creates the initial model. Raises ConfigError if the file is no valid
-    study, and FedplanError if data, model or plan cannot be used.
+    The statement is None without differential privacy. Builds the whole experiment. Raises
+    FedplanError if study, data, model or plan cannot be used.
     """
     study = read_study(file)
     return explain_experiment(study, build_experiment(study))
@@ -85,10 +92,8 @@ def explain_method(
 ) -> Explanation:
     """Explain a published method, with the adapters of the method, on a model given by name.
 
-    `settings` are the method's own, `rounds` the length of the run; `dtype` is the dtype of all
-    params, but adapters are float32 at least. `head` is (task, number of labels), ("", 0) for the
-    model's usual head. With `step`, the memory of a training step is estimated too. Raises
-    FedplanError if the name of a model, method or setting is unknown.
+    `dtype` is that of all params, but adapters are float32 at least. `head` is (task, number of
+    labels), ("", 0) for the model's usual head. Raises FedplanError for an unknown name.
     """
     resolved, (task, labels) = method_by_name(method, settings), head
     if resolved.adapt is None:
@@ -107,11 +112,7 @@ def explain_method(
 
 
 def _training_step(study: Study, params: Params) -> TrainingStep | None:
-    """Return the training step of a client of a study; None if the optimizer's state is unknown.
-
-    The sequence length is `task.max_length`; for an image model (with a 4-dimensional patch
-    embedding in `params`), it is the number of patches plus one class token.
-    """
+    """Return the training step of a client of a study; None if the optimizer's state is unknown."""
     train, task = study.train, study.task
     optimizer = "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer
     if optimizer not in OPTIMIZER_STATES:
@@ -125,3 +126,51 @@ def _training_step(study: Study, params: Params) -> TrainingStep | None:
         gradient_checkpointing=train.gradient_checkpointing,
         autocast=train.precision != TrainArguments.precision,
     )
+
+
+def read_privacy_statement(path: Path) -> Statement:
+    """Return the privacy statement (guarantee and epsilon spent) of a study or of a run.
+
+    `path` is a study file, for which nothing is spent yet, a run folder, or a site's folder of a
+    run. Raises ConfigError if the study has no [privacy] section, if only the sites have the
+    accounts of spent epsilon, or if entries are missing in the run's file of spent epsilon.
+    """
+    if not path.is_dir():
+        return _require_statement(read_study(path), path)
+    if (path / AGREEMENT).exists():
+        folder = only_run_folder(path)
+        agreement = read_agreement(folder)
+        account, prefix = Path(agreement["account"]), agreement["prefix"]
+        return _require_statement(read_run_study(folder), path, account, prefix)
+    run = read_run(path)
+    guarantee = privacy_guarantee(run.study)
+    if guarantee is not None and guarantee.unit == "example" and not run.study.has_central_data:
+        raise ConfigError(
+            f"{path}: each site keeps the privacy account of its own examples; run `fedplan "
+            "privacy` at the site, on the site's folder of this run"
+        )
+    for name, fault in (run.file_faults() if run.round else {}).items():
+        if name.endswith(CHARGES_FILE):
+            raise ConfigError(f"{fault}: the spent epsilon is unknown; restore the file")
+    return _require_statement(run.study, path, run.folder)
+
+
+def write_privacy_statement(folder: Path) -> Statement:
+    """Write the privacy statement of a run folder to `privacy.json` there; return the statement.
+
+    An old file is replaced. Raises as `read_privacy_statement`.
+    """
+    statement = read_privacy_statement(folder)
+    write_atomic(folder / "privacy.json", json.dumps(statement.json(), indent=1) + "\n")
+    return statement
+
+
+def _require_statement(
+    study: Study, path: Path, account: Path | None = None, run: str = ""
+) -> Statement:
+    """Return the privacy statement of a study, with the epsilon spent in an account folder."""
+    statement = privacy_statement(study, account, run=run)
+    if statement is None:
+        raise ConfigError(f"{path}: differential privacy is off: the study has no [privacy]")
+    require_private_method(statement.guarantee, make_method(study))
+    return statement

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,21 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedplan.errors import FedplanError
 from fedplan.federation.wire_cost import WireCost
+from fedplan.language.parser import parse
 from fedplan.language.plan import Plan, Role
 from fedplan.language.resolution import Participants
+from fedplan.models.catalog import params_of
 from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.figures.palette import ROLE_STYLES
-from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForecast
-from fedplan.reports.forecasts import forecast
+from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
 from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 ROLE_MEANINGS = {
     Role.SHARE: "clients train it and upload it; the server averages it",
@@ -38,10 +42,7 @@ MAX_STAGE_COLUMNS = 3
 
 @dataclass(frozen=True)
 class PartRow:
-    """A table row: params (at least one) of one kind with the same role in every stage.
-
-    `part` is the row's label. A stage is the rounds in which the same steps of the plan apply.
-    """
+    """A table row: params (at least one) of one kind with the same role in every stage."""
 
     part: str
     params: tuple[Param, ...]
@@ -104,27 +105,18 @@ class Explanation:
         return Group(*parts, self._legend(), *map(Text, f.notes), *self._memory_tables())
 
     def _class_heading(self, client: ClientForecast) -> list[Text]:
-        """Return the name of a class of clients as a heading; empty if there is only one class."""
         several = len(self.forecast.clients) > 1
         return [Text(client.client_class, style="bold underline")] if several else []
 
     def memory(self, client: ClientForecast) -> dict[str, MemoryEstimate]:
-        """Return the memory of a training step of a client, by stage name.
-
-        Where layer scores choose blocks, assumes the choice with the largest upload. Empty if the
-        explanation has no `step`.
-        """
+        """Return the memory of a training step of a client, by stage name; empty without `step`."""
         if self.step is None:
             return {}
         params = self.forecast.params
         return {s.name: estimate_memory(params, s.heaviest, self.step) for s in client.stages}
 
     def _memory_tables(self) -> list[RenderableType]:
-        """Return a heading, then per class of clients a memory table and whether 24 GB suffice.
-
-        A table has a column per stage, or only the largest stage if there are many. Empty without
-        `step`.
-        """
+        """Return a heading, then per class of clients a memory table and whether 24 GB suffice."""
         if self.step is None:
             return []
         parts = list[RenderableType]([Text(f"\nTraining step, memory in MB: {self.step.text}\n")])
@@ -200,10 +192,7 @@ class Explanation:
         return table
 
     def _costs(self, stage: StageForecast) -> dict[str, str]:
-        """Return the costs of a stage per client and round, by label, in MB; ≤ marks upper bounds.
-
-        "upload saved" is in percent of the whole model.
-        """
+        """Return the costs of a stage per client and round in MB, by label; ≤ is an upper bound."""
         up, down = (
             megabytes(most) if least == most else f"≤ {megabytes(most)}"
             for least, most in (stage.upload_range, stage.download_range)
@@ -307,22 +296,27 @@ def explain(
 ) -> Explanation:
     """Explain a plan on a model: the role of each part in each round, and the costs in bytes.
 
-    Only shapes and dtypes of the model are read, so that the model may be on the meta device.
-    `phases` maps phases of the plan to the round after which each begins; other phases of the plan
-    get a stage of their own, which the totals leave out. `participants` are the clients (default:
-    one of every class that the plan distinguishes), `wire_cost` the compression of uploads
-    (default: none). With `step`, the memory of a training step is estimated too. Raises PlanError
-    if the plan names parts or phases that do not exist, or if `rounds` is below 1.
+    The model may be on the meta device. `phases` maps phases of the plan to the round after which
+    each begins; other phases get a stage of their own, which the totals leave out. `participants`
+    are the clients (default: one of every class that the plan distinguishes), `wire_cost` the
+    compression of uploads. With `step`, the memory of a training step is estimated too. Raises
+    PlanError if the plan names parts or phases that do not exist, or if `rounds` is below 1.
     """
     if not isinstance(model, tuple):
         from fedplan.models.description import describe
 
         model = describe(model)
-    clients, cost = participants, wire_cost
-    expected = forecast(
-        plan, model, rounds=rounds, phases=phases, participants=clients, wire_cost=cost
+    return Explanation(
+        forecast(
+            plan,
+            model,
+            rounds=rounds,
+            phases=phases,
+            participants=participants,
+            wire_cost=wire_cost,
+        ),
+        step,
     )
-    return Explanation(expected, step)
 
 
 def parts_table(params: Params) -> Table:
@@ -364,3 +358,67 @@ def _block_text(params: list[Param]) -> str:
         else:
             ranges.append([number])
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges)
+
+
+def explain_plan(
+    model: str,
+    plan: str = "",
+    *,
+    method: str = "",
+    settings: Iterable[str] = (),
+    rounds: int = 100,
+    phases: Iterable[str] = (),
+    task: str = "",
+    labels: int = 0,
+    dtype: str = "float32",
+    step: TrainingStep | None = None,
+) -> Explanation:
+    """Explain a plan's text, or a method given by name, on a model; no weights are loaded.
+
+    Give `plan` or `method`, not both. `settings` are texts NAME=VALUE for the method, with a JSON
+    value or a plain text; `phases` are texts NAME=ROUND: the phase begins after that round. `task`
+    and `labels` replace the model's usual head. Raises FedplanError if the arguments contradict
+    each other or a text is malformed, PlanError if the plan names parts that the model lacks.
+    """
+    if method and plan:
+        raise FedplanError(f"the method {method} has its own plan: omit {plan!r}")
+    if model.endswith(".toml"):
+        raise FedplanError(f"{model} is a study file, which has its own plan: omit {plan!r}")
+    if method and (phase_texts := list(phases)):
+        raise FedplanError(
+            f"the method {method} sets its own phases: omit --phase {phase_texts[0]} and use a "
+            "setting of the method, for example --setting warmup=20"
+        )
+    if method:
+        from fedplan.reports.explain_study import explain_method
+
+        return explain_method(
+            model,
+            method,
+            dict(map(_parse_setting, settings)),
+            rounds=rounds,
+            dtype=dtype,
+            head=(task, labels),
+            step=step,
+        )
+    if not plan:
+        raise FedplanError(f"give a plan for {model}, for example 'share()', or name a study.toml")
+    phase_rounds = dict[str, int]()
+    for text in phases:
+        name, _, after = text.partition("=")
+        if not name or not after.isdecimal():
+            raise FedplanError(f"--phase takes NAME=ROUND, for example frozen=20, not {text!r}")
+        phase_rounds[name] = int(after)
+    params = params_of(model, task=task, labels=labels, dtype=dtype)
+    return explain(parse(plan), params, rounds=rounds, phases=phase_rounds, step=step)
+
+
+def _parse_setting(text: str) -> tuple[str, object]:
+    """Split a text NAME=VALUE into name and value, which is decoded from JSON or stays a string."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise FedplanError(f"--setting takes NAME=VALUE, for example rank=8, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -24,13 +24,115 @@ from fedplan.language.resolution import (
     resolve,
 )
 from fedplan.models.params import Param, Params
-from fedplan.reports.forecast_types import ByteRange, ClientForecast, Forecast, StageForecast
 
 ADAM_STATES = 2
 """Values that AdamW stores for each trained value."""
 
 ParamSets = tuple[frozenset[Param], frozenset[Param]]
 """Two sets of params: the certain ones, and all possible ones."""
+ByteRange = tuple[int, int]
+"""The least and the most bytes; layer scores and other clients decide between them."""
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """The rounds in which the same steps of a plan apply to a client, with roles and bytes.
+
+    `rounds` is empty for a phase whose start is not known. The roles of all params: `certain` if
+    layer scores choose no block, `permitted` if they choose every block, `heaviest` if they choose
+    the blocks with the most bytes to upload. `upload_range` is the upload of a client per round;
+    `download_range` the global params that one round updates. `trained_params` and
+    `optimizer_bytes` (AdamW) are maxima over the choices of blocks.
+    """
+
+    name: str
+    rounds: tuple[int, ...]
+    steps: tuple[Step, ...]
+    certain: Roles
+    permitted: Roles
+    heaviest: Roles
+    upload_range: ByteRange
+    download_range: ByteRange
+    trained_params: int
+    optimizer_bytes: int
+
+    @property
+    def max_upload(self) -> int:
+        """The most bytes that a client uploads in a round."""
+        return self.upload_range[1]
+
+    @property
+    def max_download(self) -> int:
+        """The most bytes of global params that one round updates."""
+        return self.download_range[1]
+
+    def choosing_step(self, param: Param) -> Best | None:
+        """Return the `best` step whose layer scores decide a param's role; None if no step does."""
+        if self.certain[param] is self.permitted[param]:
+            return None
+        deciding = [s for s in self.steps if isinstance(s, Best) and s.part.holds(param)]
+        return deciding[-1]
+
+
+@dataclass(frozen=True)
+class ClientForecast:
+    """The forecast for a class of clients, for a client that takes part in every round.
+
+    `stages` cover all rounds of the run, then the phases whose start is not known. `uploads` and
+    `downloads` have (least, most) bytes of each round, in order.
+    """
+
+    client_class: str
+    stages: tuple[StageForecast, ...]
+    uploads: tuple[ByteRange, ...]
+    downloads: tuple[ByteRange, ...]
+
+    @property
+    def first_download(self) -> int:
+        """The most bytes of the download in the first round."""
+        return self.downloads[0][1]
+
+    @cached_property
+    def upload_range(self) -> ByteRange:
+        """The bytes that the client uploads in the whole run."""
+        return _sum(self.uploads)
+
+    @cached_property
+    def download_range(self) -> ByteRange:
+        """The bytes that the client downloads in the whole run."""
+        return _sum(self.downloads)
+
+    @property
+    def max_upload(self) -> int:
+        """The most bytes that the client uploads in the whole run."""
+        return self.upload_range[1]
+
+    @property
+    def max_download(self) -> int:
+        """The most bytes that the client downloads in the whole run."""
+        return self.download_range[1]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of a plan on a model over a run, with `notes` on its limits."""
+
+    plan: Plan
+    params: Params
+    rounds: int
+    clients: tuple[ClientForecast, ...]
+    notes: tuple[str, ...]
+    wire_cost: WireCost
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of the whole model: the upload of `share()` per round."""
+        return sum(p.nbytes for p in self.params)
+
+
+def _sum(ranges: Iterable[ByteRange]) -> ByteRange:
+    least, most = zip(*ranges, strict=True)
+    return sum(least), sum(most)
 
 
 def forecast(
@@ -102,11 +204,10 @@ class _TurnRoles:
 class _ClientVersions:
     """The params that a simulated client has, and the round in which each was last received.
 
-    `last_received` is the round of each param, `last_aux` of a param's auxiliary tensors (for
-    example control variates). `personal` are the params that the client owns; `initial` are the
-    keys of params that every client has from the start, until the server changes the param. Per
-    round, sum `missing_bytes` over the params, then call `record_turn`. A forecast has two objects,
-    for the least and for the most bytes of downloads.
+    `last_aux` is the round of a param's auxiliary tensors (for example control variates). `initial`
+    are the keys of params that every client has from the start, until the server changes the param.
+    Per round, sum `missing_bytes` over the params, then call `record_turn`. A forecast has two
+    objects, for the least and for the most bytes of downloads.
     """
 
     last_received: dict[Param, int] = field(default_factory=dict[Param, int])
@@ -128,12 +229,10 @@ class _ClientVersions:
         return param.nbytes * (needed + aux_count * aux_needed)
 
     def record_turn(self, roles: Roles, number: int, updated: Mapping[Param, int]) -> None:
-        """Record in this object that the client took part in round `number` with these roles.
+        """Record that the client took part in round `number` with these roles.
 
-        All params that are not personal count as received in the round, and of SHARE params the
-        auxiliary tensors, too. A param that is personal for the first time counts as received only
-        if the client received the param before, or if the param is in `updated`. `updated` maps
-        each param that the server updated before round `number` to the round of the last update.
+        A param that is personal for the first time counts as received only if the client received
+        it before, or if it is in `updated`, the params that the server updated before the round.
         """
         new = (p for p, role in roles.items() if role.is_personal and p not in self.personal)
         received = [p for p in new if p in self.last_received or p in updated]
@@ -146,10 +245,8 @@ class _ClientVersions:
 class _Forecaster:
     """Computes the forecast of a run; call `client_forecast` per class of clients, then `notes`.
 
-    `plan`, `params`, `rounds` and `wire_cost` are as in `forecast`. `announced` maps each phase of
-    known start to the round after which the phase begins; `classes` has (name, turn) of each class
-    of clients, with a turn of one client of the class. `participants` None means that the clients
-    are not known. Roles are resolved once for each set of active steps.
+    `announced` maps each phase of known start to the round after which it begins; `classes` has the
+    name and a turn of each class of clients. `participants` None means that they are not known.
     """
 
     def __init__(
@@ -185,12 +282,7 @@ class _Forecaster:
         return self._roles[steps]
 
     def turns(self, turn: Turn) -> Iterator[tuple[str, Turn]]:
-        """Yield (label, turn) of a client per round, then per phase without a known start.
-
-        `turn` gives the client and its traits. Turns of the rounds 1 to `rounds` have the label ""
-        and the phase of `announced` that began last, or "". The phases of the plan that are not in
-        `announced` follow, with a label 'phase "NAME"' and the number of the last round.
-        """
+        """Yield (label, turn) of a client per round, with the label "", then per unknown phase."""
         for number in range(1, self.rounds + 1):
             entered = [(after, name) for name, after in self.announced.items() if after < number]
             yield "", replace(turn, round=number, phase=max(entered, default=(0, ""))[1])
@@ -199,11 +291,7 @@ class _Forecaster:
                 yield f'phase "{phase}"', replace(turn, round=self.rounds, phase=phase)
 
     def updated_params(self, turn: Turn) -> ParamSets:
-        """Return the params that the server updates in the round of a turn, as two sets.
-
-        The first has the params that are certainly updated, the second all that may be updated:
-        layer scores and the clients that take part decide.
-        """
+        """Return the params that the server certainly updates in a round, and all that it may."""
         if (turn.round, turn.phase) not in self._updated:
             others = (replace(turn, client=t.client, traits=t.traits) for _, t in self.classes)
             shared = {self.turn_roles(other).shared for other in others}
@@ -232,10 +320,7 @@ class _Forecaster:
         )
 
     def _downloads(self, turns: list[Turn]) -> Iterator[ByteRange]:
-        """Yield the least and most bytes that a client downloads in each turn, in order of rounds.
-
-        These are the params that the server has updated since the client's last turn.
-        """
+        """Yield the least and most bytes that a client downloads in each turn, by round."""
         last_updates: tuple[dict[Param, int], dict[Param, int]] = ({}, {})
         initial = self.wire_cost.server_merged
         copies = (_ClientVersions(initial=initial), _ClientVersions(initial=initial))
@@ -270,10 +355,7 @@ class _Forecaster:
         return param.nbytes * (1 + aux_count)
 
     def _stage(self, name: str, turns: list[Turn]) -> StageForecast:
-        """Return the forecast of a stage, given its turns, which have equal active steps.
-
-        `name`: the name of a phase of unknown start; with "", the stage is named by its rounds.
-        """
+        """Return the forecast of a stage, given its turns, which have equal active steps."""
         roles = self.turn_roles(turns[0])
         rounds = () if name else tuple(t.round for t in turns)
         trained = self._range(roles, lambda role: role.is_trained, lambda p: p.numel)
@@ -307,10 +389,7 @@ class _Forecaster:
     def _range(
         self, roles: _TurnRoles, counts: Callable[[Role], bool], size: Callable[[Param], int]
     ) -> ByteRange:
-        """Return the least and the largest sum of `size(param)`, over the choices of layer scores.
-
-        A param counts if `counts(role)` is true for its role.
-        """
+        """Return the least and largest sum of `size(param)` over all choices of layer scores."""
         certain = sum(size(p) for p, role in roles.certain.items() if counts(role))
         open_params = {
             p for p in self.params if counts(roles.permitted[p]) and not counts(roles.certain[p])
@@ -321,10 +400,7 @@ class _Forecaster:
     def _chosen_range(
         self, steps: tuple[Step, ...], params: set[Param], size: Callable[[Param], int]
     ) -> ByteRange:
-        """Return the least and the largest sum of `size(param)` in blocks that layer scores choose.
-
-        `steps` are the active steps of the plan; `params` are those whose role depends on scores.
-        """
+        """Return the least and largest sum of `size(param)` in blocks that scores choose."""
         least, most = 0, 0
         for i, best in enumerate(steps):
             if not isinstance(best, Best):
@@ -341,11 +417,7 @@ class _Forecaster:
         return least, min(most, sum(map(size, params)))
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences on limits of the forecast.
-
-        These are phases of unknown start, `after(N)` beyond the last round, and partial
-        participation.
-        """
+        """Yield sentences on limits of the forecast."""
         for phase in phase_names(self.plan):
             if phase not in self.announced:
                 yield f'the totals leave out phase "{phase}": give the round after which it starts'

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedplan.reports.figures.drawing import replace_control_chars
-from fedplan.studies.schema import Study
-from fedplan.studies.toml_values import flatten_fields
+from fedplan.studies.schema import Study, flatten_fields
 
 IGNORED_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("seed", "name", "threads", "device", "deterministic", "timeouts"), True),
@@ -63,11 +62,7 @@ def group_by_seed(runs: Iterable[T], member: Callable[[T], Member]) -> list[tupl
 
 
 def _names(firsts: Sequence[Member]) -> list[str]:
-    """Return distinct names of groups, given the run with the lowest seed of each group.
-
-    Tries in turn: differing fields, study names, folder names, folder paths, each cut to
-    MAX_NAME_LENGTH; takes the first for which all names differ, else study names with a number.
-    """
+    """Return distinct names of groups, given the run with the lowest seed of each group."""
     fields = differing_fields(study for study, _, _ in firsts)
     namings: tuple[Callable[[Member], str], ...] = (
         lambda each: _label(study_fields(each[0]), each[1], fields) or each[0].name,

@@ -15,6 +15,7 @@ from rich.text import Text
 from fedplan.federation.ledger.events import CommittedRound, Event
 from fedplan.federation.ledger.status import RunStatus
 from fedplan.federation.ledger.stream import EventStream
+from fedplan.reports.explain_study import write_privacy_statement
 from fedplan.reports.formats import (
     HEADING,
     duration,
@@ -24,7 +25,6 @@ from fedplan.reports.formats import (
     sites_line,
 )
 from fedplan.reports.monitoring import MonitoringConfig, start_monitoring
-from fedplan.reports.privacy_statements import write_privacy_statement
 from fedplan.reports.status import answered_text
 from fedplan.runners.executors import PoolConfig
 from fedplan.runners.simulation import Simulation

@@ -36,8 +36,7 @@ from fedplan.studies.experiment import (
 )
 from fedplan.studies.in_memory import InMemoryInputs
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
-from fedplan.studies.run import read_run
-from fedplan.studies.run_folder import claim_run_folder, update_run_files
+from fedplan.studies.run import claim_run_folder, read_run, update_run_files
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.tensors.devices import resolve_device
 from fedplan.tensors.named import Tensors

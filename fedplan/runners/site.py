@@ -20,9 +20,8 @@ from fedplan.federation.messages import RequestRefused
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import safe_folder_name, validate_client_names
 from fedplan.studies.field_types import DeviceName
-from fedplan.studies.schema import ConfigError
+from fedplan.studies.schema import ConfigError, parse_toml
 from fedplan.studies.sections import Section
-from fedplan.studies.toml_values import parse_toml
 
 SITE = "site.toml"
 """Name of the configuration file in a site's folder."""

@@ -22,7 +22,7 @@ from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
 from fedplan.storage.files import safe_folder_name
 from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation
-from fedplan.studies.run_folder import write_run_files, write_task_file
+from fedplan.studies.run import write_run_files, write_task_file
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.message import Message

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.sites.approvals import Approval, Approvals
-    from fedplan.sites.inbox import Inbox
+    from fedplan.sites.approvals import Approval, Approvals, Inbox
     from fedplan.sites.policy import Policy, policy_violations, read_policy
     from fedplan.sites.review import StudyReview, review_study
 
@@ -25,8 +24,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "approvals": "Approval Approvals",
-        "inbox": "Inbox",
+        "approvals": "Approval Approvals Inbox",
         "policy": "Policy policy_violations read_policy",
         "review": "StudyReview review_study",
     },

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Approvals of a site: decisions on offered studies, in a hash-chained file, and their validity."""
+"""Approvals of a site: the inbox of offered studies, and a hash-chained file of decisions."""
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fedplan.federation.messages import RequestRefused
 from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
-from fedplan.sites.inbox import Inbox, Offer
+from fedplan.runners.site import Site
 from fedplan.sites.policy import (
     RULE_APPROVER,
     Policy,
@@ -27,9 +29,9 @@ from fedplan.sites.policy import (
 )
 from fedplan.sites.review import StudyReview, review_study
 from fedplan.storage.append_log import AppendLog, LogHead, timestamp
-from fedplan.storage.files import make_folder
+from fedplan.storage.files import make_folder, write_atomic
 from fedplan.studies.experiment import outline_agreement
-from fedplan.studies.schema import Study
+from fedplan.studies.schema import Study, study_from_dict
 
 APPROVALS_FILE = "approvals.jsonl"
 """File of all decisions on studies, inside the site's state folder."""
@@ -39,14 +41,107 @@ UNDECIDED = (OFFERED, STARTED, REJOINED)
 """Values of `decision` in entries that record an event, not a decision on the study."""
 _MAX_CACHED = 256
 """Policy checks of studies that are cached."""
+INBOX_FOLDER = "inbox"
+"""Folder of the offered studies, inside the site's state folder."""
+MAX_STUDIES, MAX_STUDY_BYTES = 200, 1 << 20
+"""Limits on the number of studies and on the bytes of one, since a server may offer any number."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A study as a server, known by the digest of its TLS certificate, offered it at `time`."""
+
+    digest: str
+    study: Study
+    time: str
+    server: str = ""
+
+
+class Inbox:
+    """The studies offered to a site, one JSON file each, named by digest.
+
+    Code that a study names may be imported from the packages in `allow` only.
+    """
+
+    def __init__(self, state_folder: Path, allow: Sequence[str] = ()) -> None:
+        self.folder, self.allow = state_folder / INBOX_FOLDER, tuple(allow)
+
+    def digests(self) -> list[str]:
+        """Return the full digests of all stored studies, oldest file first."""
+        files = self.folder.glob("*.json") if self.folder.exists() else ()
+        return [file.stem for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+
+    def add(self, study: Study, *, server: str = "", decided: Container[str] = ()) -> bool:
+        """Write a study to the inbox and return True; return False if the study is there already.
+
+        A full inbox first deletes its oldest study that is not in `decided`. Raises RequestRefused
+        if the study is too large, or if the inbox is full of decided studies.
+        """
+        with allow_imports(self.allow):
+            file = self._file(study.full_digest)
+        if file.exists():
+            return False
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        offer = {"study": study.model_dump(mode="json"), "time": time, "server": server}
+        text = json.dumps(offer, indent=1, sort_keys=True) + "\n"
+        present = self.digests()
+        removable = [digest for digest in present if digest not in decided]
+        if len(text) > MAX_STUDY_BYTES or (len(present) >= MAX_STUDIES and not removable):
+            raise RequestRefused(
+                f"the inbox {self.folder} holds at most {MAX_STUDIES} studies of at most "
+                f"{MAX_STUDY_BYTES} bytes each: delete files of studies that are no longer needed"
+            ).with_code("not-approved")
+        if len(present) >= MAX_STUDIES:
+            self._file(removable[0]).unlink(missing_ok=True)
+        make_folder(self.folder)
+        write_atomic(file, text, mode=0o600)
+        return True
+
+    def read_offer(self, digest: str) -> Offer:
+        """Load the offered study with this full digest; FedplanError if it or its code changed."""
+        file = self._file(digest)
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            with allow_imports(self.allow):
+                study = study_from_dict(fields["study"])
+                unchanged = study.full_digest == digest
+            offer = Offer(digest, study, str(fields["time"]), str(fields["server"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FedplanError(
+                f"{file} cannot be read: {error}; ask the server to offer the study again"
+            ) from error
+        if not unchanged:
+            raise FedplanError(
+                f"{file} is no longer the study that was offered, or the code that the study names "
+                "has changed: delete the file, and ask the server to offer the study again"
+            )
+        return offer
+
+    def find_digest(self, prefix: str) -> str:
+        """Return the one stored digest that starts with `prefix`; FedplanError if not one does."""
+        matches = [digest for digest in self.digests() if prefix and digest.startswith(prefix)]
+        if not matches:
+            raise FedplanError(
+                f"no offered study has a digest that starts with {prefix!r}: `fedplan site inbox` "
+                "lists the offered studies"
+            )
+        if len(matches) > 1:
+            examples = ", ".join(digest[:16] for digest in matches[:4])
+            raise FedplanError(
+                f"{len(matches)} studies have a digest that starts with {prefix!r}: give more "
+                f"characters, as in {examples}"
+            )
+        return matches[0]
+
+    def _file(self, digest: str) -> Path:
+        return self.folder / f"{digest}.json"
 
 
 @dataclass(frozen=True)
 class Approval:
-    """A valid approval of a study by `approver` at `time` (UTC, ISO) under a policy.
+    """A valid approval of a study; `time` is UTC in ISO 8601, `policy` the policy's digest.
 
-    `study_digest` and `policy` are digests. `approver` is a user name, or RULE_APPROVER if the
-    policy approved without a person.
+    `approver` is a user name, or RULE_APPROVER if the policy approved without a person.
     """
 
     study_digest: str
@@ -58,12 +153,10 @@ class Approval:
 class Approvals:
     """A site's decisions on the studies that servers offer, in a hash-chained file on disk.
 
-    `state_folder` is the site's state folder, created by the first offer. An approval covers one
-    exact study, by its full digest, and is valid only while the policy in `policy_file` allows the
-    study and its approver; the policy is read again on every use. `site` is the site's name and
-    traits, by which plans may depend on the client. Code that a study names may be imported from
-    the packages in `allow` only. The gateway calls `require_approval` for each request; people call
-    `review`, `approve`, `refuse` and `withdraw`.
+    An approval covers one exact study, by its full digest, and is valid only while the policy in
+    `policy_file` allows the study and its approver; the policy is read again on every use. `site`
+    is the site's name and traits, by which plans may depend on the client. Code that a study names
+    may be imported from the packages in `allow` only.
     """
 
     def __init__(
@@ -137,15 +230,12 @@ class Approvals:
 
         Also approves the study by rule, if the policy approves without a person and allows the
         study, no person has decided on the study, and the study does not filter the site's
-        examples. `server` is the digest of the server's TLS certificate, or "". Raises
-        RequestRefused if the inbox is full.
+        examples. Raises RequestRefused if the inbox is full.
         """
-        digest = self._digest(study)
-        entries = [entry for entry in self._log.read() if entry["study"] == digest]
+        digest, log = self._digest(study), self._log.read()
+        entries = [entry for entry in log if entry["study"] == digest]
         # The offer is recorded once; a deleted file of the inbox is written again.
-        decided = {
-            entry["study"] for entry in self._log.read() if entry["decision"] not in UNDECIDED
-        }
+        decided = {entry["study"] for entry in log if entry["decision"] not in UNDECIDED}
         self.inbox.add(study, server=server, decided=decided)
         if not entries:
             self._append(OFFERED, study, "", server=server)
@@ -168,9 +258,8 @@ class Approvals:
     def approve(self, prefix: str) -> Approval:
         """Record that the current user approves the study with a digest that starts with `prefix`.
 
-        Returns the approval. Records nothing if a person has approved the study, and no run has
-        started since. Raises FedplanError if the study is not in the inbox, the user is no
-        approver, or the policy does not allow the study.
+        Records nothing if a person has approved the study, and no run has started since. Raises
+        FedplanError if the study is not in the inbox, or user or policy do not allow it.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
@@ -191,21 +280,13 @@ class Approvals:
         return approval
 
     def refuse(self, prefix: str, reason: str = "") -> None:
-        """Record that the current user refuses the study with a digest that starts with `prefix`.
-
-        `reason` is stored, not sent. Raises FedplanError if the study is not in the inbox, or the
-        user is no approver.
-        """
+        """Record that the current user refuses a study; `reason` is stored, not sent."""
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
         self._append(REFUSED, offer.study, current_user(), server=offer.server, reason=reason)
 
     def withdraw(self, prefix: str) -> None:
-        """Record that the current user withdraws the approval of a study.
-
-        `prefix` starts the study's digest. Raises FedplanError if the study is not in the inbox or
-        not approved, or the user is no approver.
-        """
+        """Record that the current user withdraws the approval of a study."""
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
         if self.last_decision(offer.digest) != APPROVED:
@@ -215,10 +296,7 @@ class Approvals:
         self._append(WITHDRAWN, offer.study, current_user(), server=offer.server)
 
     def record_rejoin(self, run: str, study: Study) -> None:
-        """Record that the user lets a run continue from restored state.
-
-        Raises FedplanError if no approver.
-        """
+        """Record that the current user lets a run continue from restored state."""
         self._require_approver()
         self._append(REJOINED, study, current_user(), server="", run=run)
 
@@ -238,10 +316,7 @@ class Approvals:
         return "waits for approval" if decision in (OFFERED, APPROVED) else decision
 
     def inbox_row(self, digest: str) -> dict[str, str]:
-        """Return an offered study, by its full digest, as a row: study, time, name, server, state.
-
-        If the study cannot be read, the state is the error message.
-        """
+        """Return an offered study as a row; if it cannot be read, the state says why."""
         try:
             offer = self.inbox.read_offer(digest)
         except FedplanError as error:
@@ -250,10 +325,7 @@ class Approvals:
         return {**row, "server": offer.server, "state": self.status_text(offer.study)}
 
     def review(self, prefix: str) -> StudyReview:
-        """Return the facts that an approver needs about the study; `prefix` starts its digest.
-
-        Raises FedplanError if the study is not in the inbox or cannot be read.
-        """
+        """Return the facts that an approver needs about the study; `prefix` starts its digest."""
         study = self.inbox.read_offer(self.inbox.find_digest(prefix)).study
         last = self.last_approved(study)
         with allow_imports(self._allow):
@@ -266,11 +338,7 @@ class Approvals:
             )
 
     def last_approved(self, study: Study) -> Offer | None:
-        """Return the study approved last, other than `study`; None if there is none.
-
-        A study of the same name is preferred. Studies that cannot be read, because the file was
-        deleted or named code has changed, are skipped.
-        """
+        """Return the study approved last, other than `study`, best one of its name; or None."""
         digest, offers = self._digest(study), list[Offer]()
         for entry in reversed(self._log.read()):
             if entry["decision"] == APPROVED and entry["study"] != digest:
@@ -313,7 +381,6 @@ class Approvals:
             )
 
     def _last_decision_entry(self, digest: str) -> dict[str, Any] | None:
-        """Return the last entry of the approvals file that decides on a study, or None."""
         entries = (entry for entry in reversed(self._log.read()) if entry["study"] == digest)
         return next((entry for entry in entries if entry["decision"] not in UNDECIDED), None)
 
@@ -327,11 +394,7 @@ class Approvals:
         reason: str = "",
         run: str = "",
     ) -> None:
-        """Append an entry about a study to the approvals file, synced to disk.
-
-        `decision` is OFFERED, APPROVED and so on; `approver` a user name or ""; `server` the digest
-        of the server's TLS certificate; `reason` and `run` are empty where not applicable.
-        """
+        """Append an entry about a study to the approvals file, synced to disk."""
         make_folder(self._state_folder)
         self._log.append(
             {
@@ -347,6 +410,12 @@ class Approvals:
                 "time": timestamp(),
             }
         )
+
+
+def site_approvals(site: Site) -> Approvals:
+    """Return the approvals of a site, read from its state folder and its policy file."""
+    client = Turn(client=site.name, traits=site.traits)
+    return Approvals(Path(site.state), Path(site.policy), site=client, allow=site.allow_packages)
 
 
 def current_user() -> str:

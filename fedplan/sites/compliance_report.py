@@ -10,12 +10,7 @@ from pathlib import Path
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.egress import EGRESS_LOG, agreement_folders, bytes_by_part
-from fedplan.reports.egress_report import (
-    DatasetAccount,
-    SiteRecord,
-    format_limits,
-    read_egress_report,
-)
+from fedplan.reports.explain_study import read_privacy_statement
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.figures.bars import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
@@ -24,9 +19,15 @@ from fedplan.reports.formats import byte_unit, megabytes
 from fedplan.reports.pages.audit import audit_badge
 from fedplan.reports.pages.markup import Html, html_table, paragraphs, tag
 from fedplan.reports.pages.page import Page, PageFigure, PageSection
-from fedplan.reports.privacy_statements import read_privacy_statement
 from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, UNDECIDED
-from fedplan.sites.egress_audit import RunEgress, read_decisions
+from fedplan.sites.egress import (
+    DatasetAccount,
+    RunEgress,
+    SiteRecord,
+    format_limits,
+    read_decisions,
+    read_egress_report,
+)
 from fedplan.storage.append_log import head_file, read_head
 from fedplan.storage.logs import utc_now
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,7 +20,7 @@ from fedplan.federation.messages import local_versions
 from fedplan.naming import allow_imports
 from fedplan.runners.site import ServerSection, Site
 from fedplan.runners.site_runtime import load_site_table
-from fedplan.sites.gateway import site_approvals
+from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import read_policy
 from fedplan.sites.tls_probe import find_proxy, probe_server
 from fedplan.storage.locks import locked_folder
@@ -41,10 +41,7 @@ CLOCK_WARNING, CLOCK_FAILURE = 2.0, 5.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of a site: `name` of the check, `state`, and a `message` for people.
-
-    `remedy` says how to fix a warning or failure; it may be empty.
-    """
+    """Result of one check of a site; `remedy` says how to fix a warning or failure, if known."""
 
     name: str
     state: CheckState
@@ -54,12 +51,6 @@ class Finding:
     def json(self) -> dict[str, str]:
         """Return the finding as plain values."""
         return asdict(self)
-
-
-class SiteCheck(Protocol):
-    """Yields findings about a site; a FedplanError or OSError that it raises is a failure."""
-
-    def __call__(self, site: Site, /) -> Iterator[Finding]: ...
 
 
 def check_site(site: Site) -> list[Finding]:
@@ -72,14 +63,13 @@ def check_site(site: Site) -> list[Finding]:
     for name, check in CHECKS:
         try:
             for finding in check(site):
-                findings.append(finding)
+                findings.append(finding)  # one by one: those before an error stay
         except (FedplanError, OSError) as error:
             findings.append(Finding(name, "fail", str(error)))
     return findings
 
 
 def _check_policy(site: Site) -> Iterator[Finding]:
-    """Check that the policy file exists and is valid; ConfigError if it is not valid."""
     file = Path(site.policy)
     if not file.exists():
         remedy = "write it; with an empty file, each study needs the approval of a person"
@@ -94,10 +84,7 @@ def _check_policy(site: Site) -> Iterator[Finding]:
 
 
 def _check_keys(site: Site) -> Iterator[Finding]:
-    """Check that the site's key files exist, and that only their owner can read them.
-
-    A key that site.toml does not name is a warning.
-    """
+    """Check that the site's key files exist, and that only their owner can read them."""
     server, state = site.server, site.encryption_key
     for name, named in {"state.key": state, "node": server.node_key if server else ""}.items():
         check, file = f"key {name}", Path(named)
@@ -123,10 +110,7 @@ _WITHOUT_KEY = {
 
 
 def _check_server(site: Site) -> Iterator[Finding]:
-    """Check proxy, certificate, clock and registration; connects to the server.
-
-    After a failed connection, clock and registration are not checked.
-    """
+    """Check proxy, certificate, clock and registration; connects to the server."""
     server = site.server
     if server is None:
         remedy = 'add [server] with address, ca = "ca.crt" and node_key = "node"'
@@ -162,7 +146,6 @@ def _check_server(site: Site) -> Iterator[Finding]:
 
 
 def _connection_remedy(error_message: str) -> str:
-    """Return advice for a person on a failed connection, chosen by words in the error message."""
     if "certificate" in error_message.lower():
         return (
             "check with the server's operator that ca.crt belongs to this server, and that the "
@@ -174,7 +157,6 @@ def _connection_remedy(error_message: str) -> str:
 
 
 def _check_clock(ahead: float | None) -> Finding:
-    """Return a finding on the seconds that this clock is ahead of the server's; None: unknown."""
     if ahead is None:
         return Finding("clock", "warn", "the server does not send its time")
     seconds = abs(ahead)
@@ -190,7 +172,6 @@ def _check_clock(ahead: float | None) -> Finding:
 
 
 def _check_registration(site: Site, server: ServerSection) -> Finding:
-    """Ask the server whether it knows the site's public key, and return the finding."""
     from fedplan.runners.flower.key_check import is_key_registered
 
     if is_key_registered(server):
@@ -203,10 +184,7 @@ def _check_registration(site: Site, server: ServerSection) -> Finding:
 
 
 def _check_state_folder(site: Site) -> Iterator[Finding]:
-    """Check permissions, lock and free space of the site's state folder `site.state`.
-
-    A folder that does not exist is not created; its nearest existing parent is checked.
-    """
+    """Check permissions, lock and free space of the site's state folder `site.state`."""
     folder = Path(site.state)
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -233,7 +211,6 @@ def _check_state_folder(site: Site) -> Iterator[Finding]:
 
 
 def _check_versions(site: Site) -> Iterator[Finding]:
-    """Report the versions of packages, Python and message format; fail if a package is missing."""
     versions = dict(local_versions())
     message_format, python = versions.pop("protocol"), ".".join(map(str, sys.version_info[:3]))
     missing = [name for name, version in versions.items() if not version]
@@ -253,10 +230,7 @@ def _check_device(site: Site) -> Iterator[Finding]:
 
 
 def _check_data(site: Site) -> Iterator[Finding]:
-    """Check that the site's data exist, and load the data for each approved study.
-
-    Loading checks columns, labels and tokenizer; an error is a finding with state "fail".
-    """
+    """Check that the site's data exist, and load the data for each approved study."""
     if not site.data:
         remedy = "set data to this site's table"
         yield Finding("data", "fail", "site.toml names no data", remedy)
@@ -287,7 +261,7 @@ def _check_data(site: Site) -> Iterator[Finding]:
             yield Finding(name, "ok", f"{len(examples)} examples to train on")
 
 
-CHECKS: tuple[tuple[str, SiteCheck], ...] = (
+CHECKS: tuple[tuple[str, Callable[[Site], Iterator[Finding]]], ...] = (
     ("policy", _check_policy),
     ("keys", _check_keys),
     ("server", _check_server),

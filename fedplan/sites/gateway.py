@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gateway of a site: checks every request of the server before the site works on it.
+"""Serve a site: its gateway checks every request of the server before the site works on it.
 
 A study arrives as data with the first request of a run (hello). From then on the run belongs to
 that study, and each request is answered only while the study is approved.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,14 +24,15 @@ from fedplan.federation.identity import is_run_id
 from fedplan.federation.ledger.egress import Authorization, EgressLog, error_entry
 from fedplan.federation.ledger.faults import KINDS, FaultLog, encode_code, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
-from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
-from fedplan.runners.site import Site
+from fedplan.runners.site import Site, read_site
 from fedplan.runners.site_runtime import SiteRuntime, private_umask, site_study_folder
-from fedplan.sites.approvals import Approvals
+from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import Policy
+from fedplan.sites.tls_probe import certificate_digest
 from fedplan.storage.files import write_atomic
+from fedplan.storage.locks import acquire_folder_lock
 from fedplan.storage.logs import Log
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.tensors.message import Message
@@ -41,26 +45,21 @@ RUNS_FOLDER, REJOIN_FOLDER = "runs", "rejoin"
 
 
 class Approver(Protocol):
-    """Decides whether a study may run at a site; Approvals implements it, tests may use another."""
+    """Decides whether a study may run at a site, as Approvals does."""
 
     @property
-    def policy(self) -> Policy:
-        """The site's present policy."""
-        ...
+    def policy(self) -> Policy: ...
 
-    def require_approval(self, study: Study, server: str = "", run: str = "") -> str:
-        """Return the approver of a study for a run; raise RequestRefused with a code without."""
-        ...
+    def require_approval(self, study: Study, server: str = "", run: str = "") -> str: ...
 
 
 class SiteGateway:
     """Answers the requests of a server at a site, for approved studies only. Call `answer`.
 
-    `site` is the parsed site.toml; `approver` decides on studies (see Approvals);
     `read_certificate_digest` returns the digest of the server's present TLS certificate, or "".
     Every answer is logged by the egress log before `answer` returns; repeated refusals are only
     counted, and an error code is sent even if the log cannot be written. At most one study's model
-    is loaded at a time. Creates log files in the state folder; not thread-safe.
+    is loaded at a time. Not thread-safe.
     """
 
     def __init__(
@@ -101,8 +100,7 @@ class SiteGateway:
     def _log_answer(self, kind: str, message: Message, answer: Message) -> None:
         """Note kind, run and round of a request, and the answer's error code, in the site's log.
 
-        `message` is the request. The same error is logged once in a row, since a server repeats its
-        request while a study waits for approval.
+        The same error is logged once in a row: a server repeats its request while a study waits.
         """
         fields = _message_fields(answer)
         code = next((encode_code(str(fields[word])) for word in KINDS if word in fields), "")
@@ -120,10 +118,7 @@ class SiteGateway:
         )
 
     def _error_answer(self, code: str, message: Message) -> Message:
-        """Return an answer with an error code only, and add an entry to the egress log.
-
-        `message` is the request. A failed write of the egress log does not block the answer.
-        """
+        """Return an answer with an error code only; log it, unless the log cannot be written."""
         answer = pack_message({}, {"client": self.site.name, **error_fields(code)})
         with suppress(FedplanError):
             run, offered_digest = _run_id_or_empty(message), ""
@@ -139,11 +134,7 @@ class SiteGateway:
         return answer
 
     def _admit(self, kind: str, message: Message) -> SiteRuntime:
-        """Check a request (`message`) and return the runtime of its study, ready to answer.
-
-        A hello binds its run to the offered study on disk; any other request uses the study of its
-        run. Raises RequestRefused if the study is not approved, or does not cover the request.
-        """
+        """Check a request (`message`) and return the runtime of its study, ready to answer."""
         self._study_digest = ""
         run, (_, fields) = read_run_id(message), unpack_message(Message(message.header))
         # The certificate may change between requests, for example when it is renewed.
@@ -177,9 +168,7 @@ class SiteGateway:
     def _offered_study(self, run: str, fields: Mapping[str, Any]) -> Study:
         """Parse and check the study in a hello, the first request of `run`; `fields` is its header.
 
-        Raises RequestRefused if the study is missing, names data of its own, continues a run whose
-        state this site has lost, or differs from the study that the run began with in more than the
-        number of rounds; ConfigError if the study is invalid. Writes nothing.
+        Raises RequestRefused or ConfigError if the study cannot run here. Writes nothing.
         """
         offered = fields.get("study")
         if not isinstance(offered, dict):
@@ -204,10 +193,7 @@ class SiteGateway:
         return study
 
     def _study_of_run(self, run: str) -> Study:
-        """Read the study that a run was bound to by its hello.
-
-        Raises RequestRefused if the run is unknown, ConfigError if the file cannot be read.
-        """
+        """Read the study that a run was bound to by its hello."""
         try:
             fields = json.loads(self._study_file(run).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -224,11 +210,7 @@ class SiteGateway:
         return self.state_folder / RUNS_FOLDER / f"{run}.json"
 
     def _runtime_for(self, study: Study) -> SiteRuntime:
-        """Return the runtime (model, data, state) of a study under the present policy.
-
-        Built if the study or the policy differs from the last call; only the last runtime is
-        cached.
-        """
+        """Return the runtime (model, data, state) of a study under the present policy."""
         policy = self.approver.policy
         key = study.full_digest, policy.digest
         if self._runtime is None or self._runtime[0] != key:
@@ -251,9 +233,8 @@ class SiteGateway:
     ) -> None:
         """Raise RequestRefused if the site's state is older than the last answer the server has.
 
-        `endpoint` has the state of `run`; `fields["last_update_round"]` in the request's header is
-        the round of the server's last answer. A permission file of `allow_rejoin` lets the request
-        pass, and is deleted once the state has caught up.
+        A permission file of `allow_rejoin` lets the request pass, and is deleted once the state has
+        caught up.
         """
         _, notes = endpoint.site.journal.client_state()
         last_round = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
@@ -270,18 +251,11 @@ class SiteGateway:
             ).with_code("outdated-state")
 
 
-def site_approvals(site: Site) -> Approvals:
-    """Return the approvals of a site, read from its state folder and its policy file."""
-    client = Turn(client=site.name, traits=site.traits)
-    return Approvals(Path(site.state), Path(site.policy), site=client, allow=site.allow_packages)
-
-
 def allow_rejoin(site: Site, run: str) -> None:
     """Let the site continue `run` from a state folder that was restored from an older backup.
 
-    The permission ends when the state is as new as the server's. Records the permission in the
-    approvals, and writes a file for the gateway. Raises FedplanError if the site does not know the
-    run, or the current user is no approver.
+    The permission is recorded, and ends when the state is as new as the server's. Raises
+    FedplanError if the site does not know the run, or the current user is no approver.
     """
     file = Path(site.state) / RUNS_FOLDER / f"{run}.json"
     if not is_run_id(run) or not file.exists():
@@ -311,3 +285,49 @@ def _message_fields(message: Message) -> dict[str, Any]:
         return unpack_message(Message(message.header))[1]
     except FedplanError:
         return {}
+
+
+def serve_site(folder: Path) -> None:
+    """Serve the site described by site.toml in `folder`; block until SIGTERM or SIGINT.
+
+    Sets the process's umask, signal handlers and NO_PROXY, and locks the site's state folder, which
+    is created if missing. Raises StoreError if another process serves the site.
+    """
+    from fedplan.runners.flower.superexec import serve_tasks
+    from fedplan.runners.flower.supernode import run_supernode
+
+    site, stopped = read_site(folder), threading.Event()
+    os.umask(0o077)
+    # Connections to this machine must not go through a proxy.
+    proxy_exceptions = [
+        os.environ[name] for name in ("NO_PROXY", "no_proxy") if os.environ.get(name)
+    ]
+    for name in ("NO_PROXY", "no_proxy"):  # if both are set, libraries read either
+        os.environ[name] = ",".join(dict.fromkeys((*proxy_exceptions, "127.0.0.1")))
+
+    def stop(number: int, frame: object) -> None:
+        # In another thread, since this one may hold the event's lock.
+        threading.Thread(target=stopped.set).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    state_folder = Path(site.state)
+    state_folder.mkdir(parents=True, exist_ok=True)
+    lock = acquire_folder_lock(state_folder)
+    gateway = SiteGateway(site, site_approvals(site), lambda: server_certificate_digest(site))
+    gateway.log.note("site started", site=site.name)
+    with run_supernode(site, stopped) as api:
+        serve_tasks(api, gateway.answer, stopped)
+    gateway.egress.flush()
+    gateway.log.note("site stopped", site=site.name)
+    del lock
+
+
+def server_certificate_digest(site: Site) -> str:
+    """Return the SHA-256 of the server's TLS certificate, "" without one or without a server."""
+    if site.server is None or not site.server.ca:
+        return ""
+    try:
+        return certificate_digest(site.server)
+    except FedplanError:
+        return ""

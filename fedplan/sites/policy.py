@@ -31,9 +31,8 @@ from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.formats import megabytes
 from fedplan.studies.field_types import Count, as_value_error
-from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.schema import ConfigError, Study, parse_toml, unserializable_reason
 from fedplan.studies.sections import Section
-from fedplan.studies.toml_values import parse_toml, unserializable_reason
 
 POLICY = "policy.toml"
 """Name of the policy file in a site's folder."""
@@ -152,10 +151,7 @@ class Policy(Section):
 
 
 def read_policy(file: Path) -> Policy:
-    """Parse and validate a policy file; ConfigError if missing, unreadable or invalid.
-
-    A missing file is no empty policy, since an empty policy allows every study.
-    """
+    """Parse and validate a policy file; ConfigError if missing, unreadable or invalid."""
     try:
         return policy_from_dict(parse_toml(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
@@ -184,8 +180,8 @@ def policy_violations(
 ) -> list[str]:
     """Return a sentence for each way in which a study violates a policy; empty if allowed.
 
-    `agreement` is `outline_agreement(study)`. `site` is the site's name and traits; without a site
-    the study must be allowed for every client. Raises nothing for a violation.
+    `agreement` is `outline_agreement(study)`. Without `site`, the site's name and traits, the study
+    must be allowed for every client.
     """
     site = site_in_study(study, site)
     return [
@@ -208,10 +204,10 @@ def shareable_params(
 ) -> dict[Param, Turn]:
     """Return the params whose values may leave in a run, each with the first turn that shares it.
 
-    `agreement` has plan and params. Without `site`, all client classes are checked. Every phase is
-    checked in each round from 1 to `rounds`, since the server decides the phase. With more than
-    MAX_ROUNDS_CHECKED rounds, only rounds in which the plan may change are checked; if these cannot
-    be listed, every param that the plan ever shares is returned, with an empty Turn.
+    Without `site`, all client classes are checked. Every phase is checked in each round, since the
+    server decides the phase. With more than MAX_ROUNDS_CHECKED rounds, only rounds in which the
+    plan may change are checked; if these cannot be listed, every param that the plan ever shares is
+    returned, with an empty Turn.
     """
     plan, params, first_turns = agreement.method.plan, agreement.params, dict[Param, Turn]()
     numbers: Sequence[int] = range(1, rounds + 1)
@@ -237,10 +233,7 @@ def shareable_params(
 def _never_share_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None
 ) -> Iterator[str]:
-    """Yield a sentence for each part in `never_share` that a study shares, or perhaps shares.
-
-    `site` is the site's name and traits; None checks all clients.
-    """
+    """Yield a sentence for each part in `never_share` that a study shares, or perhaps shares."""
     shareable = shareable_params(agreement, study.train.rounds, site) if policy.never_share else {}
     for text in policy.never_share:
         part = parse_part(text)
@@ -286,11 +279,7 @@ def _first_names(names: list[str]) -> str:
 
 
 def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence for each limit that a whole run of the study would exceed.
-
-    A study without fitting differential privacy exceeds a limit on epsilon. `agreement` is the
-    outline of the study. Past use of the datasets is not counted here.
-    """
+    """Yield a sentence for each limit that a whole run of the study would exceed."""
     rounds, guarantee, upload = study.train.rounds, agreement.guarantee, 0
     if limits.rounds and rounds > limits.rounds:
         yield f"limits.rounds is {limits.rounds}, but the study has {rounds} rounds"
@@ -323,10 +312,7 @@ def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement)
 
 
 def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence if a study reveals the number of examples, or promises too little privacy.
-
-    Compares the policy with the study's `[privacy]` and its outline `agreement`.
-    """
+    """Yield a sentence if a study reveals the number of examples, or has too little privacy."""
     guarantee = agreement.guarantee
     reveals_count = not agreement.secagg.equal_weights
     if guarantee is not None:

@@ -18,14 +18,12 @@ from fedplan.language.resolution import MAX_ROUNDS_CHECKED, Participants
 from fedplan.methods.phases import PlannedPhases
 from fedplan.models.params import Param
 from fedplan.reports.explanation import sort_params
-from fedplan.reports.forecast_types import Forecast, StageForecast
-from fedplan.reports.forecasts import forecast
+from fedplan.reports.forecasts import Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes
 from fedplan.sites.policy import Policy, site_in_study
 from fedplan.studies.experiment import outline_agreement, privacy_statement
-from fedplan.studies.referenced_code import named_objects
-from fedplan.studies.schema import Study
-from fedplan.studies.toml_values import flatten_fields
+from fedplan.studies.field_types import named_objects
+from fedplan.studies.schema import Study, flatten_fields
 
 ROLE_MEANINGS = {
     "shared": "trained at this site; its values are sent to the server",
@@ -41,8 +39,7 @@ NO_PRIVACY = "no differential privacy; the values that leave are computed from t
 class PartReview:
     """One part of the model: `roles` over the run, joined by " or ", and the upload in bytes.
 
-    `bytes_per_round` is the largest upload of a round, `bytes_total` the largest upload of the
-    whole run, or of the first MAX_ROUNDS_CHECKED rounds.
+    Both are the largest uploads, of a round and of at most MAX_ROUNDS_CHECKED rounds.
     """
 
     part: str
@@ -55,9 +52,8 @@ class PartReview:
 class StudyReview:
     """The facts about a study that an approver needs; printing with rich shows a page of text.
 
-    `parts` has roles and bytes of each part of the model; `plan` and `privacy` are texts. `code`
-    lists the code that the study names, `disclosures` all data that leaves besides model values,
-    `changes` the differences from the last approved study, and `violations` of the site's policy.
+    `code` lists the code that the study names, `disclosures` all data that leaves besides model
+    values, `changes` the differences from the last approved study.
     """
 
     study: Study
@@ -124,10 +120,9 @@ def review_study(
 ) -> StudyReview:
     """Return the review of a study, computed from names and shapes without loading weights.
 
-    `last` is the last approved study, to compare with. `site` is the site's name and traits;
-    without a site, the review is for the client with the largest upload. `policy` limits the
-    metrics that leave; `violations` are copied into the review. Raises FedplanError if the study
-    cannot be built.
+    `last` is the last approved study. Without `site`, the site's name and traits, the review is for
+    the client with the largest upload. `policy` limits the metrics that leave. Raises FedplanError
+    if the study cannot be built.
     """
     agreement = outline_agreement(study)
     parts = _review_parts(_forecast(study, agreement, site))
@@ -148,10 +143,7 @@ def review_study(
 
 
 def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast:
-    """Forecast roles and bytes of a study's run: for `site`, or for all client classes if None.
-
-    `agreement` is the outline of the study. Covers at most MAX_ROUNDS_CHECKED rounds.
-    """
+    """Forecast roles and bytes of a study's run: for `site`, or for all client classes if None."""
     phase_rule, site = agreement.method.phase_rule, site_in_study(study, site)
     return forecast(
         agreement.method.plan,
@@ -164,10 +156,7 @@ def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast
 
 
 def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
-    """Return a review of each part of the model, for the client class that uploads most.
-
-    A part is here all params of one kind.
-    """
+    """Return a review of each part of the model, for the client class that uploads most."""
     client = max(run.clients, key=lambda each: each.max_upload)
     params_by_kind = dict[str, list[Param]]()
     for param in sort_params(run.params):
@@ -188,10 +177,7 @@ def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
 
 
 def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> Iterator[str]:
-    """Yield a phrase for each piece of data that leaves besides the model's values.
-
-    `agreement` is the outline of the study; `policy` None lists metrics without a restriction.
-    """
+    """Yield a phrase for each piece of data that leaves besides the model's values."""
     yield "this site's name, its traits, and the versions of its software packages"
     yield (
         "digests of the values that it trains; those of values that stay here are keyed with a "
@@ -231,10 +217,7 @@ def _changes(
     parts: tuple[PartReview, ...],
     last_parts: tuple[PartReview, ...],
 ) -> Iterator[str]:
-    """Yield each difference of a study from the last approved study: roles of parts, then fields.
-
-    `parts` and `last_parts` are the reviews of both studies' parts.
-    """
+    """Yield each difference from the last approved study: roles of parts, then fields."""
     if last is None:
         yield "everything: no study was approved at this site before"
         return

@@ -23,11 +23,9 @@ TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class ServerProbe:
-    """Result of a test connection to a server.
+    """Days until the server's certificate expires, and seconds that this clock is ahead.
 
-    `certificate_days` are the days until the server's certificate expires; None without TLS.
-    `clock_ahead` are the seconds by which this machine's clock is ahead of the server's, negative
-    if behind; None if the server sends no date.
+    None without TLS, and if the server sends no date.
     """
 
     certificate_days: int | None
@@ -119,9 +117,8 @@ def find_proxy(server: ServerSection) -> Proxy | None:
 def _clock_ahead(date: str | None, sent: datetime) -> float | None:
     """Return the smallest clock difference, in seconds, that agrees with a server's Date header.
 
-    Positive if this machine is ahead, 0 if the clocks may be equal, None if `date` is missing or
-    malformed. `sent` is the time just before the request; the header has whole seconds, and was
-    written between `sent` and now.
+    Positive if this machine is ahead, 0 if the clocks may be equal. The header has whole seconds,
+    and was written between `sent` and now.
     """
     try:
         server_time = parsedate_to_datetime(date or "")

@@ -54,12 +54,9 @@ if TYPE_CHECKING:
 class Experiment:
     """Data, initial model and agreement of one study; server and clients each build the same.
 
-    `initial_values` and the digests are computed from `model` on first access and cached: access
-    these properties before `model` is trained.
-    `data`: the clients' prepared examples, the common test set and the task.
-    `model`: the initial model, with all adapters.
-    `agreement`: the settings that server and clients fix before round 1: params, method, training
-    arguments and privacy.
+    `initial_values` and the digests are computed from `model`, which has all adapters, on first
+    access and cached: access these properties before `model` is trained. `agreement`: the settings
+    that server and clients fix before round 1.
     """
 
     data: FederatedData
@@ -84,9 +81,8 @@ class Experiment:
     @cached_property
     def model_digest(self) -> str:
         """The first 16 hex digits of SHA-256 over all params' digests."""
-        return hashlib.sha256(
-            join_digests(self.agreement.params, self.param_digests).encode()
-        ).hexdigest()[:16]
+        digests = join_digests(self.agreement.params, self.param_digests)
+        return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
     @cached_property
     def pinned_agreement(self) -> Agreement:
@@ -143,20 +139,11 @@ def require_study_from_files(study: Study) -> None:
         )
 
 
-def build_experiment_without_data(study: Study, labels: list[str]) -> Experiment:
-    """Build the experiment of a study with the given labels and no clients, as for an export.
-
-    The dataset is not read. Raises as `build_experiment`.
-    """
-    task = study.task.model_copy(update={"labels": labels})
-    return build_experiment(study.model_copy(update={"data": DataSection(), "task": task}))
-
-
 def outline_agreement(study: Study) -> Agreement:
     """Return the agreement of a study from the names and shapes of the model's params alone.
 
-    Loads no data, and weights only where `build_meta_model` needs weights. Raises ConfigError for a
-    study of in-memory inputs, FedplanError if the plan does not match the model.
+    Loads no data, and weights only where `build_meta_model` needs them. Raises FedplanError if the
+    plan does not match the model.
     """
     require_study_from_files(study)
     task = load_federated_data(study.model_copy(update={"data": DataSection()}), None).task
@@ -169,8 +156,7 @@ def outline_agreement(study: Study) -> Agreement:
 def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
     """Raise ConfigError if the task's loss fails on the model, or is not a single number.
 
-    Tries, without gradients, one batch of `batch_size` examples of the first client, and one batch
-    of two examples of every other client and test set; empty sets are skipped.
+    Tries one batch of the first client, and two examples of every other client and test set.
     """
     data, model = experiment.data, experiment.model
     examples_by_owner: dict[str, Examples | None] = {
@@ -200,9 +186,8 @@ def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
 
 
 def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | None:
-    """Return the held-out examples of a client in `data`, with the study's rules of evaluation.
+    """Return the held-out examples of a client, with the study's rules of evaluation.
 
-    `client`: the client's name; without held-out examples, the set has `examples` None. Returns
     None if the study does not set `evaluate.on_clients`.
     """
     section = study.evaluate
@@ -217,15 +202,13 @@ def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | N
 def make_scoring(study: Study, data: FederatedData) -> EvalConfig:
     """Return when the models of a study are evaluated, and which metric selects the best round.
 
-    Raises ConfigError if `evaluate.keep_best` names models ("global" or "personal") that nobody
-    evaluates: `data` has no test examples for these models, and `evaluate.on_clients` is not set.
+    Raises ConfigError if `evaluate.keep_best` names models that nobody evaluates.
     """
     section, task = study.evaluate, data.task
     measured = {
         "global": data.common_test is not None or section.on_clients,
-        "personal": section.personal and section.on_clients,
+        "personal": section.personal and (section.on_clients or bool(data.client_tests)),
     }
-    measured["personal"] |= section.personal and bool(data.client_tests)
     if section.keep_best and not measured[section.keep_best]:
         raise ConfigError(
             f"evaluate.keep_best is {section.keep_best!r}, but nobody measures that: set "
@@ -242,11 +225,9 @@ def make_participation(study: Study) -> Participation:
 
 
 def make_method(study: Study) -> Method:
-    """Return the method of a study: a published method by name, or a method of the study's plan.
+    """Return the method of a study; raises FedplanError for an unknown name, setting or phase.
 
-    With a private vote on layers (`privacy.vote_noise_multiplier`), `joint_choice` is set: all
-    clients use the same choice of layers. Raises FedplanError for an unknown name, setting or
-    phase.
+    With a private vote on layers, `joint_choice` is set: all clients use the same layers.
     """
     method = _method_from_section(study.method)
     has_vote = study.privacy and study.privacy.vote_noise_multiplier
@@ -254,12 +235,6 @@ def make_method(study: Study) -> Method:
 
 
 def _method_from_section(section: MethodSection) -> Method:
-    """Return the method that a [method] section describes: plan, base method, phases, plug-ins.
-
-    A base method gives training loop, client hooks and server optimizer (`with_training_of`); loop
-    and server optimizer of the section replace these, and hooks are added. Raises ConfigError for a
-    phase that the plan does not have, and UnknownName for an unknown method or plug-in.
-    """
     if section.from_python:
         return parse_recorded_method(section.from_python)
     if section.name:
@@ -276,11 +251,12 @@ def _method_from_section(section: MethodSection) -> Method:
             raise ConfigError(f"method.phases: the plan has no phase {min(unknown)!r}")
         method = replace(method, phase_rule=PlannedPhases(section.phases))
     hooks = (*map(get_client_hook, section.client_hooks), *method.client_hooks)
-    loop = get_training_loop(section.loop) if section.loop else method.loop
-    server = method.server_optimizer
+    method = replace(method, client_hooks=hooks)
+    if section.loop:
+        method = replace(method, loop=get_training_loop(section.loop))
     if section.server_optimizer:
         server = make_server_optimizer(section.server_optimizer, section.server_optimizer_settings)
-    method = replace(method, client_hooks=hooks, loop=loop, server_optimizer=server)
+        method = replace(method, server_optimizer=server)
     if section.lora_aggregation:
         method = replace(method, lora_aggregation=parse_product_rule(section.lora_aggregation))
     if section.compression:
@@ -294,7 +270,7 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
     `method` replaces the method of the study. Raises FedplanError if the method cannot keep the
     study's privacy guarantee.
     """
-    guarantee, train_arguments = privacy_guarantee(study), study.train.train_arguments
+    guarantee = privacy_guarantee(study)
     agreed_method = method or make_method(study)
     # A recorded method was checked when it ran.
     if guarantee is not None and not isinstance(agreed_method, RecordedMethod):
@@ -303,7 +279,7 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
         f"{study.name}/{study.seed}",
         params,
         agreed_method,
-        train_arguments,
+        study.train.train_arguments,
         guarantee,
         study.digest,
         defence=study.defence.config,
@@ -316,21 +292,19 @@ def privacy_statement(
 ) -> Statement | None:
     """Return the privacy statement (guarantee and spent budget) of a study; None without DP.
 
-    `folder`: a run's folder, or a site's privacy ledger; the statement then has the epsilon spent
-    there. `run`: count only ledger entries whose names start with this text. Raises PrivacyError if
-    an entry has other noise, sampling or steps than the guarantee, or if a ledger is damaged.
+    `folder`: a run's folder, or a site's privacy ledger, with the epsilon spent. `run`: count only
+    ledger entries whose names start with this text. Raises PrivacyError if an entry does not fit
+    the guarantee, or if a ledger is damaged.
     """
-    guarantee, secagg = privacy_guarantee(study), study.aggregation.config
+    guarantee, secagg, noise_shares = privacy_guarantee(study), study.aggregation.config, ""
     if guarantee is None:
         return None
-    clients, distributed_noise = len(study.clients.names) or study.data.num_clients, ""
     if secagg.active and guarantee.unit == "client":
-        distributed_noise = secagg.describe_noise(
+        clients = len(study.clients.names) or study.data.num_clients
+        noise_shares = secagg.describe_noise(
             clients, guarantee.noise_multiplier, guarantee.clipping_norm
         )
-    return Statement.of(
-        guarantee, study.train.rounds, folder, run=run, noise_shares=distributed_noise
-    )
+    return Statement.of(guarantee, study.train.rounds, folder, run=run, noise_shares=noise_shares)
 
 
 _calibrate_noise = cache(Guarantee.with_calibrated_noise)
@@ -339,8 +313,7 @@ _calibrate_noise = cache(Guarantee.with_calibrated_noise)
 def privacy_guarantee(study: Study) -> Guarantee | None:
     """Return the differential-privacy guarantee of a study; None without [privacy].
 
-    If `privacy.noise_multiplier` is 0, the noise multiplier is calibrated to epsilon and the number
-    of rounds; the calibration is cached.
+    If `privacy.noise_multiplier` is 0, the noise is calibrated to epsilon and rounds, and cached.
     """
     section, train, fraction = study.privacy, study.train, study.clients.fraction
     if section is None:

@@ -24,22 +24,29 @@ from fedplan.models.folder import SETTINGS, Preprocessing, image_mean_std, load_
 from fedplan.models.values import is_quantized, set_values
 from fedplan.studies.experiment import (
     Experiment,
-    build_experiment_without_data,
+    build_experiment,
     privacy_statement,
     require_study_from_files,
 )
-from fedplan.studies.golden_example import (
+from fedplan.studies.model_card import (
+    CARD_FILE,
     TOLERANCE,
     GoldenExample,
+    ModelCard,
     compute_logits,
     make_golden_example,
+    private_names,
     read_golden_example,
     tokenize_text,
 )
-from fedplan.studies.model_card import CARD_FILE, ModelCard, private_names
-from fedplan.studies.run import read_consistently
-from fedplan.studies.run_folder import read_run_agreement, read_run_study, read_task_file
+from fedplan.studies.run import (
+    read_consistently,
+    read_run_agreement,
+    read_run_study,
+    read_task_file,
+)
 from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.sections import DataSection
 from fedplan.tensors.named import Tensors
 
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -48,11 +55,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class _ExportedModel:
-    """A model filled with the values of a run, ready to be written.
-
-    `task`: the task with tokenizer or image settings. `changed`: names of the params that differ
-    from the initial model. `card`: the facts for the model card (README.md).
-    """
+    """A model filled with the values of a run, and the params that differ from the initial one."""
 
     model: nn.Module
     task: Task
@@ -134,11 +137,7 @@ def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
 
 
 def _load_exported(folder: Path, example: GoldenExample, base: nn.Module | None) -> nn.Module:
-    """Load the model in an exported folder: a dual encoder, a transformers model, or an adapter.
-
-    `example`: names the transformers class and the labels. `base`: the model that an adapter is put
-    on; None loads the base model of the adapter's configuration from local files.
-    """
+    """Load the model in an exported folder: a dual encoder, a transformers model, or an adapter."""
     import transformers
 
     if (folder / SETTINGS).exists():
@@ -154,12 +153,7 @@ def _load_exported(folder: Path, example: GoldenExample, base: nn.Module | None)
 
 
 def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
-    """Raise ConfigError if a folder's tokenizer or image processor gives other inputs than the run.
-
-    Prepares the raw text or image of the golden example again, and compares the tensors with the
-    stored inputs (`torch.allclose`). Does nothing for an example without text and image, or for an
-    image if the folder has no image processor.
-    """
+    """Raise ConfigError if the tokenizer or image processor gives other inputs than the run."""
     import transformers
 
     prepared: Tensors = {}
@@ -182,12 +176,7 @@ def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
 
 
 def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
-    """Return the global model in the folder of a run, or the personal model of `client` if given.
-
-    `best`: use the global model of the best round instead of the last round; a client's personal
-    params are always those of the last round. The card shows metrics only for a global model
-    without differential privacy. Raises ConfigError if the run or the initial model cannot be read.
-    """
+    """Return the global model of a run, or the personal model of `client` if given."""
     run, global_state, client_state = read_consistently(
         folder,
         lambda run: (
@@ -227,10 +216,6 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
 
 
 def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:
-    """Copy values by param key into an experiment's model, and return the model with `card`.
-
-    Also lists the names of the params that differ from their initial values.
-    """
     params = [p for p in experiment.agreement.trainable if p.key in values]
     changed = [
         p.name for p in params if not torch.equal(values[p.key], experiment.initial_values[p.key])
@@ -240,11 +225,7 @@ def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _Ex
 
 
 def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
-    """Return the personal model in the folder of a run at a client's site.
-
-    `key`: file with the key of the site's encrypted state, or None. Raises FedplanError if the
-    folder has several runs, or if the client has not yet finished its training in any round.
-    """
+    """Return the personal model at a client's site; `key`: key file of the encrypted state."""
     folder = only_run_folder(folder)
     study, terms = read_run_study(folder), read_agreement(folder)
     agreement = replace(read_run_agreement(folder), start=str(terms.get("model")))
@@ -261,12 +242,9 @@ def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
 
 
 def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -> Experiment:
-    """Build the initial model of a run again, without data.
-
-    `agreement`: that of the run. `labels`: of the run's task. Raises ConfigError if the study's
-    model now has other params or another digest than the run started from.
-    """
-    experiment = build_experiment_without_data(study, labels)
+    """Build the initial model of a run again, without data; ConfigError if it is another now."""
+    task = study.task.model_copy(update={"labels": labels})
+    experiment = build_experiment(study.model_copy(update={"data": DataSection(), "task": task}))
     if experiment.agreement.params != agreement.params:
         raise ConfigError("the study's model has other params than the run started from")
     if experiment.model_digest != agreement.start:
@@ -278,11 +256,7 @@ def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -
 
 
 def _write_model(exported: _ExportedModel, output: Path) -> str:
-    """Write the model into the folder `output`, with merged adapters and without quantization.
-
-    Also writes the processor or tokenizer, the model card and the golden example. Returns the code
-    that loads the model.
-    """
+    """Write the whole model, with merged adapters and dequantized; return the loading code."""
     model, task = exported.model, exported.task
     if isinstance(model, DualEncoder):
         save_folder(model, output, preprocessing=_image_preprocessing(task))
@@ -300,11 +274,7 @@ def _write_model(exported: _ExportedModel, output: Path) -> str:
 
 
 def _write_adapter(exported: _ExportedModel, output: Path) -> str:
-    """Write only the peft adapter of the model into the folder `output`.
-
-    Also writes the processor or tokenizer, the model card and the golden example. Returns the code
-    that puts the adapter on a base model.
-    """
+    """Write only the peft adapter; return the code that puts it on a base model."""
     save_adapter(exported.model, output, exported.changed)
     _write_processor(exported.task, output)
     path = exported.card.study.model.path
@@ -319,17 +289,13 @@ def _write_adapter(exported: _ExportedModel, output: Path) -> str:
 
 
 def _processor_code(task: Task) -> str:
-    """Return the code that loads the image processor or tokenizer, or an empty text."""
     if task.kind == "image-classification":
         return "\nprocessor = transformers.AutoImageProcessor.from_pretrained({})"
     return "\ntokenizer = transformers.AutoTokenizer.from_pretrained({})" if task.source else ""
 
 
 def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> None:
-    """Write the model card and, for a model of images or tokens, the golden example to `output`.
-
-    `loading_code`: Python code for the card; each `{}` in the code becomes the folder ".".
-    """
+    """Write the card and the golden example; each `{}` in `loading_code` becomes the folder "."."""
     example = make_golden_example(exported.model, exported.task)
     if example is not None:
         example.write(output)
@@ -339,7 +305,6 @@ def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> No
 
 
 def _write_processor(task: Task, output: Path) -> None:
-    """Write a task's image processor or tokenizer, if there is one, into the folder `output`."""
     if task.kind != "image-classification":
         if task.source:
             task.tokenizer.save_pretrained(output)
@@ -362,6 +327,5 @@ def _write_processor(task: Task, output: Path) -> None:
 
 
 def _image_preprocessing(task: Task) -> Preprocessing:
-    """Return the size, and the mean and standard deviation by channel, of a task's images."""
     mean, std = (tuple(map(float, value.flatten())) for value in image_mean_std(task.source))
     return Preprocessing(task.image_size, mean, std)

@@ -45,10 +45,8 @@ if TYPE_CHECKING:
 class FederatedData:
     """Prepared (tokenized or resized) examples of all clients, and the task that prepared these.
 
-    `train`: training examples by client name.
-    `client_tests`: held-out examples by client name, for clients that have any.
-    `common_test`: the common test set, on which the global model is evaluated, or None.
-    `task`: computes loss and metrics. `notes`: sentences for the user about the data.
+    `client_tests`: held-out examples, for clients that have any. `common_test`: the examples on
+    which the global model is evaluated. `notes`: sentences for the user about the data.
     """
 
     train: dict[str, Examples]
@@ -78,12 +76,9 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
     """Load a study's dataset, divide the rows among clients, and prepare all examples.
 
     `site_table`: at a client's site, the client's name and own dataset, in place of `data.path`;
-    this client gets all rows. With neither `site_table` nor `data.path`, the result has no clients,
-    only common test set and task. Filters and limits of [data] select the rows; rows that are also
-    in the common test set are dropped. A fraction `data.holdout_fraction` of the others becomes
-    test examples of the clients. Clients without training examples are dropped, but not under
-    differential privacy. Raises DataError for data that the study cannot use, and for a study of
-    in-memory data.
+    this client gets all rows. With neither, the result has no clients, only common test set and
+    task. Clients without training examples are dropped, but not under differential privacy. Raises
+    DataError for data that the study cannot use.
     """
     if study.data.from_python:
         raise DataError("this study has in-memory data: there is none to load")
@@ -114,12 +109,10 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Row numbers of a study's training table, by client.
+    """Row numbers of a study's training table, by client, to train on and to hold out.
 
     Rows that are also in the common test set were removed from the table before.
-    `train`, `client_tests`: by client name, the rows to train on and the rows to hold out.
     `labels`: the labels of each row, for classification tasks; else empty.
-    `common_test_size`: number of examples of the common test set.
     """
 
     train: dict[str, list[int]]
@@ -192,16 +185,11 @@ def _split_rows(
 
 
 def _task_columns(task: Task) -> list[str]:
-    """Return the input columns and the label column of a task."""
     return [*task.columns, *([task.label] if task.label else [])]
 
 
 def _load_common_test(study: Study) -> Dataset | None:
-    """Load the common test set of a study; None if the study defines no common test set.
-
-    Draws `data.max_test_examples` rows, if set. Raises DataError if neither `data.test_path` nor
-    `data.path` is set, or if the filters select no row.
-    """
+    """Load the common test set of a study; None if the study defines no common test set."""
     section = study.data
     if not (section.test_path or section.test_split or section.test_filter):
         return None
@@ -221,12 +209,7 @@ def _load_common_test(study: Study) -> Dataset | None:
 
 
 def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None:
-    """Return the rows to train on and to hold out, from `site_rows` or else from `data.path`.
-
-    `site_rows`: a client's own dataset. Rows are selected by the filters of [data]. Returns None
-    without a dataset. Raises DataError if no row is left (allowed under differential privacy), and
-    for `data.max_examples` under differential privacy.
-    """
+    """Return the rows to train on and to hold out, from `site_rows` or else from `data.path`."""
     section, is_private = study.data, study.privacy is not None
     if section.max_examples and is_private:
         raise DataError(
@@ -249,12 +232,7 @@ def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None
 def _drop_tested(
     study: Study, task: Task, table: Dataset, test: Dataset | None
 ) -> tuple[Dataset, list[bytes], list[str]]:
-    """Drop the rows of the training table that also occur in the study's common test set.
-
-    Returns the remaining rows, their content fingerprints, and notes for the user. Rows are
-    compared by the columns that the task uses. Raises DataError if no row is left (allowed under
-    differential privacy).
-    """
+    """Drop the rows of the training table that also occur in the study's common test set."""
     # Training rows are dropped, not test rows: every site knows the test set, but nobody knows the
     # rows of all sites.
     columns = _task_columns(task)
@@ -275,10 +253,7 @@ def _drop_tested(
 def _drop_empty_clients(
     train: dict[str, Examples], site_table: tuple[str, Dataset] | None
 ) -> list[str]:
-    """Delete clients without training examples from the dict `train`; return notes for the user.
-
-    Raises DataError if no client is left, or if the client of `site_table` has no training example.
-    """
+    """Delete clients without training examples from the dict `train`; return notes for the user."""
     empty = [name for name, examples in train.items() if not len(examples)]
     if site_table and empty:
         raise DataError(
@@ -316,11 +291,7 @@ def _find_labels(study: Study, tables: list[Dataset]) -> list[str | int]:
 
 
 def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
-    """Return the task of a study with these labels; all other settings are those of the study.
-
-    Only names the tokenizer or image processor: neither is loaded yet. Raises as `make_task` and
-    `metric_named`.
-    """
+    """Return the task of a study with these labels; all other settings are those of the study."""
     section, privacy = study.task, study.privacy
     return make_task(
         section.kind,
@@ -362,10 +333,7 @@ def _public_values(study: Study, partition: Partition) -> list[str]:
 
 
 def _filter_values(table: Dataset, allowed_values: Mapping[str, list[Any]]) -> Dataset:
-    """Return the rows of a table with an allowed value in each listed column.
-
-    `allowed_values`: allowed values by column name.
-    """
+    """Return the rows of a table with an allowed value in each listed column."""
     for column, allowed in allowed_values.items():
         values = column_values(table, column)
         table = select_rows(

@@ -33,8 +33,8 @@ from fedplan.models.catalog import is_hub_id, load_pretrained, no_progress_bars
 from fedplan.models.dual_encoder import load_dual_encoder
 from fedplan.models.proposal import register_study_layer_map
 from fedplan.models.values import freeze_batch_norms, pin_packed_layout, quantization_config
-from fedplan.studies.model_section import ModelSection
 from fedplan.studies.schema import Study
+from fedplan.studies.sections import ModelSection
 from fedplan.tensors.devices import fork_rng_state
 
 COMMON_SETTINGS = frozenset(
@@ -68,10 +68,9 @@ def build_model(study: Study, task: Task, method: Method) -> nn.Module:
 def build_meta_model(study: Study, task: Task, method: Method) -> nn.Module:
     """Build the model of a study on the meta device, with the layers that the method adds.
 
-    The result has all names and shapes, and no weights. Downloads nothing. A dual encoder, a saved
-    adapter or a layer map in the study needs the weights: then the real model is built on the CPU,
-    and FedplanError is raised if weights are on the Hub. Also raises FedplanError if the model
-    cannot be built for the task.
+    Downloads nothing. A dual encoder, a saved adapter or a layer map in the study needs the
+    weights: then the real model is built on the CPU. Raises FedplanError if such weights are on the
+    Hub, or if the model cannot be built for the task.
     """
     section, adapter = study.model, study.model.adapter
     saved_adapter = adapter.path if adapter else ""
@@ -91,11 +90,7 @@ def build_meta_model(study: Study, task: Task, method: Method) -> nn.Module:
 
 
 def _build_bare_model(section: ModelSection, task: Task) -> nn.Module:
-    """Create the model of a [model] section for a task, without weights and adapters.
-
-    Reads the configuration from local files only, and uses the current torch device. Raises
-    FedplanError if the model cannot be created.
-    """
+    """Create the model of a [model] section for a task, without weights and adapters."""
     import transformers
 
     with _explain_errors(f"model: {section.path or section.type!r} cannot be used for {task.kind}"):
@@ -132,12 +127,7 @@ def add_method_adapter(model: nn.Module, task: Task, method: Method) -> nn.Modul
 
 
 def _add_study_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
-    """Return the model wrapped with the adapter of `study.model.adapter`: a new or a saved one.
-
-    The section must be set. The layers of `target` become peft's `target_modules`. `task`: gives
-    the model class. Raises FedplanError if the adapter cannot be added, or if `method.settings`
-    configures an adapter too (`rank` or `on`).
-    """
+    """Return the model wrapped with the adapter of `study.model.adapter`: a new or a saved one."""
     section = study.model.adapter
     assert section is not None
     if section.path:
@@ -161,11 +151,7 @@ def _add_study_adapter(study: Study, task: Task, model: nn.Module) -> nn.Module:
 
 
 def _load_model(study: Study, task: Task) -> nn.Module:
-    """Load the study's dual encoder or pretrained model, or create a model with new weights.
-
-    The task gives the model class and labels. May download from the Hub. Raises FedplanError if the
-    model cannot be loaded, or if `model.path` or `model.type` does not exist.
-    """
+    """Load the study's dual encoder or pretrained model, or create a model with new weights."""
     import transformers
 
     section = study.model
@@ -197,10 +183,7 @@ def _load_model(study: Study, task: Task) -> nn.Module:
 
 
 def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype) -> nn.Module:
-    """Load the weights of a [model] section's `path` as `dtype`, quantized if the section says so.
-
-    Raises FedplanError if the folder does not exist, or cannot be loaded for the task.
-    """
+    """Load the weights of `model.path` as `dtype`, quantized if the section says so."""
     if not is_hub_id(section.path) and not Path(section.path).is_dir():
         raise FedplanError(
             f"model.path: {section.path!r} does not exist: give a model folder, or hub:org/name"
@@ -220,11 +203,7 @@ def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype
 
 
 def _require_model_settings(section: ModelSection, *, local_only: bool = False) -> None:
-    """Raise FedplanError if `model.config` has a setting that the model's configuration lacks.
-
-    `section`: the [model] section. `local_only`: read the configuration from local files only;
-    otherwise from the Hub, too.
-    """
+    """Raise FedplanError if `model.config` has a setting that the model's configuration lacks."""
     # Others would be arguments of transformers itself, which a study from the network must not set.
     if not section.config:
         return
@@ -242,10 +221,7 @@ def _require_model_settings(section: ModelSection, *, local_only: bool = False) 
 
 @contextmanager
 def _explain_errors(context: str) -> Generator[None]:
-    """Re-raise an Exception of the body as FedplanError: `context` and the error's first line.
-
-    A FedplanError passes unchanged.
-    """
+    """Re-raise an Exception of the body as FedplanError: `context` and the error's first line."""
     # transformers raises errors of any type for unusable files and settings.
     try:
         yield
@@ -257,7 +233,6 @@ def _explain_errors(context: str) -> Generator[None]:
 
 
 def _model_class(task: Task) -> Any:
-    """Return the transformers class that loads the task's model."""
     import transformers
 
     return getattr(transformers, task.model_class)

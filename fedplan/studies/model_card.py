@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model card (README.md) of an exported model; it reveals no client names and no data."""
+"""Files beside an exported model: its model card, and a golden example to check it with."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+
+from fedplan.data.tasks import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
 from fedplan.models.catalog import is_hub_id, strip_hub_prefix
+from fedplan.models.dual_encoder import DualEncoder
+from fedplan.models.folder import image_mean_std
 from fedplan.models.params import Params
 from fedplan.privacy.statement import SPENT, Statement
 from fedplan.studies.schema import Study
+from fedplan.tensors.devices import model_device, to_device
+from fedplan.tensors.named import Tensors
 
 CARD_FILE = "README.md"
 """Name of the model card in an exported folder."""
@@ -45,15 +58,9 @@ REDACTED = '"..."'
 class ModelCard:
     """Facts about one exported model; `text` returns the model card, which reveals no client names.
 
-    `study`: the study of the run. `agreement`: the run's plan, params and initial-model digest.
-    `round`: number of completed rounds; 0 if unknown, as at a client's site.
-    `clients`: number of clients of the federation.
-    `personal`: whether this is one client's personal model.
-    `adapter`: whether only a peft adapter was exported.
-    `statement`: the differential-privacy statement (guarantee and spent budget), or None without
-    DP.
-    `scores`: metrics of the global model on the common test set, by name.
-    `private_names`: client names and traits, which are redacted in the plan.
+    `round`: number of completed rounds; 0 if unknown, as at a client's site. `clients`: their
+    number. `adapter`: whether only a peft adapter was exported. `scores`: metrics of the global
+    model on the common test set. `private_names`: client names and traits, redacted in the plan.
     """
 
     study: Study
@@ -67,11 +74,7 @@ class ModelCard:
     private_names: frozenset[str] = frozenset()
 
     def text(self, loading_code: str, *, has_golden_example: bool) -> str:
-        """Return the card as Markdown with YAML metadata.
-
-        `loading_code`: Python code that loads the model. `has_golden_example`: whether the folder
-        has a golden example; the card then explains how to check the model with it.
-        """
+        """Return the card as Markdown with YAML metadata; `loading_code` is Python."""
         check_note = (
             "\n`test_vector.safetensors` has a synthetic input and this model's output for it; "
             "`test_vector.json` shows some of that. To check that you load the model and prepare "
@@ -84,18 +87,10 @@ class ModelCard:
             "unknown.\n- The model was tested only as listed above.\n- Inputs must be prepared as "
             "the files beside the model define.\n"
         )
-        parts = (
-            self._head(),
-            self._about(),
-            self._plan(),
-            loading,
-            self._scores(),
-            self._privacy(),
-        )
-        return "\n".join((*parts, limits))
+        about = (self._head(), self._about(), self._plan())
+        return "\n".join((*about, loading, self._scores(), self._privacy(), limits))
 
     def _head(self) -> str:
-        """Return the YAML metadata: library, pipeline tag, base model and tags."""
         model, pipeline = self.study.model.path, PIPELINE_TAGS.get(self.study.task.kind)
         lines = ["---", f"library_name: {'peft' if self.adapter else 'transformers'}"]
         lines += [f"pipeline_tag: {pipeline}"] if pipeline else []
@@ -104,7 +99,6 @@ class ModelCard:
         return "\n".join([*lines, "tags:", "- fedplan", "- federated-learning", "---", ""])
 
     def _about(self) -> str:
-        """Return the title and a paragraph on the model's origin."""
         owner = "One client's personal model" if self.personal else "The global model"
         after_rounds = f", after {self.round} rounds" if self.round else ""
         return (
@@ -116,7 +110,6 @@ class ModelCard:
         )
 
     def _plan(self) -> str:
-        """Return the section on trained, personal and frozen parts, with the redacted plan."""
         plan, params = self.agreement.method.plan, self.agreement.params
         lines = [
             f"- {_list_kinds(params, params_of_role)}: {phrase}."
@@ -133,7 +126,6 @@ class ModelCard:
         return "\n".join(("## Which part was trained", "", *lines, "", f"`{text}`", ""))
 
     def _scores(self) -> str:
-        """Return the section with a table of metrics, or a note that there are none."""
         if not self.scores:
             return "## Scores\n\nNone measured, or none may leave: test the model before use.\n"
         rows = [f"| {name} | {value:.4f} |" for name, value in sorted(self.scores.items())]
@@ -141,7 +133,6 @@ class ModelCard:
         return "\n".join((head, *rows, ""))
 
     def _privacy(self) -> str:
-        """Return the section on differential privacy."""
         text = "Differential privacy: off. The model may reveal its training data."
         if statement := self.statement:
             lines = statement.text().splitlines()
@@ -153,16 +144,127 @@ class ModelCard:
 
 
 def private_names(study: Study, clients: Iterable[str]) -> frozenset[str]:
-    """Return the names of clients and the trait values in a study, which a card must not show.
-
-    `clients`: further client names, as of a partition by column.
-    """
+    """Return the names of clients, and the trait values in a study: a card must not show them."""
     traits = study.clients.traits.values()
     values = (value for client_traits in traits for value in client_traits.values())
     return frozenset((*clients, *study.clients.names, *values))
 
 
 def _list_kinds(params: Params, some: Iterable[object]) -> str:
-    """Return the kinds of some of the params, in model order, separated by commas."""
     chosen = set(some)
     return ", ".join(dict.fromkeys(str(p.kind.value) for p in params if p in chosen))
+
+
+TENSORS_FILE, JSON_FILE = "test_vector.safetensors", "test_vector.json"
+"""Files in an exported folder: tensors of input and output; a readable summary."""
+SENTENCE = "A federation is a promise that several keep, each in its own house: 1, 2, 3."
+"""Input of text models."""
+SHOWN_LOGITS = 16
+"""Number of logits in the readable summary."""
+TOLERANCE = 1e-5
+"""Largest accepted deviation of logits, relative to the largest one if that is above 1."""
+
+
+@dataclass(frozen=True)
+class GoldenExample:
+    """A synthetic input and the logits that an exported model gives, to check the model elsewhere.
+
+    `loader`: name of the transformers class that loads the model: "AutoModelForCausalLM".
+    `inputs`: a batch of one. `logits`: float32. `text`, `image`: the raw input, the image as uint8
+    tensor (height, width, RGB). `labels`: the label names of a classifier.
+    """
+
+    loader: str
+    inputs: Tensors
+    logits: Tensor
+    text: str = ""
+    image: Tensor | None = None
+    labels: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write TENSORS_FILE and JSON_FILE into an existing folder; overwrites both."""
+        tensors = {**self.inputs, "logits": self.logits}
+        tensors |= {"image": self.image} if self.image is not None else {}
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()}, folder / TENSORS_FILE
+        )
+        first_logits = cast("list[float]", self.logits.flatten()[:SHOWN_LOGITS].tolist())
+        summary = {
+            "loader": self.loader,
+            "inputs": sorted(self.inputs),
+            "text": self.text,
+            "labels": list(self.labels),
+            "logits_shape": list(self.logits.shape),
+            "logits": [round(value, 6) for value in first_logits],
+            "tolerance": TOLERANCE,
+        }
+        (folder / JSON_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def read_golden_example(folder: Path) -> GoldenExample:
+    """Read the golden example of a folder; raise ValueError if a file is missing or damaged."""
+    try:
+        summary = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / TENSORS_FILE)
+        inputs = {str(name): tensors[name] for name in summary["inputs"]}
+        example = GoldenExample(
+            str(summary["loader"]),
+            inputs,
+            tensors["logits"],
+            str(summary["text"]),
+            tensors.get("image"),
+            tuple(map(str, summary["labels"])),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{folder} has no readable golden example: {error!r}") from error
+    if list(example.logits.shape) != summary["logits_shape"]:
+        raise ValueError(f"{folder}: {JSON_FILE} does not belong to {TENSORS_FILE}")
+    return example
+
+
+def make_golden_example(model: nn.Module, task: Task) -> GoldenExample | None:
+    """Run a model on a fixed synthetic image or sentence, and return the golden example.
+
+    Puts the model into eval mode. None for a model that takes neither images nor tokens.
+    """
+    input_name = (
+        "pixel_values" if isinstance(model, DualEncoder) else cast("Any", model).main_input_name
+    )
+    text, image, size = "", None, task.image_size
+    if input_name == "pixel_values":
+        index = torch.arange(size * size * 3, dtype=torch.int64)
+        image = (index * 2654435761 % 2**32 // 2**24).to(torch.uint8).reshape(size, size, 3)
+        mean, std = image_mean_std(task.source)
+        # Channels first, in a batch of one.
+        inputs = {input_name: ((image.permute(2, 0, 1).float() / 255 - mean) / std)[None]}
+    elif input_name == "input_ids" and task.source:
+        text = SENTENCE
+        inputs = tokenize_text(task.tokenizer, text, task.max_length, task.model_class)
+    else:
+        return None
+    return GoldenExample(
+        task.model_class, inputs, compute_logits(model, inputs), text, image, tuple(task.labels)
+    )
+
+
+@torch.no_grad()
+def compute_logits(model: nn.Module, inputs: Tensors) -> Tensor:
+    """Return the logits as float32 on the CPU; leaves the model in eval mode."""
+    model.eval()
+    moved = to_device(inputs, model_device(model))
+    output: Any = model(moved["pixel_values"]) if isinstance(model, DualEncoder) else model(**moved)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return logits.detach().float().cpu()
+
+
+def tokenize_text(tokenizer: Any, text: str, max_length: int, loader: str) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` of a text, truncated to `max_length` tokens.
+
+    For a sequence-to-sequence `loader`, the first four tokens are also the `decoder_input_ids`.
+    """
+    max_length = min(max_length, int(tokenizer.model_max_length))
+    encoding = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
+    inputs = {name: encoding[name] for name in ("input_ids", "attention_mask")}
+    if loader == "AutoModelForSeq2SeqLM":
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :4].clone()
+    return inputs

@@ -17,8 +17,7 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import privacy_guarantee
-from fedplan.studies.run import read_run
-from fedplan.studies.run_folder import MANIFEST, TASK, read_run_study
+from fedplan.studies.run import MANIFEST, TASK, read_run, read_run_study
 from fedplan.studies.schema import (
     ConfigError,
     Study,
@@ -67,9 +66,7 @@ def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
     """Check that a study may run in a folder, and delete a run there that has made no progress.
 
     A folder with progress (see `has_progress`) needs `resume` and the same study; else raises
-    ConfigError. A run without progress is deleted, except with `resume` and the same study. A
-    missing or empty folder is accepted. Raises StoreError if the folder cannot be read or is
-    locked.
+    ConfigError. A run without progress stays only with `resume` and the same study.
     """
     busy = f"{folder} holds a run: continue it with --resume, or name another folder"
     if has_progress(folder):
@@ -97,10 +94,9 @@ def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
 
 
 def continue_study(study: Study, earlier: Path | str) -> Study:
-    """Return a copy of the study with `continue_from` set to the id of an earlier run.
+    """Return a copy of the study that continues an earlier run, given by its folder or id.
 
-    `earlier`: the folder or the id of that run. Raises ConfigError if the study already continues
-    another run, or if the folder has no run.
+    Raises ConfigError if the study already continues another run, or if the folder has no run.
     """
     is_id = is_run_id(earlier) and not Path(earlier).is_dir()
     run_id = str(earlier) if is_id else read_identity(Path(earlier)).id
@@ -115,7 +111,6 @@ def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
     """Write each client's personal params of an earlier run as the client's state in a new folder.
 
     `earlier`: folder of the run that the study continues; raises ConfigError for any other.
-    `folder`: the new run's folder. Clients without personal params get no state.
     """
     if not earlier or not Path(earlier).is_dir():
         raise ConfigError(
@@ -179,6 +174,6 @@ def require_same_study(folder: Path, study: Study) -> None:
 def _closed_rounds(folder: Path) -> int:
     """Return the number of the last round with a checkpoint of the global model; 0 if none."""
     checkpoints = folder / GLOBAL_FOLDER
-    return (
-        max(Store(checkpoints, read_only=True).numbers(), default=0) if checkpoints.is_dir() else 0
-    )
+    if not checkpoints.is_dir():
+        return 0
+    return max(Store(checkpoints, read_only=True).numbers(), default=0)

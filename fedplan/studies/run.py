@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a run's folder: its study, ledger, metrics, global model and clients' states."""
+"""A run's folder: the files that describe it, and all that can be read from it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,16 +19,20 @@ from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
 from fedplan.federation.ledger.history import Metrics, join_scores, ledger_rows
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
-from fedplan.federation.server import STUDY
-from fedplan.models.catalog import read_manifest
+from fedplan.federation.server import STUDY, Server
+from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
 from fedplan.privacy.guard import CHARGES_FILE
+from fedplan.storage.files import wrap_disk_errors, write_if_changed
 from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.storage.store import Store, TensorsAndMeta
 from fedplan.studies.experiment import make_agreement
-from fedplan.studies.run_folder import MANIFEST, read_run_study, read_task_file
-from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.federated_data import FederatedData
+from fedplan.studies.schema import ConfigError, Study, resolve_paths, study_from_dict
 
+MANIFEST, TASK = "manifest.json", "task.json"
+"""Files in the folder of a run, here or at a site: model parameters; labels and clients."""
 READ_ATTEMPTS = 5
 """Attempts to read a run that commits rounds meanwhile."""
 
@@ -43,12 +48,9 @@ class RunReader:
     """A read-only view of a run's folder, as of the last round committed when it was opened.
 
     Get one by `read_run`. Takes no lock and writes nothing, so a run can be read while it
-    continues. Parts are read from disk on first use and cached, always as of `round`: the study,
-    the agreement, metrics, ledger records, the global model (`global_state`) and clients' states
-    (`client_state`). Raises RunAdvanced if the state of that round was overwritten meanwhile (see
-    `read_consistently`).
-    `folder`: the run's folder. `round`: the last committed round; 0 before the first.
-    `meta`: metadata of that round's checkpoint: the run's id, and length and digest of each file.
+    continues. Parts are read from disk on first use and cached, always as of `round`, the last
+    committed one (0 before the first). Raises RunAdvanced if the state of that round was
+    overwritten meanwhile (see `read_consistently`). `meta`: metadata of that round's checkpoint.
     """
 
     folder: Path
@@ -76,19 +78,15 @@ class RunReader:
         agreement = make_agreement(self.study, self.params)
         return replace(agreement, start=self.identity.start, run=self.identity.id)
 
-    @property
+    @cached_property
     def labels(self) -> list[str]:
         """The labels of the task; empty for tasks without labels."""
-        return self._task[0]
-
-    @property
-    def clients(self) -> list[str]:
-        """The names of the clients, if the run had their data; else empty."""
-        return self._task[1]
+        return read_task_file(self.folder)[0]
 
     @cached_property
-    def _task(self) -> tuple[list[str], list[str]]:
-        return read_task_file(self.folder)
+    def clients(self) -> list[str]:
+        """The names of the clients, if the run had their data; else empty."""
+        return read_task_file(self.folder)[1]
 
     @cached_property
     def global_state(self) -> GlobalState:
@@ -97,7 +95,7 @@ class RunReader:
         Raises ConfigError before the first round, or if the checkpoint is damaged.
         """
         self._require_round()
-        store = self._store
+        store = Store(self.folder / GLOBAL_FOLDER, read_only=True)
         checkpoint = store.find(lambda meta: meta == self.meta)
         if checkpoint is None:
             self.require_current()
@@ -168,10 +166,8 @@ class RunReader:
         if client not in self.clients:
             names = ", ".join(self.clients)
             raise ConfigError(f"there is no client {client!r}; there are {names}")
-        journal, next_request = (
-            self.journal(client),
-            self.agreement.request_name(self.round + 1, client),
-        )
+        journal = self.journal(client)
+        next_request = self.agreement.request_name(self.round + 1, client)
         state = journal.client_state(next_request)
         last_request = journal.last_request(next_request)
         if not last_request and self.round and self.global_state.last_round_of(client):
@@ -201,13 +197,13 @@ class RunReader:
 
     def global_state_faults(self) -> list[str]:
         """Return a description of each damaged checkpoint of the global model."""
-        return self._store.find_damage()
+        return Store(self.folder / GLOBAL_FOLDER, read_only=True).find_damage()
 
     def file_faults(self) -> dict[str, str]:
         """Return faults by file name: files lost, changed or longer than when last committed.
 
-        The file of charges to the privacy budget may be longer, since it grows during a round.
-        Raises ConfigError before the first round.
+        The file of charges may be longer, since it grows during a round. Raises ConfigError before
+        the first round.
         """
         self._require_round()
         faults = closed_segment_faults(self.folder, self.meta["files"])
@@ -239,17 +235,12 @@ class RunReader:
             )
         return faults
 
-    @property
-    def _store(self) -> Store:
-        return Store(self.folder / GLOBAL_FOLDER, read_only=True)
-
     def _require_round(self) -> None:
         if not self.round:
             raise ConfigError(f"{self.folder / GLOBAL_FOLDER} holds no committed round")
 
     @contextmanager
     def _explain_missing_files(self) -> Generator[None]:
-        """Re-raise OSError of the body as ConfigError."""
         try:
             yield
         except OSError as error:
@@ -276,14 +267,71 @@ def read_run(folder: Path | str) -> RunReader:
 
 
 def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
-    """Open the run in a folder, and return `read(run)`.
-
-    If the run commits a round meanwhile (RunAdvanced), opens it again, READ_ATTEMPTS times in all;
-    the last attempt's RunAdvanced is raised.
-    """
+    """Return `read(run)` of the run in a folder; tries again if the run advances meanwhile."""
     for _ in range(READ_ATTEMPTS - 1):
         try:
             return read(read_run(folder))
         except RunAdvanced:
             continue
     return read(read_run(folder))
+
+
+def claim_run_folder(folder: Path, study: Study, params: Params, data: FederatedData) -> FolderLock:
+    """Create and lock a run's folder, and return the lock; write the first files of a new run.
+
+    The files of a started run are left for `update_run_files`. Raises ConfigError if the folder has
+    a run of another study, StoreError if another process has the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with wrap_disk_errors(f"{folder} cannot be locked", "name a folder that you may write to"):
+        claim = acquire_folder_lock(folder)
+    if (folder / STUDY).exists() and read_run_study(folder).digest != study.digest:
+        raise ConfigError(f"{folder} holds a run of another study: name another folder")
+    if not (folder / RUN_FILE).exists():
+        write_run_files(folder, study, params)
+        write_task_file(folder, data)
+    return claim
+
+
+def update_run_files(server: Server, study: Study, data: FederatedData) -> None:
+    """Rewrite the files of a resumed run, and note the study's digest in the newest checkpoint."""
+    write_run_files(server.folder, study, server.agreement.params)
+    write_task_file(server.folder, data)
+    server.record_study()
+
+
+def write_run_files(folder: Path, study: Study, params: Params) -> None:
+    """Write the study, with absolute paths, and the model's manifest; creates the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_if_changed(folder / STUDY, resolve_paths(study, Path.cwd()).model_dump_json(indent=1))
+    write_if_changed(folder / MANIFEST, manifest_json(params))
+
+
+def write_task_file(folder: Path, data: FederatedData) -> None:
+    """Write the labels and the client names of a run, for exports when the data is gone."""
+    content = {"labels": data.task.labels, "clients": list(data.train)}
+    write_if_changed(folder / TASK, json.dumps(content, indent=1) + "\n")
+
+
+def read_task_file(folder: Path) -> tuple[list[str], list[str]]:
+    """Return (labels, client names) of the run in a folder; ConfigError if unreadable."""
+    try:
+        content = json.loads((folder / TASK).read_text(encoding="utf-8"))
+        lists = tuple([str(item) for item in content[name]] for name in ("labels", "clients"))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{folder} has no readable {TASK}: {error!r}") from error
+    return lists[0], lists[1]
+
+
+def read_run_study(folder: Path) -> Study:
+    """Return the study of a run's folder; raise ConfigError if it cannot be read."""
+    try:
+        content = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        return study_from_dict(content if isinstance(content, dict) else {STUDY: content})
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
+
+
+def read_run_agreement(folder: Path, study: Study | None = None) -> Agreement:
+    """Return the agreement of the run in a folder; `study` replaces the study there."""
+    return make_agreement(study or read_run_study(folder), read_manifest(folder / MANIFEST))

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import tomllib
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from fedplan.data.custom_task import CUSTOM_KIND
+from fedplan.data.metrics import METRIC_NAMES
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import Client
@@ -19,30 +23,31 @@ from fedplan.models.catalog import is_hub_id
 from fedplan.naming import UnknownName, unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_arguments
 from fedplan.storage.files import validate_study_name
-from fedplan.studies.field_types import DeviceName, Positive, as_value_error
-from fedplan.studies.model_section import ModelSection
-from fedplan.studies.referenced_code import metric_code_fingerprints, turn_code_fingerprints
-from fedplan.studies.sections import (
+from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
-    DataSection,
     DefenceConfig,
     EarlyStoppingSection,
     EvaluateConfig,
-    MethodSection,
     PrivacyConfig,
-    Section,
-    TaskSection,
     TimeoutsSection,
 )
-from fedplan.studies.synonyms import unknown_field_message
-from fedplan.studies.toml_values import (
-    flatten_fields,
-    parse_toml,
-    parse_toml_value,
-    unserializable_reason,
+from fedplan.studies.field_types import (
+    DeviceName,
+    Positive,
+    as_value_error,
+    code_fingerprints,
+    named_objects,
+    unknown_field_message,
 )
-from fedplan.studies.train_section import TrainConfig
+from fedplan.studies.sections import (
+    DataSection,
+    MethodSection,
+    ModelSection,
+    Section,
+    TaskSection,
+    TrainConfig,
+)
 from fedplan.tensors.devices import AUTO
 
 PATH_FIELDS: dict[str, dict[str, Any]] = {
@@ -57,6 +62,11 @@ NON_BINDING_FIELDS: dict[str, Any] = {
     "train": {"rounds", "activation_cache_mb"},
 }
 """Fields that do not affect training: evaluation, timeouts, early stopping and hardware."""
+MAX_DEPTH = 32
+"""Maximum nesting depth of values."""
+
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'")
+_KEY_SEPARATOR = re.compile(r"[,=\[\]{}\n]")
 
 
 class ConfigError(FedplanError):
@@ -68,12 +78,7 @@ class ConfigError(FedplanError):
 class Study(Section):
     """The settings of one study, as in a study file; frozen, and validated when it is created.
 
-    Sections: `model`, `task`, `data` (dataset and partition), `method` (which part is trained and
-    shared), `train` (training arguments), `clients` (participation), `evaluate`, `timeouts`,
-    `early_stopping`, `privacy` (differential privacy), `defence` (robust aggregation) and
-    `aggregation` (plain or secure). Fields: `name`, `seed`, `continue_from` (id of an earlier run),
-    and for the machine `threads`, `device` and `deterministic`. Get one by `read_study` or
-    `study_from_dict`; the constructor raises ConfigError.
+    Get one by `read_study` or `study_from_dict`; the constructor raises ConfigError.
     """
 
     name: Annotated[str, AfterValidator(validate_study_name)] = "study"
@@ -120,7 +125,7 @@ class Study(Section):
         Includes the code of plug-ins, and excludes paths and NON_BINDING_FIELDS.
         """
         fields = self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
-        text = json.dumps(fields, sort_keys=True) + "".join(turn_code_fingerprints(self))
+        text = json.dumps(fields, sort_keys=True) + code_fingerprints(named_objects(self))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
@@ -132,12 +137,12 @@ class Study(Section):
     def full_digest(self) -> str:
         """SHA-256 over every field and the code of all plug-ins; a site approves this digest."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        text += "".join([*turn_code_fingerprints(self), *metric_code_fingerprints(self)])
+        metrics = map(METRIC_NAMES.find, self.evaluate.metrics)
+        text += code_fingerprints([*named_objects(self), *metrics])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @model_validator(mode="after")
     def _validate_privacy(self) -> Study:
-        """Raise ValueError if [privacy] conflicts with clients, data, train or continue_from."""
         privacy, clients = self.privacy, self.clients
         if privacy and privacy.unit == "client":
             if clients.dropout_fraction or clients.late_fraction:
@@ -182,7 +187,6 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _validate_in_memory(self) -> Study:
-        """Raise ValueError if only some of model, task, method and data came from Python."""
         for name in ("model", "task", "method"):
             if bool(getattr(self, name).from_python) != self.data.from_python:
                 raise ValueError(
@@ -192,11 +196,6 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _validate_evaluation(self) -> Study:
-        """Raise ValueError if [evaluate] or [early_stopping] uses metrics that are not available.
-
-        Differential privacy and secure aggregation exclude metrics of clients; `on_clients` needs
-        held-out examples.
-        """
         section = self.evaluate
         if self.privacy and (section.on_clients or section.keep_best == "personal"):
             raise ValueError(
@@ -221,7 +220,6 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _validate_sites(self) -> Study:
-        """Raise ValueError if clients lack data or labels, or a dual encoder is misused."""
         if not self.data.path and not self.clients.names:
             raise ValueError("set data.path, or clients.names of sites with their own data")
         if self.data.path and self.clients.names and self.data.partition != "column":
@@ -249,9 +247,8 @@ def read_study(file: Path, overrides: list[str] | None = None) -> Study:
     `overrides`: texts such as "train.rounds=5", applied before validation. Relative paths become
     absolute, from the file's folder. Raises ConfigError for an unreadable or invalid study.
     """
-    return resolve_paths(
-        study_from_dict(apply_overrides(read_study_values(file), overrides)), file.parent
-    )
+    values = apply_overrides(read_study_values(file), overrides)
+    return resolve_paths(study_from_dict(values), file.parent)
 
 
 def read_study_values(file: Path) -> dict[str, Any]:
@@ -271,31 +268,17 @@ def read_study_values(file: Path) -> dict[str, Any]:
 
 def resolve_paths(study: Study, base: Path) -> Study:
     """Return the study with relative paths made absolute, from folder `base`; Hub ids are kept."""
-    return study.model_copy(
-        update={
-            name: _resolve_path(getattr(study, name), base, fields)
-            for name, fields in PATH_FIELDS.items()
-        }
-    )
 
+    def resolve(value: Any, path_fields: Mapping[str, Any]) -> Any:
+        if isinstance(value, BaseModel):
+            changes = {
+                name: resolve(getattr(value, name), path_fields[name]) for name in path_fields
+            }
+            return value.model_copy(update=changes)
+        path = base.resolve() / (value or "")
+        return value if not value or (is_hub_id(value) and not path.exists()) else str(path)
 
-def _resolve_path(value: Any, base: Path, path_fields: Mapping[str, Any]) -> Any:
-    """Return a path as absolute text, or a section with absolute paths.
-
-    `value`: a path or a section; an empty value and an id on the Hub are returned unchanged.
-    `base`: the folder that relative paths start from. `path_fields`: names of the section's path
-    fields, as in PATH_FIELDS.
-    """
-    if isinstance(value, BaseModel):
-        changes = {
-            name: _resolve_path(getattr(value, name), base, path_fields[name])
-            for name in path_fields
-        }
-        return value.model_copy(update=changes)
-    if not value:
-        return value
-    path = base.resolve() / value
-    return value if is_hub_id(value) and not path.exists() else str(path)
+    return resolve(study, PATH_FIELDS)
 
 
 def changed_fields(first: Study, second: Study) -> list[str]:
@@ -336,11 +319,7 @@ def config_error(schema: type[BaseModel], error: ValidationError) -> ConfigError
 
 
 def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:
-    """Return the dotted field and the message of one fault.
-
-    `schema`: the class of the study or section. `details`: an entry of pydantic's
-    `ValidationError.errors()`. The invalid value is added if pydantic's message lacks the value.
-    """
+    """Return the dotted field and the message of an entry of `ValidationError.errors()`."""
     names = map(str, details["loc"])
     field = ".".join(n if n.isprintable() else repr(n) for n in names) or schema.__name__.lower()
     if details["type"] == "extra_forbidden":
@@ -351,11 +330,10 @@ def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
-    """Set fields of nested dicts in place, and return the dicts.
+    """Set fields of nested dicts in place, by texts such as "train.rounds=5"; return the dicts.
 
-    `values`: fields by section. `overrides`: texts such as "train.rounds=5"; a value is parsed as
-    TOML, or taken as string. Raises ConfigError for a text without "=" or a section that is no
-    dict.
+    A value is parsed as TOML, or taken as string. Raises ConfigError for a text without "=" or a
+    section that is no dict.
     """
     for override in overrides or ():
         field, separator, text = override.partition("=")
@@ -366,13 +344,63 @@ def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict
 
 
 def set_field(values: dict[str, Any], field: str, value: Any) -> None:
-    """Set a field of nested dicts in place, by dotted name as "train.rounds".
-
-    Creates missing sections in `values`. Raises ConfigError if a section on the way is no dict.
-    """
+    """Set a field of nested dicts in place, by dotted name; ConfigError if a section is a value."""
     *sections, name = field.split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if type(values) is not dict:
             raise ConfigError(f"{field}: {section} is a value, not a section")
     values[name] = value
+
+
+def unserializable_reason(value: Any, depth: int = 0) -> str:
+    """Return why a value cannot be written to TOML or JSON and read unchanged; "" if it can."""
+    if depth > MAX_DEPTH:
+        return f"nested more than {MAX_DEPTH} deep"
+    if isinstance(value, dict | list):
+        children = cast("Any", value.values() if isinstance(value, dict) else value)
+        reasons = (unserializable_reason(child, depth + 1) for child in children)
+        return next(filter(None, reasons), "")
+    if value is not None and type(value) not in (str, int, float, bool):
+        return f"{str(value)[:60]} is a {type(value).__name__}: write it as a string or a number"
+    if type(value) is float and not isfinite(value):
+        return f"{value} is not a finite number"
+    if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
+        return f"{value[:60]!r} cannot be written as UTF-8"
+    return ""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse a TOML text to nested dicts.
+
+    Raises ValueError for invalid TOML, for values nested too deep, or a key with too many dots.
+    """
+    # tomllib needs quadratic time for a long dotted key, so these are rejected first.
+    without_strings = _STRING.sub("", text)
+    if any(piece.count(".") > 2 * MAX_DEPTH for piece in _KEY_SEPARATOR.split(without_strings)):
+        raise ValueError(f"a key has more than {2 * MAX_DEPTH} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_toml_value(text: str) -> Any:
+    """Parse one TOML value; a text that is not valid TOML is returned as a string."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError):
+        return text
+
+
+def flatten_fields(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted names.
+
+    >>> flatten_fields({"train": {"lr": 0.1}, "seed": 1})
+    {'train.lr': 0.1, 'seed': 1}
+    """
+    fields = dict[str, Any]()
+    for name, value in values.items():
+        nested = type(value) is dict
+        fields |= flatten_fields(value, f"{prefix}{name}.") if nested else {prefix + name: value}
+    return fields

@@ -1,35 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of a study file with their fields and defaults; [model] and [train] have own modules."""
+"""Sections of a study file on model, task, data, method and local training."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import re
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic._internal._model_construction import ModelMetaclass
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks import Task
-from fedplan.federation.aggregation.defence import RULES, Defence
-from fedplan.federation.client import EvalSet
-from fedplan.federation.evaluation import BestBy, EvalConfig
-from fedplan.federation.ledger.callbacks import EarlyStopping, make_tracker
-from fedplan.federation.ledger.events import Callback
-from fedplan.federation.participation import Participation, Timeouts
-from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
 from fedplan.methods.method import Method
-from fedplan.privacy.accounting.budget import Unit
-from fedplan.privacy.guarantee import Guarantee
-from fedplan.storage.files import validate_client_names
+from fedplan.models.values import QUANTIZATIONS
 from fedplan.studies.field_types import (
     STRICT,
+    AdapterName,
     ClientHookName,
-    ClippingNorm,
     Count,
-    Fraction,
     LoopName,
-    MetricName,
-    NoiseMultiplier,
+    OptimizerName,
     PartitionKind,
     Positive,
     ProbeName,
@@ -39,6 +30,15 @@ from fedplan.studies.field_types import (
     TaskKind,
     as_value_error,
     one_of_validator,
+)
+from fedplan.training.activation_cache import DEFAULT_MEGABYTES, ActivationCache
+from fedplan.training.fit import TrainArguments
+from fedplan.training.optimizers import (
+    DECAY,
+    MOMENTUM,
+    LRSchedule,
+    make_client_optimizer,
+    make_lr_schedule,
 )
 
 
@@ -59,20 +59,139 @@ class _SectionType(ModelMetaclass):
 class Section(BaseModel, metaclass=_SectionType):
     """Base class of all sections of a study; rejects unknown fields and values of another type.
 
-    Sections are frozen pydantic models. The constructor raises ConfigError, with the field that an
-    unknown word may mean; `model_validate` raises pydantic's ValidationError.
+    The constructor raises ConfigError, with the field that an unknown word may mean;
+    `model_validate` raises pydantic's ValidationError.
     """
 
     model_config = STRICT
 
 
-class TaskSection(Section):
-    """The task of the model (`kind`), and the dataset's columns of inputs and labels.
+FORBIDDEN_SETTINGS = frozenset(
+    (
+        *("auto_map", "trust_remote_code", "code_revision", "use_kernels", "kernel_config"),
+        *("use_safetensors", "gguf_file", "cache_dir", "offload_folder"),
+        *("force_download", "token", "proxies"),
+    )
+)
+"""Settings that make transformers run code, or read, write or download other files."""
+MAX_LAYERS, MAX_SETTING = 1000, 2**31
+"""Limits of layer counts and of other integers: a site builds an outline of unapproved models."""
+LAYER_COUNT_NAME = re.compile("layer|depth|block|group|stage|expert")
+"""Names of settings that count layers."""
+IMPLEMENTATION_NAME = re.compile("_?(attn|experts)_implementation.*")
+"""Settings that choose an implementation by name."""
 
-    `input`, `label`: column names. `labels`: all labels. `tokenizer`, `max_length`, `packing`: of
-    texts. `image_size`: of images. `prompt_template`: of image-text models. `class_weights`: of the
-    loss. `from_python` is set by fedplan.simulate.
-    """
+
+def _validate_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings; raise ValueError for one, also nested, that is unsafe or too large."""
+    for name, value in settings.items():
+        if name in FORBIDDEN_SETTINGS:
+            raise ValueError(f"{name} is not a setting of the model: leave it out")
+        if IMPLEMENTATION_NAME.fullmatch(name) and any(sign in str(value) for sign in "/|@"):
+            raise ValueError(
+                f"{name} = {str(value)[:60]!r} would download code: use one of transformers' own, "
+                "such as 'eager' or 'sdpa'"
+            )
+        limit = MAX_LAYERS if LAYER_COUNT_NAME.search(name) else MAX_SETTING
+        numbers = cast("list[Any]", value) if isinstance(value, list) else [value]
+        if any(isinstance(number, int) and number > limit for number in numbers):
+            raise ValueError(f"{name} = {str(value)[:60]} is above the limit of {limit}")
+        if isinstance(value, dict):
+            _validate_settings(cast("dict[str, Any]", value))
+    return settings
+
+
+class AdapterSection(BaseModel):
+    """A peft adapter to add to the model: a new one by its `type`, or a saved one by its `path`."""
+
+    model_config = STRICT | ConfigDict(extra="allow")
+
+    type: AdapterName = ""
+    """Adapter type of peft, such as "lora"; other fields of this section are its peft settings."""
+    path: str = ""
+    """Saved adapter to start from, instead of a type: a folder or hub:org/name."""
+    target: str = ""
+    """Part whose layers get the adapter, such as "query | value"; default: peft's own choice."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields that are passed to peft's configuration."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _validate_choice(self) -> AdapterSection:
+        if bool(self.type) == bool(self.path):
+            raise ValueError("set either type (a new adapter) or path (a saved one)")
+        if self.path and (self.target or self.settings):
+            extra_fields = ", ".join(["target"] * bool(self.target) + sorted(self.settings))
+            raise ValueError(f"a saved adapter has its own settings: leave out {extra_fields}")
+        if self.target and "target_modules" in self.settings:
+            raise ValueError("set either target (a part) or target_modules (names of layers)")
+        return self
+
+
+class ModelSection(Section):
+    """The initial model: pretrained weights, a type with new weights, or two encoders joined."""
+
+    path: str = ""
+    """Pretrained model: a folder or hub:org/name."""
+    type: str = ""
+    """Model type of transformers, such as "vit", for new weights drawn from the seed; instead of
+    path."""
+    config: Annotated[dict[str, Any], AfterValidator(_validate_settings)] = {}
+    """Changes to the model's transformers configuration, such as { hidden_size = 64 }."""
+    vision: str = ""
+    """Dual encoder: folder or hub:org/name of the image encoder."""
+    text: str = ""
+    """Dual encoder: folder or hub:org/name of the text encoder."""
+    bridge: str = ""
+    """Dual encoder: safetensors file with the projections that join both encoders."""
+    digest: str = ""
+    """Expected digest of the initial model, from `fedplan digest`; another model is rejected."""
+    freeze_batch_norm: bool = False
+    """Freeze batch-norm statistics, so that training changes nothing but parameters."""
+    layer_map_like: str = ""
+    """For a model type that fedplan does not know: a known type with the same layers."""
+    layer_map: dict[str, Any] = {}
+    """For a model type that fedplan does not know: its layer map, as `fedplan propose` prints
+    it."""
+    from_python: str = ""
+    """Set by fedplan.simulate: class of an in-memory model. Leave empty in files."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the loaded weights."""
+    quantization: Annotated[
+        str, AfterValidator(one_of_validator("quantization", ("", *QUANTIZATIONS)))
+    ] = ""
+    """Quantize linear layers, which are then frozen: "nf4", "fp4" or "int8"; default: no."""
+    adapter: AdapterSection | None = None
+    """Adapter of peft to add to the model."""
+
+    @model_validator(mode="after")
+    def _validate_choice(self) -> ModelSection:
+        if bool(self.vision) != bool(self.text) or (self.bridge and not self.vision):
+            raise ValueError("a dual encoder needs both vision and text; bridge joins them")
+        if sum(map(bool, (self.path, self.type, self.vision, self.from_python))) != 1:
+            raise ValueError(
+                "set exactly one of: path (pretrained), type (new weights), vision and text"
+            )
+        if (self.layer_map_like or self.layer_map) and (
+            self.vision or (self.layer_map_like and self.layer_map)
+        ):
+            raise ValueError(
+                "set layer_map_like or layer_map, not both, and not for a dual encoder"
+            )
+        if self.quantization and not self.path:
+            raise ValueError("quantization needs pretrained weights: set path")
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are float32, not quantized, and without an adapter."""
+        return self.dtype == "float32" and not self.quantization and self.adapter is None
+
+
+class TaskSection(Section):
+    """The task of the model, and the dataset's columns of inputs and labels."""
 
     kind: TaskKind
     """Task, such as "text-classification" or "causal-lm", or the name of your own."""
@@ -99,12 +218,10 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """The dataset (`path`), its training and test rows, and how rows are divided among clients.
+    """The dataset, its training and test rows, and how rows are divided among clients.
 
     Set `test_path`, `test_split` or `test_filter` to have a common test set, which is never trained
-    on. `split`, the filters and `max_examples` select rows. `partition` with `num_clients`,
-    `partition_column`, `alpha`, `classes_per_client`, `clients_per_value` and `min_examples`
-    divides the rows among clients; each client holds out `holdout_fraction`.
+    on.
     """
 
     path: str = ""
@@ -150,11 +267,8 @@ class DataSection(Section):
 class MethodSection(Section):
     """A published method by `name` with its `settings`, your own `plan`, or both.
 
-    A plan beside a name is applied after the method's plan. `phases`, `probe` and `joint_choice`
-    configure a plan; `base_method`, `loop`, `client_hooks`, `server_optimizer`, `lora_aggregation`
-    and `compression` replace parts of the method. Your own code is named as
-    `package.module:attribute`, or by an entry point of an installed package. `from_python` is set
-    by fedplan.simulate.
+    Your own code is named as `package.module:attribute`, or by an entry point of an installed
+    package.
     """
 
     name: str = ""
@@ -188,7 +302,6 @@ class MethodSection(Section):
 
     @model_validator(mode="after")
     def _validate_choice(self) -> MethodSection:
-        """Raise ValueError if name and plan are both missing, or for fields without effect."""
         if self.from_python:
             return self
         if not self.name and not self.plan:
@@ -200,206 +313,89 @@ class MethodSection(Section):
         return self
 
 
-class ClientsConfig(Section):
-    """Participation of clients in each round, and simulated dropouts.
+class TrainConfig(Section):
+    """Training arguments of a client's turn (the local training of one client in one round)."""
 
-    The server asks a `fraction` of all clients. A round of real sites ends when all asked clients
-    have replied, or when there are `min_updates` valid updates and `timeouts.updates` is over or
-    all other sites are away. With fewer valid updates the server waits `timeouts.sites` longer,
-    then the run stops with an error. A simulation by `fedplan run` ignores `min_updates`.
-    `dropout_fraction` and `late_fraction`: simulated probability that an asked client does not
-    reply, or replies too late. `names` lists sites with their own data, or the clients of
-    `data.partition = "column"`, and `traits` properties of clients for the plan.
-    """
-
-    fraction: Annotated[float, Field(gt=0, le=1)] = Participation.fraction
-    """Fraction of all clients that is asked in each round."""
-    dropout_fraction: Fraction = 0.0
-    """Simulation: fraction of the asked clients that do not answer."""
-    late_fraction: Fraction = 0.0
-    """Simulation: fraction of the asked clients that answer too late."""
-    names: Annotated[list[str], AfterValidator(validate_client_names)] = []
-    """Names of the sites with their own data, or of all clients that a column may name."""
-    min_updates: Positive = 1
-    """Minimum number of answers of a round."""
-    traits: dict[str, dict[str, str]] = {}
-    """Traits of single clients, for by(...) and trait(...) in a plan: { a = { size = "big" } }."""
-
-
-class TimeoutsSection(Section):
-    """Timeouts of a server with real sites, in seconds, and the interval between two polls.
-
-    The longest wait for: `sites` to connect, `updates` of a round, a site to `reconnect`, and
-    `evaluations`.
-    """
-
-    sites: Annotated[float, Field(gt=0)] = Timeouts.sites
-    """Seconds to wait until enough sites are connected for a round."""
-    updates: Annotated[float, Field(gt=0)] = Timeouts.updates
-    """Seconds to wait for the updates of a round."""
-    reconnect: Annotated[float, Field(ge=0)] = Timeouts.reconnect
-    """Seconds to wait for a site that disconnected during a round."""
-    poll_interval: Annotated[float, Field(gt=0)] = Timeouts.poll_interval
-    """Seconds between two checks for new messages."""
-    evaluations: Annotated[float, Field(gt=0)] = Timeouts.evaluations
-    """Seconds to wait for the evaluation metrics of a round."""
-
-
-class EvaluateConfig(Section):
-    """Evaluation: how often (`every`), on which data, and with which metrics.
-
-    With `on_clients`, each client evaluates the global model, and with `personal` the personal
-    model, on the client's held-out examples, and sends the metrics that the client allows.
-    `keep_best` stores the global model of the best round. `trackers` names experiment trackers; the
-    property `callbacks` returns new callbacks for these.
-    """
-
-    every: Positive = EvalConfig.every
-    """Evaluate every so many rounds; the last round is always evaluated."""
-    batch_size: Positive = 128
-    """Batch size of the evaluation."""
-    personal: bool = EvalSet.personal
-    """Evaluate personal models, too, not only the global model."""
-    on_clients: bool = EvalConfig.on_clients
-    """Each client evaluates on its own held-out examples."""
-    keep_best: BestBy = EvalConfig.keep_best
-    """Keep the best round's global model, by the metric of the "global" or "personal" models;
-    default: do not."""
-    attention_examples: Count = 0
-    """Number of common test examples on which attention shift is measured; 0: none."""
-    metrics: list[MetricName] = []
-    """Additional metrics besides those of the task."""
-    trackers: list[str] = []
-    """Experiment trackers, such as "wandb"; needed only where the run is started."""
-
-    @property
-    def callbacks(self) -> tuple[Callback, ...]:
-        """New tracker callbacks; imports their modules."""
-        return tuple(map(make_tracker, self.trackers))
-
-
-class EarlyStoppingSection(Section):
-    """Early stopping: end the run after `patience` rounds without improvement of a metric.
-
-    `min_delta`: the least change that counts; `mode`: "max" or "min". Rounds without the metric do
-    not count.
-    """
-
-    metric: str
-    """Metric of a round, such as loss, global.accuracy or personal.accuracy."""
-    patience: Positive = EarlyStopping.patience
-    """Number of rounds without improvement after which the run stops."""
-    min_delta: Annotated[float, Field(ge=0)] = EarlyStopping.min_delta
-    """Minimum change that counts as an improvement."""
-    mode: Literal["", "max", "min"] = ""
-    """Direction of improvement: "max" or "min"; default: by the metric's name."""
-
-    @property
-    def callback(self) -> EarlyStopping:
-        """The section as an EarlyStopping callback."""
-        higher = self.mode == "max" if self.mode else None
-        return EarlyStopping(self.metric, self.patience, self.min_delta, higher)
-
-
-class DefenceConfig(Section):
-    """Robust aggregation: limits the influence of manipulated updates and weights.
-
-    `rule`: the aggregation rule; all rules except "mean" give each client the same weight, and
-    tolerate `malicious_clients`. `max_weight`, `max_weight_fraction` and `max_norm_ratio` limit
-    each client's weight and update norm. `config` returns the section as a Defence.
-    """
-
-    rule: Annotated[str, AfterValidator(one_of_validator("rule", RULES))] = Defence.rule
-    """Aggregation rule: "mean", "median", "trimmed-mean", "krum" or "multi-krum"."""
-    malicious_clients: Positive = Defence.malicious_clients
-    """Number of malicious clients to tolerate, for every rule except "mean"."""
-    max_weight: Count = Defence.max_weight
-    """Maximum number of examples that a client counts for in the mean; 0: no limit."""
-    max_weight_fraction: Annotated[float, Field(ge=0, lt=1)] = Defence.max_weight_fraction
-    """Maximum fraction of the total weight that a client may have; 0: no limit."""
-    max_norm_ratio: Annotated[float, Field(ge=0)] = Defence.max_norm_ratio
-    """Maximum norm of an update, as a multiple of the round's typical norm; 0: no limit."""
-
-    @property
-    def config(self) -> Defence:
-        """The section as a Defence; raises FedplanError for values that exclude each other."""
-        return Defence(**self.model_dump())
-
-    @model_validator(mode="after")
-    def _validate(self) -> DefenceConfig:
-        with as_value_error():
-            _ = self.config
-        return self
-
-
-class AggregationConfig(Section):
-    """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum.
-
-    `kind`: "plain" or "secure". For secure aggregation: `threshold` clients unmask the sum, up to
-    `colluders` may collude, and a param needs `min_contributors`; `equal_weights` and
-    `wide_integers` set the encoding. `config` returns the section as a SecAggConfig.
-    """
-
-    kind: Annotated[str, AfterValidator(one_of_validator("kind", AGGREGATION_KINDS))] = (
-        SecAggConfig.kind
+    rounds: Positive = 10
+    """Number of rounds."""
+    optimizer: OptimizerName = TrainArguments.optimizer.name
+    """Optimizer of the clients: a torch class in lower case, such as "adamw" or "sgd", or your
+    own."""
+    optimizer_settings: dict[str, Scalar | list[Scalar]] = Field(
+        default_factory=dict[str, Scalar | list[Scalar]]
     )
-    """Protocol: "plain" (the server sees each update) or "secure" (secure aggregation)."""
-    threshold: Count = SecAggConfig.threshold
-    """Secure aggregation: clients needed to unmask the sum; 0: two thirds plus one."""
-    min_contributors: Annotated[int, Field(ge=2)] = SecAggConfig.min_contributors
-    """Secure aggregation: minimum number of senders of a parameter for its sum to be revealed."""
-    wide_integers: bool = SecAggConfig.wide_integers
-    """Secure aggregation: use two words per number, for large weighted updates."""
-    colluders: Count = SecAggConfig.colluders
-    """Clients that may collude with the server without breaking masks and noise."""
-    equal_weights: bool = SecAggConfig.equal_weights
-    """Secure aggregation: weigh all clients equally, which hides their numbers of examples."""
+    """Further arguments of the optimizer, by torch's names, such as { eps = 1e-6 }."""
+    lr: Annotated[float, Field(gt=0)] = TrainArguments.lr
+    """Learning rate, before the schedule."""
+    lr_scheduler: str = TrainArguments.lr_scheduler.name
+    """Learning-rate schedule by its transformers name, such as "linear" or "cosine"."""
+    lr_scheduler_settings: dict[str, str | float] = Field(default_factory=dict[str, str | float])
+    """Further arguments of the schedule, by their transformers names."""
+    warmup: Annotated[float, Field(ge=0)] = LRSchedule.warmup
+    """Learning-rate warm-up: below 1, a fraction of the schedule; else rounds or steps."""
+    lr_scheduler_span: Literal["run", "round"] = "run"
+    """Length of the schedule: the whole run ("run"), or each turn from its start ("round")."""
+    weight_decay: Annotated[float, Field(ge=0)] = DECAY
+    """Weight decay, if the optimizer has it."""
+    decay_norm_and_bias: bool = TrainArguments.decay_norm_and_bias
+    """Apply weight decay to norms and biases, too."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = MOMENTUM
+    """Momentum, if the optimizer has it."""
+    epochs: Positive = TrainArguments.epochs
+    """Passes over the client's examples in each turn."""
+    steps: Count = TrainArguments.steps
+    """Optimizer steps in each turn; 0: as many as the epochs need."""
+    batch_size: Positive = TrainArguments.batch_size
+    """Examples in each batch."""
+    gradient_accumulation_steps: Positive = TrainArguments.gradient_accumulation_steps
+    """Batches per optimizer step (gradient accumulation)."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = TrainArguments.max_grad_norm
+    """Maximum gradient norm of a step; 0: no clipping."""
+    precision: str = TrainArguments.precision
+    """Precision of forward passes: "float32", or mixed precision with "bf16" or "fp16"."""
+    gradient_checkpointing: bool = TrainArguments.gradient_checkpointing
+    """Use gradient checkpointing: recompute activations in the backward pass to save memory."""
+    torch_compile: str = TrainArguments.torch_compile
+    """Backend of torch.compile, such as "inductor"; default: do not compile."""
+    group_by_length: bool = TrainArguments.group_by_length
+    """Group texts of similar length into batches, to save padding."""
+    num_workers: Count = TrainArguments.num_workers
+    """Threads that prepare batches in advance; 0: none."""
+    cache_activations: bool = TrainArguments.cache_activations
+    """Cache the activations of frozen layers below all trained ones."""
+    activation_cache_mb: Count = DEFAULT_MEGABYTES
+    """Size of that activation cache per process, in megabytes; results do not depend on it."""
 
     @property
-    def config(self) -> SecAggConfig:
-        """The section as a secure-aggregation configuration; raises FedplanError if invalid."""
-        return SecAggConfig(**self.model_dump())
+    def train_arguments(self) -> TrainArguments:
+        """The training arguments as a TrainArguments, with optimizer and schedule objects."""
+        decay_and_momentum = {
+            name: value for name in ("weight_decay", "momentum") if (value := getattr(self, name))
+        }
+        settings = {**self.optimizer_settings, **decay_and_momentum}
+        optimizer = make_client_optimizer(self.optimizer, settings)
+        # A constant schedule does not depend on the rounds, so that rounds can be added later.
+        is_constant = self.lr_scheduler == TrainArguments.lr_scheduler.name
+        over = self.rounds if self.lr_scheduler_span == "run" and not is_constant else 0
+        schedule = make_lr_schedule(
+            self.lr_scheduler, self.lr_scheduler_settings, warmup=self.warmup, rounds=over
+        )
+        names = {field.name for field in fields(TrainArguments)} - {"optimizer", "lr_scheduler"}
+        values = {name: getattr(self, name) for name in names}
+        return TrainArguments(optimizer, lr_scheduler=schedule, **values)
+
+    @property
+    def activation_cache(self) -> ActivationCache | None:
+        """A new activation cache at each access; None without `cache_activations`."""
+        return ActivationCache(self.activation_cache_mb) if self.cache_activations else None
 
     @model_validator(mode="after")
-    def _validate(self) -> AggregationConfig:
+    def _validate_schedule(self) -> TrainConfig:
         with as_value_error():
-            _ = self.config
-        return self
-
-
-class PrivacyConfig(Section):
-    """Differential privacy: the protected `unit`, and the (`epsilon`, `delta`) guarantee.
-
-    `clipping_norm`, `noise_multiplier`: of client updates or example gradients. `clipping_quantile`
-    and `max_weight` are for the unit "client"; `vote_noise_multiplier` and `vote_every` for a
-    private vote on layers. Sampling rates: a client joins each round with probability
-    `clients.fraction`, if that is below 1; an example joins each step with probability
-    `train.batch_size` / `examples_per_site`.
-    """
-
-    unit: Unit
-    """Protected unit: "client" or "example"."""
-    epsilon: Annotated[float, Field(gt=0)]
-    """Epsilon of the guarantee; the run stops before it would be exceeded."""
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Delta of the guarantee."""
-    clipping_norm: ClippingNorm = 1.0
-    """Clipping norm of a client's update, or of an example's gradient."""
-    noise_multiplier: NoiseMultiplier = 0.0
-    """Noise multiplier, relative to the clipping norm; 0: calibrated to epsilon."""
-    examples_per_site: Count = 0
-    """Example-level: approximate number of examples of a site, as a public number."""
-    vote_noise_multiplier: NoiseMultiplier = Guarantee.vote_noise_multiplier
-    """Noise multiplier of the private vote on layers; 0: no vote."""
-    vote_every: Positive = Guarantee.vote_every
-    """Number of rounds for which a vote holds."""
-    clipping_quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.clipping_quantile
-    """Client-level: quantile of update norms for adaptive clipping; 0: fixed clipping norm."""
-    max_weight: Count = Guarantee.max_weight
-    """Client-level: weigh clients by examples, up to this number; 0: equal weights."""
-
-    @model_validator(mode="after")
-    def _validate_unit(self) -> PrivacyConfig:
-        if self.unit == "example" and (self.clipping_quantile or self.max_weight):
-            raise ValueError('clipping_quantile and max_weight need unit = "client"')
+            self.train_arguments.lr_scheduler.factor(self.lr, 1, 1)
+        if not self.decay_norm_and_bias and not self.weight_decay:
+            raise ValueError(
+                "decay_norm_and_bias = false exempts norms and biases from weight decay: set "
+                "weight_decay, too"
+            )
         return self

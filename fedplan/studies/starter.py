@@ -53,8 +53,7 @@ def new_study(
     """Write a commented study file for a dataset and a model, and return lines for the user.
 
     `data`: a file, folder or hub:org/name. `model`: a folder, hub:org/name, or a short name such as
-    "bert-base". `output`: the new file. The lines describe columns, clients and task as inferred.
-    Raises FedplanError if the file exists, or if no valid study can be written; then no file stays.
+    "bert-base". Raises FedplanError if the file exists, or if no valid study can be written.
     """
     options = options or StudyOptions()
     if output.exists():
@@ -73,16 +72,12 @@ def new_study(
 class _StudyDraft:
     """A study file in the making: `text` returns the file, `findings` the lines for the user.
 
-    The constructor infers columns, task and clients from the dataset's `schema` and the user's
-    `options`, and reads the configuration of `model`; it raises DataError or FedplanError if no
-    study is possible. `output`: the future file, from which relative paths start; nothing is
-    written.
+    `output`: the future file, from which relative paths start; nothing is written.
     """
 
     def __init__(
         self, schema: TableSchema, model: str, output: Path, options: StudyOptions
     ) -> None:
-        """Infer columns and task; raise DataError or FedplanError if no study is possible."""
         self.schema, self.model, self.output, self.options = schema, model, output, options
         self.config, _ = load_model_config(model)
         self.input = options.input or schema.input_columns()
@@ -102,11 +97,7 @@ class _StudyDraft:
                 f"{schema.path} has no column that looks like labels: it has {columns}; name "
                 "the label column with --label"
             )
-        if self.label:
-            schema.column(self.label)
         self.client = options.client or schema.client_column([*names, self.label])
-        if self.client:
-            schema.column(self.client)
         for name in filter(None, (*names, self.label, self.client)):
             if missing := schema.column(name).missing:
                 raise DataError(
@@ -130,10 +121,7 @@ class _StudyDraft:
         return "regression" if is_number else "text-classification"
 
     def _require_matching_model(self) -> None:
-        """Raise FedplanError if the model takes images and the data are texts, or vice versa.
-
-        Also for texts and a model by a short name, which has no tokenizer.
-        """
+        """Raise FedplanError if the model takes images and the data are texts, or vice versa."""
         has_images = self.kind.startswith("image")
         takes_images = getattr(self._vision_config(), "image_size", None) is not None
         if has_images != takes_images:
@@ -240,7 +228,6 @@ class _StudyDraft:
         return [*lines, ""]
 
     def _vision_config(self) -> Any:
-        """Return the configuration of the image encoder, or the model's whole configuration."""
         return getattr(self.config, "vision_config", self.config)
 
     def _data(self) -> list[str]:
@@ -274,19 +261,16 @@ class _StudyDraft:
         return [*lines, _commented("holdout_fraction = 0.2", comment), ""]
 
     def _relative_path(self, path: str) -> str:
-        """Return a path relative to the study file's folder; Hub ids are kept."""
         if is_hub_id(path) and not Path(path).exists():
             return path
         return Path(os.path.relpath(path, self.output.absolute().parent)).as_posix()
 
 
 def _commented(assignment: str, comment: str) -> str:
-    """Return a line of TOML with a comment, or without one if `comment` is empty."""
     return f"{assignment:<24} # {_printable(comment)}" if comment else assignment
 
 
 def _printable(text: str) -> str:
-    """Return a text for a comment, with spaces in place of control characters."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 

@@ -17,12 +17,12 @@ from typing import Any, cast
 from fedplan.studies.schema import (
     ConfigError,
     Study,
+    parse_toml_value,
     read_study_values,
     resolve_paths,
     set_field,
     study_from_dict,
 )
-from fedplan.studies.toml_values import parse_toml_value
 
 SEED = "seed"
 """The field that differs between runs of one group; it is varied by seeds, not by settings."""

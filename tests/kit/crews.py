@@ -17,8 +17,7 @@ from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.runners.executors import PoolConfig, pool
 from fedplan.runners.executors.worker import Worker
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.schema import Study, resolve_paths, study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import Study, parse_toml, resolve_paths, study_from_dict
 from fedplan.tensors.named import Tensors
 
 PEOPLE = {

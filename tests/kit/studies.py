@@ -10,8 +10,7 @@ from sites import NAME, study_text
 
 from fedplan.language.predicates import Turn
 from fedplan.sites.approvals import Approvals
-from fedplan.studies.schema import Study, study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import Study, parse_toml, study_from_dict
 
 SITE = Turn(client=NAME)
 """The site as plans see it."""

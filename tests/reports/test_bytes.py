@@ -30,8 +30,7 @@ from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.catalog import params_of
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.reports.forecast_types import ByteRange, ClientForecast
-from fedplan.reports.forecasts import forecast
+from fedplan.reports.forecasts import ByteRange, ClientForecast, forecast
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.rpc import Timeouts
 from fedplan.runners.flower.server_loop import ServerLoop

@@ -33,8 +33,7 @@ from fedplan.methods.phases import PhaseContext, PlannedPhases
 from fedplan.models.catalog import SHORT_NAMES, meta_model
 from fedplan.models.params import Block, Kind, Param
 from fedplan.models.values import get_values, set_values
-from fedplan.reports.forecast_types import ClientForecast, Forecast, StageForecast
-from fedplan.reports.forecasts import forecast
+from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.compression import parse_codec

@@ -37,7 +37,7 @@ from fedplan.run import RunOptions, simulate
 from fedplan.runners.flower.keys import make_keys
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
-from fedplan.studies.train_section import TrainConfig
+from fedplan.studies.sections import TrainConfig
 
 # What leaves ---------------------------------------------------------------------------------
 

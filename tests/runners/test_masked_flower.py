@@ -33,8 +33,8 @@ from fedplan.language.plan import Role
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.reports.egress_report import read_egress_report
 from fedplan.runners.site import read_peer_keys
+from fedplan.sites.egress import read_egress_report
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.message import Message

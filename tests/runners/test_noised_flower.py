@@ -35,7 +35,7 @@ from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.secagg.client import ProtocolClient
-from fedplan.reports.egress_report import DatasetAccount
+from fedplan.sites.egress import DatasetAccount
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import same_bits

@@ -15,11 +15,9 @@ from studies import approvals_in, offered
 from fedplan.errors import FedplanError
 from fedplan.federation.messages import RequestRefused
 from fedplan.sites import approvals as module
-from fedplan.sites import inbox
 from fedplan.sites.approvals import APPROVALS_FILE, Approvals, current_user
 from fedplan.storage.append_log import AppendLog, DamagedLog
-from fedplan.studies.schema import Study, study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import Study, parse_toml, study_from_dict
 
 CHANGES: dict[str, Any] = {
     "name": "another",
@@ -219,9 +217,7 @@ def test_a_study_that_was_edited_in_the_inbox_is_not_approved(tmp_path: Path) ->
 
 
 def test_an_inbox_is_full_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedplan.sites import inbox
-
-    monkeypatch.setattr(inbox, "MAX_STUDIES", 3)
+    monkeypatch.setattr(module, "MAX_STUDIES", 3)
     approvals = approvals_in(tmp_path)
     for seed in range(3):
         approvals.record_offer(offered(seed=seed))
@@ -232,7 +228,7 @@ def test_an_inbox_is_full_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_full_inbox_lets_go_of_what_nobody_spoke_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "MAX_STUDIES", 3)
+    monkeypatch.setattr(module, "MAX_STUDIES", 3)
     approvals, mine = approvals_in(tmp_path), offered()
     approvals.record_offer(mine)
     approvals.approve(mine.full_digest)

@@ -14,10 +14,10 @@ from fedplan.federation.evaluation import metrics_from_json
 from fedplan.federation.ledger.faults import KINDS
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
-from fedplan.sites.gateway import SiteGateway, site_approvals
+from fedplan.sites.approvals import site_approvals
+from fedplan.sites.gateway import SiteGateway
 from fedplan.storage.append_log import AppendLog
-from fedplan.studies.schema import study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import parse_toml, study_from_dict
 from fedplan.tensors.serialization import SerializationError, pack_message, unpack_message
 
 KEEP = 'plan = "chain(share(), keep(head))"'

@@ -19,8 +19,7 @@ from fedplan.runners.site_runtime import site_study_folder
 from fedplan.sites.gateway import SiteGateway
 from fedplan.storage.encryption import new_key_file
 from fedplan.studies.run import read_run
-from fedplan.studies.schema import ConfigError, study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import ConfigError, parse_toml, study_from_dict
 from fedplan.tensors.serialization import unpack_message
 
 METHOD = 'plan = "chain(share(), keep(head))"'

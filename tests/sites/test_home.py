@@ -19,8 +19,7 @@ from fedplan.federation.rounds import make_request
 from fedplan.runners.site_runtime import site_study_folder
 from fedplan.sites.gateway import allow_rejoin
 from fedplan.storage.encryption import new_key_file
-from fedplan.studies.schema import study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import parse_toml, study_from_dict
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpack_message
 

@@ -18,14 +18,12 @@ from fedplan.federation.ledger.egress import bytes_by_part, read_egress
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.language.predicates import Turn
-from fedplan.reports.egress_report import SiteRecord, read_egress_report
 from fedplan.sites.approvals import Approvals, current_user
 from fedplan.sites.compliance_report import compliance_page
-from fedplan.sites.egress_audit import RunEgress, is_site_state
+from fedplan.sites.egress import RunEgress, SiteRecord, is_site_state, read_egress_report
 from fedplan.sites.gateway import Approver, SiteGateway
 from fedplan.storage.append_log import AppendLog
-from fedplan.studies.schema import study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import parse_toml, study_from_dict
 from fedplan.tensors.serialization import unpack_message
 
 METHOD = 'plan = "chain(share(), keep(head))"'

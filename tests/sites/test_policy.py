@@ -41,8 +41,7 @@ from fedplan.sites.policy import (
     shareable_params,
 )
 from fedplan.studies.experiment import build_experiment, outline_agreement
-from fedplan.studies.schema import ConfigError, study_from_dict
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import ConfigError, parse_toml, study_from_dict
 from fedplan.tensors.named import param_key
 from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd

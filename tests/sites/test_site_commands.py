@@ -25,7 +25,7 @@ from fedplan.federation.rounds import make_request
 from fedplan.sites.approvals import current_user
 from fedplan.sites.gateway import SiteGateway
 from fedplan.sites.review import review_study
-from fedplan.studies.toml_values import parse_toml
+from fedplan.studies.schema import parse_toml
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message
 

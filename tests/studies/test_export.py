@@ -25,7 +25,7 @@ from fedplan.models.folder import image_tensor, load_folder, predict_classes
 from fedplan.models.values import set_values
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import check_export
-from fedplan.studies.run_folder import read_run_study
+from fedplan.studies.run import read_run_study
 from fedplan.studies.schema import ConfigError
 
 WORDS = [

@@ -36,10 +36,9 @@ from fedplan.run import Run, RunOptions, simulate
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import build_experiment, outline_agreement
 from fedplan.studies.export import export_run
-from fedplan.studies.run import read_run
-from fedplan.studies.run_folder import read_run_study
+from fedplan.studies.run import read_run, read_run_study
 from fedplan.studies.schema import ConfigError, Study, read_study
-from fedplan.studies.train_section import TrainConfig
+from fedplan.studies.sections import TrainConfig
 from fedplan.tensors.named import Tensors, digests, nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")

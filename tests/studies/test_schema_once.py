@@ -25,20 +25,16 @@ from fedplan.models.catalog import TASK_CLASSES
 from fedplan.models.dual_encoder import TEMPLATE
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.studies import schema
-from fedplan.studies.schema import study_from_dict
-from fedplan.studies.sections import (
+from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
-    DataSection,
     DefenceConfig,
     EvaluateConfig,
-    MethodSection,
     PrivacyConfig,
-    Section,
-    TaskSection,
     TimeoutsSection,
 )
-from fedplan.studies.train_section import TrainConfig
+from fedplan.studies.schema import study_from_dict
+from fedplan.studies.sections import DataSection, MethodSection, Section, TaskSection, TrainConfig
 from fedplan.training.fit import TrainArguments
 from fedplan.training.probes import PROBES
 

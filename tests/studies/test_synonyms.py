@@ -13,9 +13,9 @@ from typer.main import get_command
 
 from fedplan.cli import app
 from fedplan.methods import method_by_name
-from fedplan.studies.model_section import AdapterSection
+from fedplan.studies.field_types import SECTION_SYNONYMS, SYNONYMS, unknown_field_message
 from fedplan.studies.schema import ConfigError, Study, read_study, study_from_dict
-from fedplan.studies.synonyms import SECTION_SYNONYMS, SYNONYMS, unknown_field_message
+from fedplan.studies.sections import AdapterSection
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "weights"},

@@ -18,8 +18,7 @@ from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
 from fedplan.reports.explain_study import full_participation
 from fedplan.reports.figures.series import Series
-from fedplan.reports.forecast_types import Forecast
-from fedplan.reports.forecasts import forecast
+from fedplan.reports.forecasts import Forecast, forecast
 from fedplan.reports.status import RunSnapshot, run_snapshot
 from fedplan.studies.run import RunReader
 from fedplan.studies.schema import Study

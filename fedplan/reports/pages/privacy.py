@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from fedplan.errors import FedplanError
+from fedplan.reports.explain_study import read_privacy_statement
 from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.series import Series
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageFigure, PageSection
-from fedplan.reports.privacy_statements import read_privacy_statement
 
 EPSILON_POINTS = 12
 """About the number of rounds at which epsilon is computed, as each takes a while."""

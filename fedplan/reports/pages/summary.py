@@ -14,7 +14,7 @@ from fedplan.federation.ledger.status import RunState
 from fedplan.language.plan import Role
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.reports.explanation import sort_params
-from fedplan.reports.forecast_types import StageForecast
+from fedplan.reports.forecasts import StageForecast
 from fedplan.reports.formats import duration, megabytes, millions
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import Html, tag

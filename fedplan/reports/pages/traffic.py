@@ -15,7 +15,7 @@ from fedplan.reports.figures.bars import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
 from fedplan.reports.figures.lines import line_chart
 from fedplan.reports.figures.series import Series
-from fedplan.reports.forecast_types import ByteRange
+from fedplan.reports.forecasts import ByteRange
 from fedplan.reports.formats import byte_unit, megabytes
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.markup import paragraphs

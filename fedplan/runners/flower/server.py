@@ -23,7 +23,7 @@ from fedplan.studies.experiment import (
     make_scoring,
 )
 from fedplan.studies.resume import prepare_folder
-from fedplan.studies.run_folder import claim_run_folder, update_run_files
+from fedplan.studies.run import claim_run_folder, update_run_files
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.named import Tensors

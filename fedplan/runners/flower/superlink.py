@@ -49,8 +49,8 @@ from fedplan.runners.flower.superexec import RuntimeApi
 from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
 from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import locked_folder
+from fedplan.studies.schema import parse_toml
 from fedplan.studies.sections import Section
-from fedplan.studies.toml_values import parse_toml
 
 SERVER, TOKEN, SECRET = "server.toml", "operator.token", "executor.secret"
 """Files in a server's folder: settings, token for the control API, secret for tasks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The egress report of a site: all messages that left it, by run, and each dataset's account."""
+"""All messages that left a site, by run; each dataset's account; and an audit of both."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.egress import (
     AGREEMENT,
     DELTA,
+    EGRESS_LOG,
     REPLIES,
     SCORES,
     UNMASKING,
@@ -27,19 +29,22 @@ from fedplan.federation.ledger.egress import (
     read_egress,
     read_replies,
 )
+from fedplan.language.plan import Role
+from fedplan.language.resolution import params_with_roles
+from fedplan.naming import allow_imports
 from fedplan.privacy.accounting.budget import Budget, read_budget_unit
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.storage.append_log import DamagedLog
+from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, STARTED, UNDECIDED, Inbox
+from fedplan.storage.append_log import AppendLog, DamagedLog, head_file
+from fedplan.studies.run import read_run_agreement, read_run_study
 
 
 @dataclass(frozen=True)
 class SiteRecord:
     """The messages that left a site in one run of a study; print with rich, or call `json`.
 
-    `study` is the study's digest, `run` the run's id; each may be "". `agreement` (the settings
-    that the site accepted before round 1) is empty if the site accepted none; then all messages are
-    refusals. `entries` are the lines of the site's egress log, one per message; equal refusals
-    share a line with a "count".
+    `study` is a digest. `agreement` is empty if the site accepted none: all messages are refusals.
+    `entries` are the lines of the egress log; equal refusals share a line with a "count".
     """
 
     study: str
@@ -58,21 +63,15 @@ class SiteRecord:
         return 62 + 11 * len(bytes_by_part(self.entries))
 
     def __rich__(self) -> RenderableType:
-        agreement, parts, headers = (
-            self.agreement,
-            self._sum("upload_bytes"),
-            self._sum("other_bytes"),
-        )
+        parts, headers = self._sum("upload_bytes"), self._sum("other_bytes")
         approvers = sorted({line["approver"] for line in self.entries if line["approver"]})
         servers = sorted({line["server"][:12] for line in self.entries if line["server"]})
         approvals = f"approved by {', '.join(approvers)}" if approvers else "not approved"
         approvals += f"; server {', '.join(servers)}" if servers else ""
         study = f"study {self.study[:12]}" if self.study else "no study"
-        heading, lines = (
-            "no study was accepted",
-            [f"{study}, run {self.run or 'without id'}; {approvals}"],
-        )
-        if agreement:
+        heading = "no study was accepted"
+        lines = [f"{study}, run {self.run or 'without id'}; {approvals}"]
+        if agreement := self.agreement:
             heading = f"{agreement['site']} in {agreement['experiment']}"
             plan, fingerprint = agreement["plan"], agreement["fingerprint"]
             lines.append(f"accepted plan {plan} ({fingerprint}), model {agreement['model']}")
@@ -89,14 +88,10 @@ class SiteRecord:
         )
 
     def _sum(self, field: str) -> int:
-        """Return the sum of a field over entries, each counted as often as its message was sent."""
         return sum(line["count"] * line[field] for line in self.entries)
 
     def _masking_note(self) -> Iterator[str]:
-        """Yield a sentence on the rounds whose masked sums this site helped to unmask.
-
-        Yields nothing if the site sent no masked update.
-        """
+        """Yield a sentence on the rounds whose masked sums this site helped to unmask."""
         unmasked = {x["round"]: x["clients"] for x in self.entries if x["kind"] == UNMASKING}
         masked = {x["round"] for x in self.entries if x["kind"] == UPDATE and x.get("clients")}
         rounds_by_sites = dict[str, list[int]]()
@@ -112,12 +107,7 @@ class SiteRecord:
             )
 
     def _table(self) -> Table:
-        """Return a table with a row per entry, and a row of sums.
-
-        Columns: time, round, message, uploaded bytes of each part of the model, other uploaded
-        bytes ("headers"), bytes of the request ("download"). A second reply of the same kind to the
-        same request is marked "again".
-        """
+        """Return a table with a row per entry, and a row of sums."""
         totals, earlier = bytes_by_part(self.entries), set[tuple[str, str]]()
         table = Table(box=None, pad_edge=False)
         for name in ("time", "round", "message", *totals, "headers", "download"):
@@ -141,8 +131,7 @@ class SiteRecord:
 class DatasetAccount:
     """The account of one dataset of a site over all studies: replies, bytes and spent epsilon.
 
-    `folder` is the dataset's folder below `account` in the site's state folder; nothing is written
-    there. Print with rich, or call `json`.
+    Print with rich, or call `json`; nothing is written.
     """
 
     folder: Path
@@ -172,26 +161,19 @@ class DatasetAccount:
 
     @property
     def _budget(self) -> Budget:
-        """The privacy budget with the charges on disk."""
         file = self.folder / CHARGES_FILE
         return Budget(file, delta=DELTA, unit=read_budget_unit(file))
 
     def json(self) -> dict[str, Any]:
-        """Return the account as JSON values; "epsilon_spent" is None if some reply has no noise.
-
-        "updates" and "layer_scores" are numbers of replies with different content.
-        """
-        lines = self.entries
-        kinds = {"updates": UPDATE, "layer_scores": SCORES}
-        distinct = {n: {x["content"] for x in lines if x["kind"] == k} for n, k in kinds.items()}
-        budget = self._budget
+        """Return the account as JSON values; "epsilon_spent" is None if some reply has no noise."""
+        lines, budget = self.entries, self._budget
+        protected = all(line["protected"] for line in lines)
         return {
             "dataset": self.folder.name,
-            **{name: len(contents) for name, contents in distinct.items()},
+            "updates": len({x["content"] for x in lines if x["kind"] == UPDATE}),
+            "layer_scores": len({x["content"] for x in lines if x["kind"] == SCORES}),
             "bytes": sum(line["bytes"] for line in lines),
-            "epsilon_spent": budget.epsilon_spent()
-            if all(line["protected"] for line in lines)
-            else None,
+            "epsilon_spent": budget.epsilon_spent() if protected else None,
             "delta": DELTA,
             "charges": len(budget.charges),
         }
@@ -278,12 +260,146 @@ def format_limits(agreement: Mapping[str, Any]) -> str:
 
 
 def _has_fields(value: Any, types: Mapping[str, type]) -> bool:
-    """Whether a value is a dict that has all these fields with exactly these types."""
     return type(value) is dict and all(type(value.get(name)) is t for name, t in types.items())
 
 
 def _has_numbers(value: Any, number: type) -> bool:
-    """Whether a value is a dict whose values are all of type int or `number`."""
     if type(value) is not dict:
         return False
     return all(type(each) in (int, number) for each in cast("dict[str, object]", value).values())
+
+
+DECISION_FIELDS = ("decision", "time", "study", "name", "approver", "run")
+"""Text fields that every entry of the approvals file has."""
+
+
+@dataclass(frozen=True)
+class RunEgress:
+    """All answers that left a site in one run, and an audit of the answers by the site's records.
+
+    `decisions` are the entries of the approvals file about the run's study, `folder` the run's
+    folder, None if deleted, `accounts` those of all datasets, and `approved_studies` the digests of
+    all studies ever approved. `faults()` runs the audit; nothing is written.
+    """
+
+    record: SiteRecord
+    decisions: tuple[dict[str, Any], ...]
+    state_folder: Path
+    folder: Path | None
+    accounts: tuple[DatasetAccount, ...] = ()
+    approved_studies: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The study's name, or "no study" if the site agreed to none."""
+        return str(self.record.agreement.get("experiment") or "no study")
+
+    @cached_property
+    def updates(self) -> list[dict[str, Any]]:
+        """The log entries of updates: answers with values of the model."""
+        return [entry for entry in self.record.entries if entry["kind"] == UPDATE]
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The agreement of the run, from the study in the inbox; None if it cannot be read."""
+        return None if isinstance(self._agreement_or_error, str) else self._agreement_or_error
+
+    @cached_property
+    def _agreement_or_error(self) -> Agreement | str:
+        """The agreement of the run, or the reason (a text) why the agreement cannot be read.
+
+        No code that the study names is run: the inbox is opened without allowed packages.
+        """
+        if self.folder is None:
+            return f"{self.state_folder} has no folder of the run"
+        try:
+            study = Inbox(self.state_folder).read_offer(self.record.study).study
+            return read_run_agreement(self.folder, study)
+        except FedplanError as error:
+            return str(error)
+
+    def faults(self) -> Iterator[str]:
+        """Yield a sentence for each fault of the run; nothing if the audit finds none."""
+        yield from self.unapproved()
+        if not self.updates:
+            return
+        yield from self._account_faults()
+        if self.agreement is None:
+            yield (
+                f"{self.name}: it cannot be checked which parts the plan shares: "
+                f"{self._agreement_or_error}"
+            )
+            return
+        try:
+            with allow_imports(()):
+                study_digest = read_run_study(self.folder).full_digest if self.folder else ""
+        except FedplanError:
+            study_digest = ""
+        if study_digest not in self.approved_studies:
+            yield f"{self.name}: the study in the run's folder was not approved at this site"
+        plan, params = self.agreement.method.plan, self.agreement.params
+        if self.record.agreement["plan"] != plan.text:
+            yield f"{self.name}: the run's folder has another plan than the approved study"
+        shared = {str(param.kind) for param in params_with_roles(plan, params, Role.SHARE)}
+        for part in bytes_by_part(self.record.entries):
+            if part not in shared:
+                yield f"{self.name}: values of {part} left, but the plan does not share it"
+
+    def unapproved(self) -> Iterator[str]:
+        """Yield a sentence for each update that left without a valid approval of this run.
+
+        The last decision on the study before the update must be an approval, by the approver that
+        the egress log names. This run must be the first run that started after the approval.
+        """
+        for update in self.updates:
+            earlier = [entry for entry in self.decisions if entry["time"] <= update["time"]]
+            decided = [entry for entry in earlier if entry["decision"] not in UNDECIDED]
+            last = decided[-1] if decided else {"decision": "", "approver": ""}
+            if last["decision"] == APPROVED and last["approver"] == update["approver"]:
+                since = earlier[earlier.index(last) :]
+                runs = [entry["run"] for entry in since if entry["decision"] == STARTED]
+                if runs[:1] == [self.record.run]:
+                    continue
+            yield (
+                f"{self.name}, round {update['round']}: an update left, approved by "
+                f"{update['approver'] or 'nobody'} according to the log, but {APPROVALS_FILE} "
+                "had no such approval at that time"
+            )
+
+    def _account_faults(self) -> Iterator[str]:
+        """Yield a sentence for each update that the privacy accounts do not explain."""
+        noised = {
+            request: has_noise
+            for account in self.accounts
+            for request, has_noise in account.updates_noised.items()
+        }
+        charged = {request for account in self.accounts for request in account.charged_requests}
+        private = self.agreement is not None and self.agreement.guarantee is not None
+        for entry in self.updates:
+            place, request = f"{self.name}, round {entry['round']}", entry["request"]
+            if request not in noised:
+                yield f"{place}: the update is missing from the accounts of this site's datasets"
+            elif noised[request] and not (private and request in charged):
+                yield (
+                    f"{place}: the account says that noise was added to the update, but no epsilon "
+                    "was charged"
+                )
+
+
+def is_site_state(folder: Path) -> bool:
+    """Whether a folder is the state folder of a site: it has an egress log."""
+    return (folder / EGRESS_LOG).exists() or head_file(folder / EGRESS_LOG).exists()
+
+
+def read_decisions(state_folder: Path) -> list[dict[str, Any]]:
+    """Return all entries of the approvals file in a site's state folder, oldest first.
+
+    Empty without a file. Raises DamagedLog if the hash chain is broken or an entry lacks a field.
+    """
+    file = state_folder / APPROVALS_FILE
+    entries = AppendLog(file, chained=True).read()
+    for number, entry in enumerate(entries, 1):
+        missing = [name for name in DECISION_FIELDS if not isinstance(entry.get(name), str)]
+        if missing:
+            raise DamagedLog(f"line {number} of {file} has no {missing[0]}: it was changed")
+    return entries

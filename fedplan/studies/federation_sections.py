@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections of a study file on the federation: clients, evaluation, privacy and aggregation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from fedplan.federation.aggregation.defence import RULES, Defence
+from fedplan.federation.client import EvalSet
+from fedplan.federation.evaluation import BestBy, EvalConfig
+from fedplan.federation.ledger.callbacks import EarlyStopping, make_tracker
+from fedplan.federation.ledger.events import Callback
+from fedplan.federation.participation import Participation, Timeouts
+from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
+from fedplan.privacy.accounting.budget import Unit
+from fedplan.privacy.guarantee import Guarantee
+from fedplan.storage.files import validate_client_names
+from fedplan.studies.field_types import (
+    ClippingNorm,
+    Count,
+    Fraction,
+    MetricName,
+    NoiseMultiplier,
+    Positive,
+    as_value_error,
+    one_of_validator,
+)
+from fedplan.studies.sections import Section
+
+
+class ClientsConfig(Section):
+    """Participation of clients in each round, and simulated dropouts.
+
+    A round of real sites ends when all asked clients have replied, or when there are `min_updates`
+    valid updates and `timeouts.updates` is over or all other sites are away. With fewer valid
+    updates the server waits `timeouts.sites` longer, then the run stops with an error. A simulation
+    by `fedplan run` ignores `min_updates`.
+    """
+
+    fraction: Annotated[float, Field(gt=0, le=1)] = Participation.fraction
+    """Fraction of all clients that is asked in each round."""
+    dropout_fraction: Fraction = 0.0
+    """Simulation: fraction of the asked clients that do not answer."""
+    late_fraction: Fraction = 0.0
+    """Simulation: fraction of the asked clients that answer too late."""
+    names: Annotated[list[str], AfterValidator(validate_client_names)] = []
+    """Names of the sites with their own data, or of all clients that a column may name."""
+    min_updates: Positive = 1
+    """Minimum number of answers of a round."""
+    traits: dict[str, dict[str, str]] = {}
+    """Traits of single clients, for by(...) and trait(...) in a plan: { a = { size = "big" } }."""
+
+
+class TimeoutsSection(Section):
+    """Timeouts of a server with real sites, in seconds, and the interval between two polls."""
+
+    sites: Annotated[float, Field(gt=0)] = Timeouts.sites
+    """Seconds to wait until enough sites are connected for a round."""
+    updates: Annotated[float, Field(gt=0)] = Timeouts.updates
+    """Seconds to wait for the updates of a round."""
+    reconnect: Annotated[float, Field(ge=0)] = Timeouts.reconnect
+    """Seconds to wait for a site that disconnected during a round."""
+    poll_interval: Annotated[float, Field(gt=0)] = Timeouts.poll_interval
+    """Seconds between two checks for new messages."""
+    evaluations: Annotated[float, Field(gt=0)] = Timeouts.evaluations
+    """Seconds to wait for the evaluation metrics of a round."""
+
+
+class EvaluateConfig(Section):
+    """Evaluation: how often, on which data, and with which metrics.
+
+    With `on_clients`, each client evaluates the global model, and with `personal` the personal
+    model, on the client's held-out examples, and sends the metrics that the client allows.
+    """
+
+    every: Positive = EvalConfig.every
+    """Evaluate every so many rounds; the last round is always evaluated."""
+    batch_size: Positive = 128
+    """Batch size of the evaluation."""
+    personal: bool = EvalSet.personal
+    """Evaluate personal models, too, not only the global model."""
+    on_clients: bool = EvalConfig.on_clients
+    """Each client evaluates on its own held-out examples."""
+    keep_best: BestBy = EvalConfig.keep_best
+    """Keep the best round's global model, by the metric of the "global" or "personal" models;
+    default: do not."""
+    attention_examples: Count = 0
+    """Number of common test examples on which attention shift is measured; 0: none."""
+    metrics: list[MetricName] = []
+    """Additional metrics besides those of the task."""
+    trackers: list[str] = []
+    """Experiment trackers, such as "wandb"; needed only where the run is started."""
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """New tracker callbacks; imports their modules."""
+        return tuple(map(make_tracker, self.trackers))
+
+
+class EarlyStoppingSection(Section):
+    """Early stopping: end the run after `patience` rounds without improvement of a metric.
+
+    Rounds without the metric do not count.
+    """
+
+    metric: str
+    """Metric of a round, such as loss, global.accuracy or personal.accuracy."""
+    patience: Positive = EarlyStopping.patience
+    """Number of rounds without improvement after which the run stops."""
+    min_delta: Annotated[float, Field(ge=0)] = EarlyStopping.min_delta
+    """Minimum change that counts as an improvement."""
+    mode: Literal["", "max", "min"] = ""
+    """Direction of improvement: "max" or "min"; default: by the metric's name."""
+
+    @property
+    def callback(self) -> EarlyStopping:
+        """The section as an EarlyStopping callback."""
+        higher = self.mode == "max" if self.mode else None
+        return EarlyStopping(self.metric, self.patience, self.min_delta, higher)
+
+
+class DefenceConfig(Section):
+    """Robust aggregation: limits the influence of manipulated updates and weights.
+
+    All rules except "mean" give each client the same weight.
+    """
+
+    rule: Annotated[str, AfterValidator(one_of_validator("rule", RULES))] = Defence.rule
+    """Aggregation rule: "mean", "median", "trimmed-mean", "krum" or "multi-krum"."""
+    malicious_clients: Positive = Defence.malicious_clients
+    """Number of malicious clients to tolerate, for every rule except "mean"."""
+    max_weight: Count = Defence.max_weight
+    """Maximum number of examples that a client counts for in the mean; 0: no limit."""
+    max_weight_fraction: Annotated[float, Field(ge=0, lt=1)] = Defence.max_weight_fraction
+    """Maximum fraction of the total weight that a client may have; 0: no limit."""
+    max_norm_ratio: Annotated[float, Field(ge=0)] = Defence.max_norm_ratio
+    """Maximum norm of an update, as a multiple of the round's typical norm; 0: no limit."""
+
+    @property
+    def config(self) -> Defence:
+        """The section as a Defence; raises FedplanError for values that exclude each other."""
+        return Defence(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _validate(self) -> DefenceConfig:
+        with as_value_error():
+            _ = self.config
+        return self
+
+
+class AggregationConfig(Section):
+    """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum."""
+
+    kind: Annotated[str, AfterValidator(one_of_validator("kind", AGGREGATION_KINDS))] = (
+        SecAggConfig.kind
+    )
+    """Protocol: "plain" (the server sees each update) or "secure" (secure aggregation)."""
+    threshold: Count = SecAggConfig.threshold
+    """Secure aggregation: clients needed to unmask the sum; 0: two thirds plus one."""
+    min_contributors: Annotated[int, Field(ge=2)] = SecAggConfig.min_contributors
+    """Secure aggregation: minimum number of senders of a parameter for its sum to be revealed."""
+    wide_integers: bool = SecAggConfig.wide_integers
+    """Secure aggregation: use two words per number, for large weighted updates."""
+    colluders: Count = SecAggConfig.colluders
+    """Clients that may collude with the server without breaking masks and noise."""
+    equal_weights: bool = SecAggConfig.equal_weights
+    """Secure aggregation: weigh all clients equally, which hides their numbers of examples."""
+
+    @property
+    def config(self) -> SecAggConfig:
+        """The section as a secure-aggregation configuration; raises FedplanError if invalid."""
+        return SecAggConfig(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _validate(self) -> AggregationConfig:
+        with as_value_error():
+            _ = self.config
+        return self
+
+
+class PrivacyConfig(Section):
+    """Differential privacy: the protected unit, and the (epsilon, delta) guarantee.
+
+    A client joins each round with probability `clients.fraction`, if that is below 1; an example
+    joins each step with probability `train.batch_size` / `examples_per_site`.
+    """
+
+    unit: Unit
+    """Protected unit: "client" or "example"."""
+    epsilon: Annotated[float, Field(gt=0)]
+    """Epsilon of the guarantee; the run stops before it would be exceeded."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Delta of the guarantee."""
+    clipping_norm: ClippingNorm = 1.0
+    """Clipping norm of a client's update, or of an example's gradient."""
+    noise_multiplier: NoiseMultiplier = 0.0
+    """Noise multiplier, relative to the clipping norm; 0: calibrated to epsilon."""
+    examples_per_site: Count = 0
+    """Example-level: approximate number of examples of a site, as a public number."""
+    vote_noise_multiplier: NoiseMultiplier = Guarantee.vote_noise_multiplier
+    """Noise multiplier of the private vote on layers; 0: no vote."""
+    vote_every: Positive = Guarantee.vote_every
+    """Number of rounds for which a vote holds."""
+    clipping_quantile: Annotated[float, Field(ge=0, lt=1)] = Guarantee.clipping_quantile
+    """Client-level: quantile of update norms for adaptive clipping; 0: fixed clipping norm."""
+    max_weight: Count = Guarantee.max_weight
+    """Client-level: weigh clients by examples, up to this number; 0: equal weights."""
+
+    @model_validator(mode="after")
+    def _validate_unit(self) -> PrivacyConfig:
+        if self.unit == "example" and (self.clipping_quantile or self.max_weight):
+            raise ValueError('clipping_quantile and max_weight need unit = "client"')
+        return self
