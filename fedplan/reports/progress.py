@@ -151,8 +151,7 @@ def run_flower_with_progress(
     `folder` is the run's, `server` the federation's (with the SuperLink's address); `monitoring` is
     off and `console` is stdout by default. Ctrl-C prints how to resume, and raises SystemExit(130).
     """
-    from fedplan.runners.flower.superlink import read_superlink
-    from fedplan.runners.flower.superlink_run import run_on_superlink
+    from fedplan.runners.flower.superlink import read_superlink, run_on_superlink
 
     console, monitoring = console or Console(highlight=False), monitoring or MonitoringConfig()
 

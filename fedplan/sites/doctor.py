@@ -172,7 +172,7 @@ def _check_clock(ahead: float | None) -> Finding:
 
 
 def _check_registration(site: Site, server: ServerSection) -> Finding:
-    from fedplan.runners.flower.key_check import is_key_registered
+    from fedplan.runners.flower.supernode import is_key_registered
 
     if is_key_registered(server):
         return Finding("registered", "ok", "the server knows this site's key")

@@ -293,8 +293,7 @@ def serve_site(folder: Path) -> None:
     Sets the process's umask, signal handlers and NO_PROXY, and locks the site's state folder, which
     is created if missing. Raises StoreError if another process serves the site.
     """
-    from fedplan.runners.flower.superexec import serve_tasks
-    from fedplan.runners.flower.supernode import run_supernode
+    from fedplan.runners.flower.supernode import run_supernode, serve_tasks
 
     site, stopped = read_site(folder), threading.Event()
     os.umask(0o077)

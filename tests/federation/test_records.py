@@ -25,8 +25,7 @@ from fedplan.federation.ledger.records import (
 )
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
-from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.server import run_server
+from fedplan.runners.flower.apps import client_app, run_server
 from fedplan.runners.simulation import Simulation
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime, site_study_folder

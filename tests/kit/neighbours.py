@@ -40,9 +40,8 @@ from fedplan.privacy.accounting.accountant import Charge
 from fedplan.privacy.accounting.budget import Budget, read_budget_unit
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key
-from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.apps import client_app, run_server
 from fedplan.runners.flower.records import from_records, to_records
-from fedplan.runners.flower.server import run_server
 from fedplan.runners.site import Site
 from fedplan.sites.gateway import SiteGateway
 from fedplan.storage.append_log import read_json_lines

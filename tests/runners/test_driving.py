@@ -37,7 +37,7 @@ from fedplan.federation.server import Server
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.runners.flower import superexec
+from fedplan.runners.flower import supernode
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.rpc import FlowerRunEnded
 from fedplan.runners.flower.server_loop import ServerLoop
@@ -216,18 +216,18 @@ def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) ->
 
 
 def test_a_site_is_not_deaf_for_a_message_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(superexec, "STALL_INTERVAL", 0.0)
+    monkeypatch.setattr(supernode, "STALL_INTERVAL", 0.0)
     waits, asked = PullObjectResponse(object_found=True), PullObjectRequest()
     there = PullObjectResponse(object_found=True, object_available=True)
     over, tasks = threading.Event(), ["", "", "another"]
-    guard = superexec.StalledPullGuard(lambda: tasks.pop(0), over)
+    guard = supernode.StalledPullGuard(lambda: tasks.pop(0), over)
     pull = guard.wrap(lambda request: waits)
     assert [pull(asked).object_found for _ in range(3)] == [True, True, False]
     assert guard.next_token == "another"
     assert guard.wrap(lambda request: there)(asked).object_available
     over.set()
     assert (
-        not superexec.StalledPullGuard(lambda: "", over)
+        not supernode.StalledPullGuard(lambda: "", over)
         .wrap(lambda request: waits)(asked)
         .object_found
     )

@@ -22,9 +22,8 @@ from test_deployment import MORE, SITES, require_same, rows_of, study_from_dict,
 from fedplan.federation.ledger.egress import read_egress
 from fedplan.runners.flower import superlink as links
 from fedplan.runners.flower.records import from_records
-from fedplan.runners.flower.superexec import RuntimeApi
-from fedplan.runners.flower.superlink import read_superlink
-from fedplan.runners.flower.superlink_run import acquire_grid
+from fedplan.runners.flower.superlink import acquire_grid, read_superlink
+from fedplan.runners.flower.supernode import RuntimeApi
 from fedplan.tensors.serialization import unpack_message
 
 EVIL = """

@@ -23,10 +23,10 @@ from commands import run
 from deployment import free_ports
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower.key_check import is_key_registered
 from fedplan.runners.flower.keys import make_keys, make_site_keys
 from fedplan.runners.flower.starter import new_federation, new_site
 from fedplan.runners.flower.superlink import read_public_key, read_superlink
+from fedplan.runners.flower.supernode import is_key_registered
 from fedplan.runners.site import read_site
 from fedplan.studies.schema import read_study
 

@@ -70,7 +70,7 @@ def main(grid: Grid, context: Context) -> None:
     result = strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(model.state_dict()),
-        train_arguments=ConfigRecord({"lr": 0.01}),
+        train_config=ConfigRecord({"lr": 0.01}),
         num_rounds=context.run_config["num-server-rounds"],
     )
     torch.save(result, "result.pt")
@@ -481,7 +481,7 @@ def test_records_may_be_called_otherwise(start: Run) -> None:
 
 def test_a_new_start_is_a_new_request(start: Run) -> None:
     task = Task()
-    again = "strategy.start(grid, ArrayRecord(model.state_dict()), 1, train_arguments=config)"
+    again = "strategy.start(grid, ArrayRecord(model.state_dict()), 1, train_config=config)"
     text = changed(PLAN).replace(
         "    torch.save(",
         f'    config = ConfigRecord({{"lr": 0.01}})\n    {again}\n    torch.save(',

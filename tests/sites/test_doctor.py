@@ -21,14 +21,16 @@ from commands import run
 from sites import write_rows
 from studies import approvals_in, offered
 
-import fedplan.runners.flower.key_check as known
 import fedplan.sites.doctor as doctor
 from fedplan.errors import FedplanError
+from fedplan.runners.flower import supernode
 from fedplan.runners.flower.keys import make_keys, make_site_keys
 from fedplan.runners.site import read_site
 from fedplan.sites.doctor import Finding, check_site
 from fedplan.storage.locks import acquire_folder_lock
 
+is_key_registered = supernode.is_key_registered
+"""The function itself: the site of these tests has another in its place."""
 SITE = """
 name = "north"
 data = "rows.npz"
@@ -90,7 +92,7 @@ def site(tmp_path: Path, keys: Path, server: Server, monkeypatch: pytest.MonkeyP
     (tmp_path / "ca.crt").write_bytes((keys / "ca.crt").read_bytes())
     make_site_keys(tmp_path)
     write_rows(tmp_path / "rows.npz")
-    monkeypatch.setattr("fedplan.runners.flower.key_check.is_key_registered", lambda _: True)
+    monkeypatch.setattr("fedplan.runners.flower.supernode.is_key_registered", lambda _: True)
     return tmp_path
 
 
@@ -178,16 +180,25 @@ def test_a_certificate_that_ends_soon_is_told(site: Path, monkeypatch: pytest.Mo
 def test_a_key_that_the_server_does_not_know_is_told(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedplan.runners.flower.key_check.is_key_registered", lambda _: False)
+    monkeypatch.setattr("fedplan.runners.flower.supernode.is_key_registered", lambda _: False)
     (told,) = faults(site).values()
     assert (told.name, told.state) == ("registered", "fail")
     assert "fedplan server register north node.pub" in told.remedy
 
 
-def test_a_proxy_without_its_server_is_told_in_words_and_not_as_a_page() -> None:
+def test_a_proxy_without_its_server_is_told_in_words_and_not_as_a_page(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = httpx.Response(502, text="<html><title>502 Bad Gateway</title></html>")
+
+    def refused(*_: object) -> None:
+        raise httpx.HTTPStatusError("", request=httpx.Request("POST", "https://x"), response=page)
+
+    monkeypatch.setattr(supernode.FleetHttpClient, "ActivateNode", refused)
+    there = read_site(site).server
+    assert there is not None
     with pytest.raises(FedplanError, match="not the SuperLink behind it") as told:
-        known._read_response(page)  # pyright: ignore[reportPrivateUsage]
+        is_key_registered(there)
     assert "html" not in str(told.value)
 
 

@@ -23,8 +23,7 @@ from fedplan.federation import identity
 from fedplan.federation.server import Server
 from fedplan.methods.registry import METHODS
 from fedplan.privacy.mechanisms import noise
-from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.server import run_server
+from fedplan.runners.flower.apps import client_app, run_server
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime, site_study_folder
 from fedplan.studies.schema import read_study

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of messages to Flower records, with each blob as an array of bytes.
+"""Messages of fedplan as Flower messages, with each blob as an array of bytes.
 
 Flower fetches every array by a request of its own, and supports neither bfloat16 nor 8-bit floats.
 So tensors are sent as bytes.
@@ -7,16 +7,23 @@ So tensors are sent as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, RecordDict
+from flwr.app import Message as FlowerMessage
 
 from fedplan.errors import FedplanError
-from fedplan.federation.ledger.faults import KINDS, describe_code
+from fedplan.federation.ledger.faults import KINDS, describe_code, encode_code, error_code_of
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import unpack_message
 
+log = logging.getLogger("fedplan")
+Answer = Callable[[str, Message], Message]
+"""Returns the reply to a request, given its kind and message."""
+APP_FAILED = 2
+"""Flower's error code of a failed app; the server repeats the request a few times."""
 ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 """Names of the two records, and of the field in the header record."""
 
@@ -60,3 +67,30 @@ def refusal_text(fields: Mapping[str, Any]) -> str:
     """Return the sentence for the error code in a reply's fields; empty if there is no error."""
     kind = next((kind for kind in KINDS if kind in fields), "")
     return describe_code(kind, str(fields[kind])) if kind else ""
+
+
+def make_reply(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
+    """Return the Flower reply to `envelope`, made by `answer`; never raises an Exception.
+
+    `answer` gets the kind, as "train" or "hello", and the message; a message that is not of fedplan
+    becomes an empty one. Of an exception only the code is sent.
+    """
+    kind = envelope.metadata.message_type.removeprefix("query.")
+    try:
+        try:
+            message = from_records(envelope.content)
+        except BrokenMessage:
+            message = Message(b"")  # sites refuse it
+        return FlowerMessage(to_records(answer(kind, message)), reply_to=envelope)
+    except Exception as error:
+        return error_reply(envelope, error)
+
+
+def error_reply(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
+    """Log the code of an exception, and return the code as a Flower error reply to `envelope`.
+
+    The exception's text, which may reveal examples, is neither logged nor sent.
+    """
+    code = encode_code(error_code_of(error))
+    log.error("a request failed: %s", code)
+    return FlowerMessage(Error(APP_FAILED, code), reply_to=envelope)

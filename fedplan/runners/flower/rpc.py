@@ -26,6 +26,7 @@ from fedplan.federation.ledger.faults import APPROVAL, decode_reason
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Timeouts
+from fedplan.runners.flower._internals import RunNotRunningException
 from fedplan.runners.flower.records import from_records, refusal_text, to_records
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message
@@ -318,11 +319,10 @@ class SiteRpc:
                 items = list(call())
             except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
                 raise
-            except BaseException as error:
-                # Flower derives this class from BaseException.
-                if type(error).__name__ == "RunNotRunningException":
-                    raise FlowerRunEnded(str(error)) from error
-                if not isinstance(error, Exception) or time.monotonic() > deadline:
+            except RunNotRunningException as error:  # no subclass of Exception
+                raise FlowerRunEnded(str(error)) from error
+            except Exception as error:
+                if time.monotonic() > deadline:
                     raise
                 log.warning("the SuperLink does not answer; trying again: %r", error)
             else:

@@ -42,7 +42,6 @@ from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import get_values, set_values
 from fedplan.runners.flower import records
-from fedplan.runners.flower.superexec import error_reply
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import Tensors, digests
@@ -225,7 +224,7 @@ class _Mod:
         try:
             return self._run_turn(envelope, context, call_next, kind)
         except Exception as error:
-            return error_reply(envelope, error)
+            return records.error_reply(envelope, error)
 
     def _run_turn(
         self, envelope: FlowerMessage, context: Context, call_next: Next, kind: str

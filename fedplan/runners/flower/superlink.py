@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flower's SuperLink, run so that only its operator may control it, and calls to its control API.
+"""Flower's SuperLink: run it, control it, and run a study's server on it.
 
 By default Flower's control API, which starts runs and registers nodes, needs no credential. Here it
-needs a token from a file of the operator, and so does the API that gives out server tasks.
+needs a token from a file of the operator, and so does the API that gives out server tasks: a
+study's server takes its task in this process, and no uploaded app is ever run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
-import sys
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import httpx
 from cryptography.hazmat.primitives.serialization import (
@@ -27,35 +27,58 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_ssh_public_key,
 )
-from flwr.cli.build import build_fab_from_disk
-from flwr.common.constant import ACCESS_TOKEN_KEY
-from flwr.common.serde import fab_to_proto
-from flwr.proto.control_pb2 import (
-    ListNodesRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-    UnregisterNodeRequest,
-)
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.auth.typing import AccountInfo
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.fab import Fab
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
-from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+from flwr.serverapp import Grid
 from pydantic import ValidationError
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower.superexec import RuntimeApi
-from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT
+from fedplan.federation.ledger.stream import EventStream
+from fedplan.runners.flower._internals import (
+    ACCESS_TOKEN_KEY,
+    AccountInfo,
+    AcquireTaskRequest,
+    ControlHttpClient,
+    Fab,
+    HeartbeatSender,
+    HttpGrid,
+    ListNodesRequest,
+    NodeInfo,
+    NoOpControlAuthnPlugin,
+    ProtobufCall,
+    ProtobufRequestContext,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+    RegisterNodeRequest,
+    RuntimeHttpClient,
+    StartRunRequest,
+    SubStatus,
+    TaskIdentity,
+    TaskType,
+    UnregisterNodeRequest,
+    build_fab_from_disk,
+    fab_to_proto,
+    make_task_heartbeat_fn_http,
+    run_flower_superlink,
+    run_from_proto,
+)
+from fedplan.runners.flower.apps import run_server
+from fedplan.runners.flower.rpc import FlowerRunEnded
+from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT, RuntimeApi
 from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import locked_folder
-from fedplan.studies.schema import parse_toml
+from fedplan.studies.schema import Study, parse_toml
 from fedplan.studies.sections import Section
 
+log = logging.getLogger("fedplan")
 SERVER, TOKEN, SECRET = "server.toml", "operator.token", "executor.secret"
 """Files in a server's folder: settings, token for the control API, secret for tasks."""
 APP = Path(__file__).parent / "templates" / "app"
 """An empty app: Flower starts no run without one."""
+TASK_TIMEOUT = 120.0
+"""Seconds to wait for the task of a new Flower run."""
+ATTEMPTS = 10
+"""How many Flower runs are started for one study, if Flower ends them."""
+RETRY_SECONDS = 5.0
+"""Seconds for which Flower's client repeats a failed call."""
 
 
 class _ServerFile(Section):
@@ -207,9 +230,6 @@ def run_superlink(folder: Path) -> None:
     link, token = read_superlink(folder), read_token(folder)
     _read_secret(folder / SECRET)
     os.environ |= {**FLOWER_ENVIRONMENT, "FLWR_HOME": str(folder / "flwr")}
-    # The package exports a function of the same name, which hides the module.
-    module: Any = import_module("flwr.superlink.cli.flower_superlink")
-    module.load_control_authn_plugin = lambda: OperatorAuthPlugin(token)
     host, _, port = link.address.rpartition(":")
     arguments = ["--host", host.strip("[]"), "--port", port, "--database", str(link.database)]
     arguments += ["--isolation", "process"]
@@ -221,8 +241,7 @@ def run_superlink(folder: Path) -> None:
         ca, certificate, key = map(str, link.tls)
         arguments += ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
         arguments += ["--enable-supernode-auth"]
-    sys.argv = ["flower-superlink", *arguments]
-    module.flower_superlink()
+    run_flower_superlink(OperatorAuthPlugin(token), arguments)
 
 
 class OperatorAuthPlugin(NoOpControlAuthnPlugin):
@@ -262,3 +281,114 @@ def read_public_key(file: Path) -> bytes:
         )
     except (OSError, ValueError) as error:
         raise FedplanError(f"{file} is not a public node key: {error}") from error
+
+
+def run_on_superlink(
+    link: SuperLink,
+    study: Study,
+    folder: Path,
+    events: EventStream | None = None,
+) -> None:
+    """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
+
+    Blocks until the study ends. `events` receives progress
+    (default: an EventStream of the folder). If Flower ends its run, as after a long silence of
+    the SuperLink, another Flower run is started and the study continued; FlowerRunEnded is raised
+    after ATTEMPTS Flower runs. Raises FedplanError if the SuperLink gives no task, and the errors
+    of `run_server`.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            with acquire_grid(link) as grid:
+                return run_server(
+                    grid, study, folder, events=events, registered_names=link.site_names
+                )
+        except FlowerRunEnded as error:
+            if not left:
+                raise
+            log.warning("Flower has ended its run, and another one is started: %r", error)
+            time.sleep(5.0)
+    raise AssertionError
+
+
+@contextmanager
+def acquire_grid(link: SuperLink) -> Generator[Grid]:
+    """Start a Flower run on the SuperLink `link`, take the run's server task, and yield the grid.
+
+    Sends heartbeats during the body; at the end reports the task as completed, or as failed if the
+    body raises. Raises FedplanError if the SuperLink gives no task in TASK_TIMEOUT seconds.
+    """
+    # Two processes must not take each other's task.
+    with locked_folder(link.folder, timeout=TASK_TIMEOUT):
+        token = _acquire_task(link, link.start_run())
+    api = link.runtime_api
+    grid = HttpGrid(
+        runtime_api_address=api.address,
+        insecure=api.certificate is None,
+        root_certificates=api.certificate.read_bytes() if api.certificate else None,
+        token=token,
+    )
+    # By default Flower repeats calls for ever, and a request to stop would go unnoticed.
+    grid._retry_invoker.max_time = RETRY_SECONDS  # pyright: ignore[reportPrivateUsage]
+    client = api.task_client(token)
+    send_heartbeat = make_task_heartbeat_fn_http(client)
+
+    def try_heartbeat() -> bool:
+        try:
+            return send_heartbeat()
+        except httpx.HTTPStatusError:
+            return False
+
+    heartbeats = HeartbeatSender(try_heartbeat)
+    heartbeats.start()
+    status, details = SubStatus.FAILED, "the server ended"
+    try:
+        task = client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
+        TaskIdentity.node_id = task.context.node_id
+        grid.set_run(run_from_proto(task.run))
+        yield grid
+        status, details = SubStatus.COMPLETED, ""
+    finally:
+        if heartbeats.is_running:
+            heartbeats.stop()
+        _end_task(client, details, status)
+        grid.close()
+
+
+def _acquire_task(link: SuperLink, run_id: int) -> str:
+    """Wait for the server task of the Flower run `run_id`, and return the task's token.
+
+    Tasks of other runs, left by killed processes, are taken and ended as failed. Raises
+    FedplanError after TASK_TIMEOUT seconds, or if the SuperLink `link` cannot be reached.
+    """
+    deadline = time.monotonic() + TASK_TIMEOUT
+    client = link.runtime_api.acquire_client()
+    try:
+        while time.monotonic() < deadline:
+            request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            response = client.AcquireTask(request)
+            if response.HasField("task") and response.task.run_id == run_id:
+                return response.token
+            if response.HasField("task"):
+                other = response.task.run_id
+                log.warning("run %s was left by another process, and is ended", other)
+                _end_task(link.runtime_api.task_client(response.token), "nobody runs this app")
+            time.sleep(0.2)
+    except httpx.HTTPError as error:
+        raise FedplanError(f"{link.address} gives no task: {error!r}") from error
+    finally:
+        client.close()
+    raise FedplanError(f"the SuperLink at {link.address} does not give the task of its new run")
+
+
+def _end_task(client: RuntimeHttpClient, details: str, status: str = SubStatus.FAILED) -> None:
+    """Report the end of a client's task with status and details, and close the client.
+
+    An HTTP error is logged, not raised.
+    """
+    try:
+        client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
+    except httpx.HTTPError as error:
+        log.warning("the end of the task was not reported to the SuperLink: %r", error)
+    client.close()

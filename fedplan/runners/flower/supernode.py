@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site's Flower SuperNode, kept running, with a Runtime API that only this process may use.
+"""Flower at a site: its SuperNode, kept running, and the replies to the tasks that the node gets.
 
-The API is open to all users of a machine. So its certificate and secret are made for each start, in
-a folder that only this user can enter.
+The node's Runtime API is open to all users of a machine. So its certificate and secret are made for
+each start, in a folder that only this user can enter. A task has a message and an app of whoever
+started the run. The message gets its reply from the fedplan that the site installed; the app is not
+unpacked or imported.
 """
 
 from __future__ import annotations
@@ -17,14 +19,42 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+from flwr.app import Context
+
 from fedplan.errors import FedplanError
+from fedplan.runners.flower._internals import (
+    AcquireTaskRequest,
+    ActivateNodeRequest,
+    ApiErrorCode,
+    FleetHttpClient,
+    HeartbeatSender,
+    NodeAuthHttpInterceptor,
+    ProtobufClientInterceptor,
+    PullObjectRequest,
+    PullObjectResponse,
+    RuntimeHttpClient,
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SubStatus,
+    SuperExecAuthHttpInterceptor,
+    TaskType,
+    make_task_heartbeat_fn_http,
+    public_key_to_bytes,
+    pull_task_input,
+    push_message,
+    push_task_output,
+)
 from fedplan.runners.flower.keys import make_keys
-from fedplan.runners.flower.superexec import RuntimeApi
-from fedplan.runners.site import Site
+from fedplan.runners.flower.records import Answer, make_reply
+from fedplan.runners.site import ServerSection, Site, read_node_key
+from fedplan.tensors.message import Message
 
 log = logging.getLogger("fedplan")
 FLOWER_ENVIRONMENT = {
@@ -38,6 +68,58 @@ RESTART_DELAY = 5.0
 """Seconds before an ended node is restarted; the server may refuse it for up to a minute."""
 HANDSHAKE_ERROR = "handshake error detected"
 """Output of a SuperNode that then receives nothing more, and does not end."""
+POLL_INTERVAL = 0.2
+"""Seconds between two polls of the node, which is on this machine."""
+STALL_INTERVAL = 10.0
+"""Seconds between two polls for another task while a message is incomplete."""
+ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
+"""The method of the Runtime API that needs the secret."""
+
+Pull = Callable[[PullObjectRequest], PullObjectResponse]
+REGISTERED_BY_CODE = {
+    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: False,
+    ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: True,
+}
+"""Whether the key is registered, by the error code of an activation without heartbeats.
+
+The server looks up the key first, and then rejects the heartbeat interval.
+"""
+PROXY_ERRORS = (502, 503, 504)
+"""HTTP status of a proxy without a response of the server behind it."""
+
+
+@dataclass(frozen=True)
+class RuntimeApi:
+    """How to reach a Flower Runtime API, which gives out tasks; makes clients of the API.
+
+    `address` is host:port, `certificate` the CA certificate file (None: unencrypted), `secret` the
+    file with the secret that taking tasks needs, read by `acquire_client`. Clients must be closed.
+    """
+
+    address: str
+    certificate: Path | None = None
+    secret: Path | None = None
+
+    def client(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
+        """Return a client of the API with these interceptors."""
+        return RuntimeHttpClient.from_server_address(
+            server_address=self.address,
+            insecure=self.certificate is None,
+            root_certificates=self.certificate.read_bytes() if self.certificate else None,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), *interceptors],
+        )
+
+    def acquire_client(self) -> RuntimeHttpClient:
+        """Return a client that may take tasks, authenticated by the secret if there is one."""
+        if self.secret is None:
+            return self.client()
+        secret = self.secret.read_bytes()
+        auth = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
+        return self.client(auth)
+
+    def task_client(self, token: str) -> RuntimeHttpClient:
+        """Return a client for one task, authenticated by its token."""
+        return self.client(RuntimeTokenHttpInterceptor(token))
 
 
 @contextmanager
@@ -136,3 +218,138 @@ def _end_with_parent() -> None:
     """Have the kernel end this process with its parent (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def serve_tasks(api: RuntimeApi, answer: Answer, stop: threading.Event) -> None:
+    """Take tasks from `api` and reply to their messages by `answer`, until `stop` is set.
+
+    Runs one task at a time in this thread. Connection errors are logged, and the API is polled
+    again. For a task that cannot be read, `answer` is called with an empty message, to log it.
+    """
+    with closing(api.acquire_client()) as client:
+        token = ""
+        while not stop.wait(0.0 if token else POLL_INTERVAL):
+            try:
+                if token := token or _acquire_task(client):
+                    guard = StalledPullGuard(lambda: _acquire_task(client), stop)
+                    _run_task(api, token, answer, guard)
+                    token = guard.next_token
+            except httpx.HTTPError as error:
+                token = ""
+                # The node is restarting, or not up yet; its keeper takes care of it.
+                log.warning("the node does not answer: %r", error)
+                stop.wait(2.0)
+
+
+def _acquire_task(client: RuntimeHttpClient) -> str:
+    """Return the token of a new task, or an empty text if there is none."""
+    request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+    response = client.AcquireTask(request)
+    return response.token if response.HasField("task") else ""
+
+
+def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
+    """Pull the message of the task with this token, and push the reply made by `answer`.
+
+    Sends heartbeats to `api` meanwhile; `guard` gives up an incomplete message. HTTP errors are
+    raised; after any other error `answer` is called with an empty message, to log the error.
+    """
+    try:
+        with closing(api.task_client(token)) as client:
+            # The instance's attribute overrides the method of its class.
+            vars(client)["PullObject"] = guard.wrap(client.PullObject)
+            heartbeats = HeartbeatSender(make_task_heartbeat_fn_http(client))
+            heartbeats.start()
+            context: Context | None = None
+            try:
+                envelope, context, _, _ = pull_task_input(client)
+                push_message(client, make_reply(envelope, answer), context)
+            finally:
+                push_task_output(client, context, SubStatus.COMPLETED, "")
+                heartbeats.stop()
+    except httpx.HTTPError:
+        raise
+    except Exception as error:
+        log.warning("a task failed: %s", type(error).__name__)
+        answer("request", Message(b""))
+
+
+@dataclass
+class StalledPullGuard:
+    """Gives up the pull of an incomplete message when the node has another task, or at a stop.
+
+    If a run ends while the node receives a message, the rest never comes, and Flower pulls for up
+    to two hours; but a node receives one message at a time, so another task means that the former
+    is over. Use `wrap` on the client's pull function. `acquire` takes a task and returns its token,
+    or ""; the token is then in `next_token`, for the caller. `stop` also gives up. `lock` and
+    `last`, the monotonic time of the last `acquire`, are internal.
+    """
+
+    acquire: Callable[[], str]
+    stop: threading.Event
+    next_token: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    last: float = field(default_factory=time.monotonic)
+
+    def wrap(self, pull: Pull) -> Pull:
+        """Return a pull function that ends the wait for an object at a stop or another task.
+
+        The object is then reported as not found. While an object is not available, `acquire` is
+        called once per STALL_INTERVAL, until it has taken a task: the caller must then run the task
+        in `next_token`.
+        """
+
+        def guarded_pull(request: PullObjectRequest) -> PullObjectResponse:
+            """Pull an object; not found if unavailable, and `stop` is set or a task is next."""
+            response = pull(request)
+            if response.object_available:
+                return response
+            with self.lock:
+                if not self.next_token and time.monotonic() - self.last > STALL_INTERVAL:
+                    self.last, self.next_token = time.monotonic(), self.acquire()
+            is_over = bool(self.next_token) or self.stop.is_set()
+            return PullObjectResponse(object_found=False) if is_over else response
+
+        return guarded_pull
+
+
+def is_key_registered(server: ServerSection) -> bool:
+    """Ask the server of a site whether the site's node key is registered there.
+
+    Reads the files `server.node_key` and `server.ca`. Sends an activation with a heartbeat interval
+    of 0, which the server rejects with one of two codes, so nothing changes there and a running
+    node is not disturbed. Raises FedplanError if the key file is invalid, the server cannot be
+    reached, or the response has neither code.
+    """
+    key = read_node_key(Path(server.node_key))
+    public = key.public_key()
+    client = FleetHttpClient.from_server_address(
+        server.address,
+        insecure=False,
+        root_certificates=Path(server.ca).read_bytes(),
+        interceptors=[
+            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+            NodeAuthHttpInterceptor(key, public),
+        ],
+    )
+    request = ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0.0)
+    with client:
+        try:
+            client.ActivateNode(request)
+        except httpx.HTTPStatusError as error:
+            response = error.response
+        except httpx.HTTPError as error:
+            raise FedplanError(f"{server.address} does not answer: {error!r}") from error
+        else:
+            raise FedplanError(
+                f"{server.address} accepts a node without heartbeats: it has another Flower version"
+            )
+    for code, is_registered in REGISTERED_BY_CODE.items():
+        if str(int(code)) in response.text:
+            return is_registered
+    if response.status_code in PROXY_ERRORS:
+        raise FedplanError(
+            f"the server's proxy answers ({response.status_code}), but not the SuperLink behind "
+            "it: tell its operator, and try again"
+        )
+    raise FedplanError(f"the server answers {response.status_code}: {response.text[:200]}")
