@@ -96,9 +96,9 @@ LENT = {
         simulate_secagg_round
     """,
     "federation": """
-        AGGREGATION_KINDS AGREEMENT APPROVAL Account Authorization BEST BestBy
-        COHORT_PREFIXES Callback ClientChanged CommittedRound DELTA EGRESS_LOG EVALUATE
-        EarlyStopping EgressLog EvalConfig EvalSet Event EventStream FaultLog
+        AGGREGATION_KINDS AGREEMENT APPROVAL Account Aggregator Authorization BEST
+        BestBy COHORT_PREFIXES Callback ClientChanged CommittedRound DELTA EGRESS_LOG
+        EVALUATE EarlyStopping EgressLog EvalConfig EvalSet Event EventStream FaultLog
         GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE LOWER_IS_BETTER Limits METRICS
         MeanAggregator MetricPolicy Metrics Notice PER_CLIENT_PREFIXES REPLIES
         ROLE_BY_LETTER ROLE_LETTERS ROUND_CHECKPOINT RULES RUN_FILE Record RecordError

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation.protocol import TensorsAndJson
+from fedplan.federation.aggregation.protocol import Aggregator, TensorsAndJson
 from fedplan.federation.evaluation import Scores, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged, Notice
 from fedplan.federation.ledger.faults import describe_code
@@ -49,21 +50,17 @@ class SumOverflow(FedplanError):
 class Task:
     """A worker's work; `do` is its action, as in `Worker.reply`.
 
-    `client` and `request` (the server's request to the client) are empty for actions without them.
-    `late`: whether the update comes too late to be aggregated. `steps`: number of training steps.
+    `client` is empty, and `request` (the server's request to the client) None, for actions without
+    them. `make_full` returns the request to send if the client has lost its state. `late`: whether
+    the update comes too late to be aggregated. `steps`: number of training steps.
     """
 
     do: str
     client: str = ""
     request: Request | None = None
+    make_full: Callable[[], Request] | None = None
     late: bool = False
     steps: int = 0
-
-
-OnReply = Callable[[Task, JsonObject], Task | None]
-"""Handles a reply; returns a task to run again, with another request, or None."""
-OnSum = Callable[[list[tuple[Task, JsonObject]], TensorsAndJson], None]
-"""Handles a worker's partial sum, and the tasks and replies of the turns in it."""
 
 
 @dataclass
@@ -71,14 +68,14 @@ class WorkerHandle:
     """The pool's record of one worker.
 
     `task`: the task without a reply, or None. `batch`: number of the last batch of tasks for which
-    the worker got the global state; `versions`: the versions of the global values then. `results`:
-    the turns in the worker's partial sum, with their replies.
+    the worker got the global state; `versions`: the versions of the global values then. `turns`:
+    the tasks whose updates are in the worker's partial sum.
     """
 
     task: Task | None
     batch: int = 0
     versions: dict[str, int] = field(default_factory=dict[str, int])
-    results: list[tuple[Task, JsonObject]] = field(default_factory=list[tuple[Task, JsonObject]])
+    turns: list[Task] = field(default_factory=list[Task])
 
 
 class PoolExecutor:
@@ -123,16 +120,8 @@ class PoolExecutor:
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
         """Return the layer scores of the clients `names`, by their requests in `round_state`."""
-        layer_scores = dict[str, Mapping[Block, float]]()
-
-        def handle_reply(task: Task, reply: JsonObject) -> Task | None:
-            if reply.get("missing"):
-                return self._resend_full(round_state, task)
-            layer_scores[task.client] = block_scores_from_json(reply["scores"])
-            return None
-
-        self._work([Task("poll", name, round_state.cohort[name]) for name in names], handle_reply)
-        return {name: layer_scores[name] for name in names}
+        replies = self._work([self._make_task("poll", round_state, name) for name in names])
+        return {name: block_scores_from_json(replies[name]["scores"]) for name in names}
 
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
@@ -143,125 +132,101 @@ class PoolExecutor:
         order of `names`) of `round_state`; updates of `late` clients are recorded only. If partial
         sums overflow, all turns run again in this process, in the order of `names`.
         """
-        before = round_state.wasted_bytes, dict(round_state.cohort), dict(round_state.rejected)
-        total_sum, aggregated = round_state.aggregator.empty(), set[str]()
-
-        def handle_reply(task: Task, reply: JsonObject) -> Task | None:
-            if reply.get("missing"):
-                return self._resend_full(round_state, task)
-            if reply["overflow"]:
-                raise SumOverflow(f"the update of {task.client} overflowed a partial sum")
-            self.events.emit(ClientChanged(task.client, SiteState.RESPONDED))
-            return None
-
-        def add_sum(results: list[tuple[Task, JsonObject]], partial_sum: TensorsAndJson) -> None:
-            try:
-                total_sum.merge(*partial_sum)
-            except SumError as error:
-                raise SumOverflow(str(error)) from error
-            for task, reply in results:
-                if reply["ledger_line"] is not None:
-                    round_state.records[task.client] = read_turn(reply["ledger_line"])
-                if reply["aggregated"]:
-                    aggregated.add(task.client)
-                if reply["rejected"] is not None:
-                    round_state.rejected.setdefault(task.client, reply["rejected"])
-
         step_count, tasks = self.server.agreement.train_arguments.step_count, list[Task]()
         for name in names:
+            task = self._make_task("turn", round_state, name)
             steps = step_count(len(self.clients.examples[name]))
-            tasks.append(Task("turn", name, round_state.cohort[name], name in late, steps))
+            tasks.append(replace(task, late=name in late, steps=steps))
+        before = round_state.wasted_bytes, dict(round_state.cohort)
+        total_sum = round_state.aggregator.empty()
         try:
-            self._work(tasks, handle_reply, total_sum.describe(), add_sum)
+            replies = self._work(tasks, total_sum)
         except SumOverflow:
-            round_state.wasted_bytes, round_state.cohort, round_state.rejected = before
-            round_state.records = {}
+            round_state.wasted_bytes, round_state.cohort = before
             serial = SerialExecutor(self.server, self.clients, self.events)
             serial.run_turns(round_state, names, late)
             return
         round_state.aggregator = total_sum
-        round_state.responded = [name for name in names if name in round_state.records]
-        round_state.aggregated = [name for name in round_state.responded if name in aggregated]
+        for name in names:
+            reply = replies[name]
+            if reply["ledger_line"] is not None:
+                round_state.records[name] = read_turn(reply["ledger_line"])
+                round_state.responded.append(name)
+            if reply["aggregated"]:
+                round_state.aggregated.append(name)
+            if reply["rejected"] is not None:
+                round_state.rejected.setdefault(name, reply["rejected"])
 
     def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
         """Evaluate the models of the last round at the clients `names`.
 
         Returns the scores by client in the order of `names`, and the reason of each refusal.
         """
-        scores, refusals = dict[str, Scores](), dict[str, str]()
-
-        def make_task(name: str, *, full: bool = False) -> Task:
-            state, traits = self.server.global_state, self.server.roster[name]
-            request = make_eval_request(self.server.agreement, state, name, traits, full=full)
-            return Task("scores", name, request)
-
-        def handle_reply(task: Task, reply: JsonObject) -> Task | None:
-            if reply.get("missing"):
-                return make_task(task.client, full=True)
-            if "refused" in reply:
-                refusals[task.client] = describe_code("refused", reply["refused"])
-            else:
-                scores[task.client] = reply["scores"]
-            return None
-
-        self._work([make_task(name) for name in names], handle_reply)
-        return {name: scores[name] for name in names if name in scores}, refusals
+        tasks, agreement, state = list[Task](), self.server.agreement, self.server.global_state
+        for name in names:
+            make = partial(make_eval_request, agreement, state, name, self.server.roster[name])
+            tasks.append(Task("scores", name, make(), partial(make, full=True)))
+        replies = self._work(tasks)
+        scores = {name: replies[name]["scores"] for name in names if "scores" in replies[name]}
+        refusals = {
+            name: describe_code("refused", replies[name]["refused"])
+            for name in names
+            if "refused" in replies[name]
+        }
+        return scores, refusals
 
     def personal_scores(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return the metrics of each client's personal model on the client's own test examples."""
-        scores = dict[str, dict[str, float]]()
+        replies = self._work([Task("personal_scores", name) for name in names])
+        return {name: replies[name]["scores"] for name in names}
 
-        def handle_reply(task: Task, reply: JsonObject) -> None:
-            scores[task.client] = reply["scores"]
+    def _make_task(self, do: str, round_state: RoundState, name: str) -> Task:
+        """Return a task with the client's request of the round."""
 
-        self._work([Task("personal_scores", name) for name in names], handle_reply)
-        return {name: scores[name] for name in names}
+        def make_full() -> Request:
+            self.server.resend_all(round_state, name)
+            return round_state.cohort[name]
 
-    def _resend_full(self, round_state: RoundState, task: Task) -> Task:
-        self.server.resend_all(round_state, task.client)
-        return replace(task, request=round_state.cohort[task.client])
+        return Task(do, name, round_state.cohort[name], make_full)
 
     def _work(
-        self,
-        tasks: Sequence[Task],
-        on_reply: OnReply,
-        sum_description: JsonObject | None = None,
-        on_sum: OnSum | None = None,
-    ) -> None:
-        """Run tasks on the workers; return when all have replies and all partial sums are returned.
+        self, tasks: Sequence[Task], total_sum: Aggregator | None = None
+    ) -> dict[str, JsonObject]:
+        """Run tasks on the workers; return the replies by client.
 
-        `on_reply` handles the reply to a task, and may return a task to run again. With a
-        `sum_description` each worker opens a partial sum before the first turn, and `on_sum`
-        handles the returned sum. Any exception stops all workers.
+        With a `total_sum` the updates of turns are added to it: each worker opens a partial sum
+        before its first turn, and returns it when no task is left. Any exception stops all workers;
+        raises SumOverflow if a partial sum overflows.
         """
         self.start()
         self._batch, self._shared = self._batch + 1, {}
         self.lost.clear()
         # Tasks are popped from the end: the longest first, else in the given order.
         queue = sorted(reversed(tasks), key=lambda task: task.steps)
+        replies = dict[str, JsonObject]()
         try:
             while True:
                 for number, worker in self.workers.items():
                     if worker.task is None and queue:
-                        self._send(number, queue.pop(), sum_description)
-                    elif worker.task is None and worker.results:
+                        self._send(number, queue.pop(), total_sum)
+                    elif worker.task is None and worker.turns:
                         self._send(number, Task("sum"), None)
                 running = [each.task.do for each in self.workers.values() if each.task is not None]
                 if not queue and set(running) <= {"begin"}:
-                    return
-                replies = self.transport.receive(BEAT)
+                    return replies
+                received = self.transport.receive(BEAT)
                 self.events.heartbeat()
-                for number, reply in replies:
+                for number, reply in received:
                     if reply is None:
                         queue += self._replace_worker(number)
                         queue.sort(key=lambda task: task.steps)
-                    elif (task := self._handle_reply(number, reply, on_reply, on_sum)) is not None:
-                        queue.append(task)
+                    else:
+                        queue += self._handle_reply(number, reply, replies, total_sum)
         except BaseException:
             self.close()  # else their late replies would be taken for those of another round
             raise
 
-    def _send(self, number: int, task: Task, sum_description: JsonObject | None) -> None:
+    def _send(self, number: int, task: Task, total_sum: Aggregator | None) -> None:
         """Send a task to worker `number`.
 
         The first task of a batch comes with the global values that changed since the worker's last
@@ -286,8 +251,8 @@ class PoolExecutor:
                     self._shared[keys] = self.transport.share(values)
                 shared = self._shared[keys]
             worker.versions, worker.batch = dict(state.versions), self._batch
-        if sum_description is not None and not worker.results:
-            message["open"] = sum_description
+        if total_sum is not None and not worker.turns:
+            message["open"] = total_sum.describe()
         if task.do == "turn":
             self.events.emit(ClientChanged(task.client, SiteState.REQUESTED))
         if task.request is not None:
@@ -298,12 +263,16 @@ class PoolExecutor:
         self.transport.send(number, message, shared)
 
     def _handle_reply(
-        self, number: int, received: TensorsAndJson, on_reply: OnReply, on_sum: OnSum | None
-    ) -> Task | None:
-        """Handle the tensors and fields `received` from worker `number`.
+        self,
+        number: int,
+        received: TensorsAndJson,
+        replies: dict[str, JsonObject],
+        total_sum: Aggregator | None,
+    ) -> list[Task]:
+        """Put the reply of worker `number` into `replies`, or merge its sum into `total_sum`.
 
-        Calls `on_reply` or, for a partial sum, `on_sum` with the results of the turns in the sum.
-        Returns a task to run again, or None. Raises FedplanError if the reply is an error.
+        Returns the task if it must run again, with a full request. Raises FedplanError if the reply
+        is an error, and SumOverflow.
         """
         worker, reply = self.workers[number], received[1]
         task, worker.task = worker.task, None
@@ -314,18 +283,24 @@ class PoolExecutor:
             code = reply.get("code") or reply.get("refused")
             error = FedplanError(f"{who}{reply['error']}")
             raise error.with_code(code) if code else error
+        if reply.get("missing") and task.make_full is not None:
+            return [replace(task, request=task.make_full())]
         if task.do == "begin":
             del self.lost[STARTING]  # workers do start: earlier deaths had another cause
-            return None
-        if task.do == "sum":
-            results, worker.results = worker.results, []
-            if on_sum is not None:
-                on_sum(results, received)
-            return None
-        again = on_reply(task, reply)
-        if again is None and task.do == "turn":
-            worker.results.append((task, reply))
-        return again
+        elif task.do == "sum" and total_sum is not None:
+            try:
+                total_sum.merge(*received)
+            except SumError as error:
+                raise SumOverflow(str(error)) from error
+            worker.turns = []
+        elif task.do == "turn":
+            if reply["overflow"]:
+                raise SumOverflow(f"the update of {task.client} overflowed a partial sum")
+            self.events.emit(ClientChanged(task.client, SiteState.RESPONDED))
+            worker.turns.append(task)
+        if task.client:
+            replies[task.client] = reply
+        return []
 
     def _replace_worker(self, number: int) -> list[Task]:
         """Start a new worker in place of the dead worker `number`; return the tasks to run again.
@@ -346,7 +321,7 @@ class PoolExecutor:
                 "memory ran out, use fewer workers or smaller batches"
             )
         self.start()
-        return [*tasks, *(task for task, _ in worker.results)]
+        return tasks + worker.turns
 
 
 @contextmanager
