@@ -36,6 +36,5 @@ clients = {str(i): [row for row in rows if row["labels"] // 2 == i] for i in ran
 size = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 10}
 model = BertForSequenceClassification(BertConfig(vocab_size=17, intermediate_size=64, **size))
 method = replace(fp.methods.fedbn(), client_hooks=(dynamic,), server_optimizer=server)
-train = fp.TrainConfig(rounds=2, optimizer="sgd", lr=0.1)
-run = fp.simulate(method, model, clients, train=train)
+run = fp.simulate(method, model, clients, train=fp.TrainConfig(rounds=2, optimizer="sgd", lr=0.1))
 print(run.metrics.to_pandas())

@@ -32,11 +32,9 @@ fp.register_layer_map("Reader", head="top", embed="embed")
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images).reshape(-1, 8, 8).float() / 16
 rows = [(images[i], int(labels[i])) for i in range(len(labels))]
-test = rows[1200:]
-hospitals = {f"hospital-{i}": {"train": rows[i * 300 :][:300], "test": test} for i in range(4)}
-plan = fp.chain(fp.share(), fp.keep(head))
+sites = {f"hospital-{i}": {"train": rows[i * 300 :][:300], "test": rows[1200:]} for i in range(4)}
+plan, train = fp.chain(fp.share(), fp.keep(head)), fp.TrainConfig(rounds=4, lr=3e-3)
 task = fp.CustomTask(metrics=right, primary="accuracy")
-train = fp.TrainConfig(rounds=4, lr=3e-3)
 torch.manual_seed(0)
-run = fp.simulate(plan, Reader(), hospitals, loss, task=task, train=train)
+run = fp.simulate(plan, Reader(), sites, loss, task=task, train=train)
 print(run.metrics.to_pandas()[["round", "loss", "personal.accuracy", "personal.accuracy_worst"]])

@@ -17,6 +17,7 @@ from torch import nn
 from fedplan.data.custom_task import CustomTask, model_loss
 from fedplan.data.examples import Loss
 from fedplan.data.tasks import Task
+from fedplan.federation.client import TrainSetup
 from fedplan.federation.ledger.callbacks import LOWER_IS_BETTER
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
@@ -72,7 +73,7 @@ class RunOptions:
     name: str = "study"
     seed: int = 0
     device: str = AUTO
-    deterministic: bool = False
+    deterministic: bool = TrainSetup.deterministic
 
 
 class Run:

@@ -97,18 +97,18 @@ LENT = {
     """,
     "federation": """
         AGGREGATION_KINDS AGREEMENT APPROVAL Account Aggregator Authorization BEST
-        BestBy COHORT_PREFIXES Callback ClientChanged CommittedRound DELTA EGRESS_LOG
-        EVALUATE EarlyStopping EgressLog EvalConfig EvalSet Event EventStream FaultLog
-        GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE LOWER_IS_BETTER Limits METRICS
-        MeanAggregator MetricPolicy Metrics Notice PER_CLIENT_PREFIXES REPLIES
+        BestBy COHORT_PREFIXES Callback ClientChanged ClientPrivacy CommittedRound DELTA
+        EGRESS_LOG EVALUATE EarlyStopping EgressLog EvalConfig EvalSet Event EventStream
+        FaultLog GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE LOWER_IS_BETTER Limits
+        METRICS MeanAggregator MetricPolicy Metrics Notice PER_CLIENT_PREFIXES REPLIES
         ROLE_BY_LETTER ROLE_LETTERS ROUND_CHECKPOINT RULES RUN_FILE Record RecordError
         RoundStarted RunChanged RunIdentity RunStalled RunState RunStatus SCORES
         SCORING_CHECKPOINT SECAGG_STEPS SPREADS STUDY Scores SecAggClient
-        SecureAggregator SecureSum SiteState TensorsAndJson Timeouts UNMASKING UPDATE
-        WHOLE_SUM WRITE_ONCE_FILES WireCost accept_masked_report agreement_folders
-        announce_phase ask_to_stop block_scores_from_json block_scores_to_json
-        bytes_by_part changed_examples closed_segment_faults combine_scores
-        decode_reason describe_code digest_initial_model encode_code
+        SecureAggregator SecureSum SiteState TensorsAndJson Timeouts TrainSetup
+        UNMASKING UPDATE WHOLE_SUM WRITE_ONCE_FILES WireCost accept_masked_report
+        agreement_folders announce_phase ask_to_stop block_scores_from_json
+        block_scores_to_json bytes_by_part changed_examples closed_segment_faults
+        combine_scores decode_reason describe_code digest_initial_model encode_code
         encrypted_shares_from_json encrypted_shares_to_json error_code_of error_entry
         error_fields evaluate_client examples_digest find_capped_weights
         forwarded_shares_to_json global_values group_weights is_run_id join_digests

@@ -19,7 +19,7 @@ from fedplan.federation.aggregation.lora_products import check_product_rule, sha
 from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support, drift_tracked_kinds
 from fedplan.federation.wire_cost import WireCost
 from fedplan.language.canonical import canonical_text
-from fedplan.language.plan import Best, Role, Roles, Step
+from fedplan.language.plan import Best, Plan, Role, Roles, Step
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import (
     certain_roles,
@@ -350,12 +350,12 @@ Roster = Mapping[str, Mapping[str, str]]
 """Traits of every client by name."""
 
 
-def class_turns(agreement: Agreement, roster: Roster, number: int, phase: str) -> list[Turn]:
+def class_turns(plan: Plan, roster: Roster, number: int, phase: str) -> list[Turn]:
     """Return one turn in round `number` for each class of clients that the plan distinguishes.
 
     Each turn has the name and traits of the class's first client in `roster`, and `phase`.
     """
-    clients = class_representatives(agreement.method.plan, roster)
+    clients = class_representatives(plan, roster)
     return [Turn(number, name, phase, traits) for name, traits in clients]
 
 
@@ -376,7 +376,7 @@ def last_changing_rounds(agreement: Agreement, roster: Roster) -> dict[str, dict
         distinct = {
             plan.active_steps(turn): (turn, inf if repeats else number)
             for number, repeats in rounds
-            for turn in class_turns(agreement, roster, number, phase)
+            for turn in class_turns(plan, roster, number, phase)
         }
         last_rounds = by_phase.setdefault(phase, {})
         for turn, last in distinct.values():

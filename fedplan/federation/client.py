@@ -106,52 +106,68 @@ KEY = "key"
 """File beside a journal with the key for digests of a client's personal values."""
 
 
-@dataclass
-class Client:
-    """One client of a run with all state: data, model, stored values, privacy and policy.
+@dataclass(frozen=True)
+class TrainSetup:
+    """The model and how it is trained, shared by all clients of a process.
 
-    The functions that take a Client (`train_round`, `evaluate_client`) change `model`, `received`
-    and `journal`; a Client serves one request at a time. `name`, `traits`: name, and declared
-    properties that a plan may use. `examples`, `loss`: training data and loss function.
-    `journal`: file store of personal values and replies. `model`: trained in place by each round.
-    `start`, `start_digests`: initial values of params, and digests of all params' initial values.
-    `received`, `received_versions`: global values last received by key, and their versions.
-    `digests`: cache of digests of tensors. `guard`: privacy budget of example-level DP.
-    `noise_guard`: privacy budget of distributed DP, where clients add noise.
-    `account`: replies of all studies on the dataset; None in a simulation.
+    `model`: trained in place by each turn, with `loss`. `start`: initial values of the params that
+    may change. `initial`: digests of all initial values. `digests`: cache of digests of tensors.
     `deterministic`: use deterministic algorithms, and fail where there are none.
-    `hide_loss`: do not report the training loss. `eval_set`: test examples.
-    `metric_policy`: metrics that may leave the client. `cached_digest`: memo of `examples_digest`.
-    `initial_model`: digests of all initial values; `start` then only needs params that may change.
-    `activation_cache`: cache of frozen activations, shared by all clients of the process.
+    `activation_cache`: cache of frozen activations.
     """
 
-    name: str
-    examples: Examples
-    journal: Journal
     model: nn.Module
-    start: dict[str, Tensor]
-    start_digests: dict[str, str]
     loss: Loss
-    traits: dict[str, str] = field(default_factory=dict[str, str])
-    received: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    received_versions: dict[str, int] = field(default_factory=dict[str, int])
+    start: dict[str, Tensor]
+    initial: InitialModel
     digests: DigestCache = field(default_factory=DigestCache)
+    deterministic: bool = False
+    activation_cache: ActivationCache | None = None
+
+
+@dataclass(frozen=True)
+class ClientPrivacy:
+    """What limits the replies of a client.
+
+    `guard`: privacy budget of example-level DP. `noise_guard`: privacy budget of distributed DP,
+    where clients add noise. `account`: replies of all studies on the dataset; None in a simulation.
+    `hide_loss`: do not report the training loss. `metric_policy`: metrics that may leave.
+    """
+
     guard: ClientGuard | None = None
     noise_guard: DistributedGuard | None = None
     account: Account | None = None
-    deterministic: bool = False
     hide_loss: bool = False
-    eval_set: EvalSet | None = None
     metric_policy: MetricPolicy = field(default_factory=MetricPolicy)
-    cached_digest: tuple[Examples, str] | None = None
-    initial_model: InitialModel | None = None
-    activation_cache: ActivationCache | None = None
 
     @property
     def budget_guard(self) -> Guard | None:
         """The guard with the client's privacy budget; None without differential privacy here."""
         return self.guard or self.noise_guard
+
+
+@dataclass
+class Client:
+    """One client of a run: its data, its stored values, and the model that it trains.
+
+    The functions that take a Client (`train_round`, `evaluate_client`) change the model, `received`
+    and `journal`; a Client serves one request at a time. `name`, `traits`: name, and declared
+    properties that a plan may use. `examples`, `eval_set`: training and test examples.
+    `journal`: file store of personal values and replies.
+    `received`, `received_versions`: global values last received by key, and their versions.
+    `cached_digest`: memo of `examples_digest`.
+    """
+
+    name: str
+    examples: Examples
+    journal: Journal
+    setup: TrainSetup
+    traits: dict[str, str] = field(default_factory=dict[str, str])
+    received: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    received_versions: dict[str, int] = field(default_factory=dict[str, int])
+    privacy: ClientPrivacy = field(default_factory=ClientPrivacy)
+    eval_set: EvalSet | None = None
+    cached_digest: tuple[Examples, str] | None = None
 
     @cached_property
     def digest_key(self) -> bytes:
@@ -268,7 +284,7 @@ def client_turn(client: Client, request: Request) -> Turn:
 
 def received_values(client: Client, keys: Iterable[str]) -> dict[str, Tensor]:
     """Return the client's copy of global values: as last received, else the initial values."""
-    return {k: client.received[k] if k in client.received else client.start[k] for k in keys}
+    return {k: client.received[k] if k in client.received else client.setup.start[k] for k in keys}
 
 
 def received_digests(
@@ -285,7 +301,7 @@ def received_digests(
         p.key for p in agreement.exchanged if not (roles[p].is_personal and p.key in client_state)
     ]
     values = received_values(client, keys) | only_aux(client.received)
-    return {key: client.digests.full_digest(value) for key, value in values.items()}
+    return {key: client.setup.digests.full_digest(value) for key, value in values.items()}
 
 
 def require_same_start(client: Client, request: Request, digests: Mapping[str, str]) -> None:
@@ -314,15 +330,16 @@ def load_start_values(
     roles = agreement.permitted(turn)
     personal = {p.key for p in agreement.trainable if roles[p].is_personal}
     stored = {key: value for key, value in client_state.items() if key in personal}
-    sources = (stored, client.received, client.start)
+    sources = (stored, client.received, client.setup.start)
     values = {
         p.key: next(source[p.key] for source in sources if p.key in source)
         for p in agreement.trainable
     }
-    set_values(client.model, values, agreement.trainable)
+    model = client.setup.model
+    set_values(model, values, agreement.trainable)
     # An earlier turn may have left train mode. Checking costs less than eval().
-    if any(module.training for module in client.model.modules()):
-        client.model.eval()
+    if any(module.training for module in model.modules()):
+        model.eval()
     return values
 
 
@@ -334,20 +351,19 @@ def make_probe_input(agreement: Agreement, client: Client, turn: Turn) -> ProbeI
     seed = seeds.seed(agreement.experiment, "probe", turn.round, client.name)
     if is_data_independent(agreement.method.probe):
         return data_independent_input(agreement.blocks, seed)
-    return ProbeInput(client.model, client.examples, agreement.blocks, seed, client.loss)
+    setup = client.setup
+    return ProbeInput(setup.model, client.examples, agreement.blocks, seed, setup.loss)
 
 
-def charge_answer(agreement: Agreement, client: Client, answer: Answer) -> None:
+def charge_answer(privacy: ClientPrivacy, answer: Answer, *, without_data: bool = False) -> None:
     """Append `answer`, the description of a reply, to the client's account; call before computing.
 
-    Does nothing if `client.account` is None. `answer.protected` is replaced: True if the client has
-    a `budget_guard`, or if the reply is scores of a data-independent probe. Raises as
-    `Account.charge`.
+    Does nothing without an account. `answer.protected` is replaced: True if the client has a
+    `budget_guard`, or if the reply is computed `without_data`. Raises as `Account.charge`.
     """
-    if client.account is not None:
-        without_data = answer.kind == "scores" and is_data_independent(agreement.method.probe)
-        protected = client.budget_guard is not None or without_data
-        client.account.charge(replace(answer, protected=protected))
+    if privacy.account is not None:
+        protected = privacy.budget_guard is not None or without_data
+        privacy.account.charge(replace(answer, protected=protected))
 
 
 def answer_content(
@@ -360,26 +376,22 @@ def answer_content(
 ) -> str:
     """Return the SHA-256, in hex, of all inputs of a reply, to tell a repeated reply from another.
 
-    Returns "" if `client.guard` and `client.account` are None, even with a `client.noise_guard`.
-    Call before training. Covers the agreement, the round and phase of `turn`, the client's name,
-    traits and examples, `roles`, and the model's structure, config and buffers. Does not read the
-    params in `client.model`; their values are those of `before` (start values of trainable params,
-    with the personal values) and the initial values of all other params. Also covers the received
-    auxiliary tensors, and of `client_state` (values in the client's journal) the memory of client
-    hooks.
+    Returns "" if the client has neither a guard of example-level DP nor an account. Call before
+    training. Covers the agreement, the round and phase of `turn`, the client's name, traits and
+    examples, `roles`, and the model's structure, config and buffers. Does not read the params in
+    the model; their values are those of `before` (start values of trainable params, with the
+    personal values) and the initial values of all other params. Also covers the received auxiliary
+    tensors, and of `client_state` (values in the client's journal) the memory of client hooks.
     """
-    if client.guard is None and client.account is None:
+    if client.privacy.guard is None and client.privacy.account is None:
         return ""
     # Full digests: the server chooses the values, and must not find two values with one digest,
     # whose answers would share their noise.
     aux, memory = only_aux(client.received), only_aux(client_state)
     study = [agreement.experiment, agreement.text]
     request = [turn.round, turn.phase, client.name, client.traits, role_letters(roles)]
-    data = [client.examples_digest(), len(client.examples), model_digest(client.model)]
-    full_digest, initial_model = client.digests.full_digest, client.initial_model
-    if initial_model is not None:
-        frozen = {k: digest for k, digest in initial_model.digests.items() if k not in before}
-    else:
-        frozen = {k: full_digest(v) for k, v in client.start.items() if k not in before}
+    data = [client.examples_digest(), len(client.examples), model_digest(client.setup.model)]
+    full_digest, initial = client.setup.digests.full_digest, client.setup.initial
+    frozen = {key: digest for key, digest in initial.digests.items() if key not in before}
     digests = [{k: full_digest(v) for k, v in each.items()} for each in (before, aux, memory)]
     return combine_digests(study, request, data, [frozen, *digests])

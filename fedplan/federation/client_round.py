@@ -27,7 +27,7 @@ from fedplan.federation.client import (
     received_digests,
     require_same_start,
 )
-from fedplan.federation.ledger.digests import InitialModel, keyed_digest
+from fedplan.federation.ledger.digests import keyed_digest
 from fedplan.federation.ledger.egress import Answer
 from fedplan.federation.ledger.records import TurnRecord, join_digests, role_letters
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
@@ -60,14 +60,14 @@ def train_round(
     FedplanError if the training breaks the plan. Then the journal is not changed, but the client
     may have received values, changed its model, and charged account and budget.
     """
-    with deterministic(client.deterministic):
+    with deterministic(client.setup.deterministic):
         reply = client.journal.reply_for(request.name)
         client_state, notes = client.journal.client_state("" if reply else request.name)
         receive_request(agreement, client, request, notes)
         if reply:
             values, line = reply
             answer = Answer("update", request.name, "", nbytes(values))
-            charge_answer(agreement, client, answer)
+            charge_answer(client.privacy, answer)
         else:
             values, line = _train(agreement, client, request, client_state, notes, copy=copy)
     compressed, aux = split_aux(values, agreement.method.aux)
@@ -100,9 +100,10 @@ def _train(
             f"{request.turn.round}: the server has lost its state; restore a copy, or start "
             "another run"
         ).with_code("past-round")
-    if client.budget_guard is not None:
-        client.budget_guard.require_charge_count(notes.get("charges", 0))
-    turn, buffers = client_turn(client, request), copy_buffers(client.model)
+    budget_guard, model = client.privacy.budget_guard, client.setup.model
+    if budget_guard is not None:
+        budget_guard.require_charge_count(notes.get("charges", 0))
+    turn, buffers = client_turn(client, request), copy_buffers(model)
     secagg, method = agreement.secagg.active, agreement.method
     base_digests = received_digests(agreement, client, turn, client_state) if secagg else {}
     if request.base_digests:
@@ -115,8 +116,8 @@ def _train(
         turn = replace(turn, scores=scores)
     roles = agreement.resolved(turn)
     result = _charge_and_fit(agreement, client, request, turn, roles, before, client_state)
-    require_unchanged_buffers(client.model, buffers)
-    after = get_values(client.model, agreement.trainable, copy=copy)
+    require_unchanged_buffers(model, buffers)
+    after = get_values(model, agreement.trainable, copy=copy)
     old_digests = notes.get("digests", {})
     digests = _param_digests(agreement, client, turn.round, roles, before, after, old_digests)
     compressed, weight = _compress(agreement, client, turn, roles, before, after, digests[1])
@@ -137,8 +138,8 @@ def _train(
         "ledger_lines": [*missed, line],
         "personal_bits": personal_bits,
     }
-    if client.budget_guard is not None:
-        new_notes["charges"] = len(client.budget_guard.budget.charges)
+    if budget_guard is not None:
+        new_notes["charges"] = len(budget_guard.budget.charges)
     line = line | {"missed": missed}
     if secagg:
         line |= {WEIGHT: weight, BASE: base_digests, TURN: turn_digest(request.turn)}
@@ -166,20 +167,21 @@ def _charge_and_fit(
     the memory of client hooks. Raises PrivacyError if the privacy budget does not allow the turn,
     RequestRefused if the account's limits do not; both before any training.
     """
+    setup, privacy = client.setup, client.privacy
     content = answer_content(agreement, client, turn, roles, before, client_state)
-    if client.guard is not None:
-        client.guard.require_affordable_turn(turn.round, request.name, content)
-    if client.noise_guard is not None:
-        client.noise_guard.require_affordable_round(turn.round, request.name)
-    if client.account is not None:
+    if privacy.guard is not None:
+        privacy.guard.require_affordable_turn(turn.round, request.name, content)
+    if privacy.noise_guard is not None:
+        privacy.noise_guard.require_affordable_round(turn.round, request.name)
+    if privacy.account is not None:
         upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
-        charge_answer(agreement, client, Answer("update", request.name, content, upload))
+        charge_answer(privacy, Answer("update", request.name, content, upload))
     cached = agreement.train_arguments.cache_activations
     job = Job(
-        model=client.model,
+        model=setup.model,
         roles=roles,
         examples=client.examples,
-        loss=client.loss,
+        loss=setup.loss,
         train_arguments=agreement.train_arguments,
         seed=seeds.seed(agreement.experiment, "fit", turn.round, client.name),
         start=before,
@@ -187,11 +189,11 @@ def _charge_and_fit(
         memory=only_aux(client_state),
         traits=client.traits,
         round=turn.round,
-        activation_cache=client.activation_cache,
+        activation_cache=setup.activation_cache,
         examples_digest=client.examples_digest() if cached else "",
     )
-    if client.guard is not None:
-        return client.guard.make_fit(turn.round, request.name, content)(job)
+    if privacy.guard is not None:
+        return privacy.guard.make_fit(turn.round, request.name, content)(job)
     return agreement.method.fit(job)
 
 
@@ -211,14 +213,15 @@ def _param_digests(
     the new digest of a trained personal param ends with the round `number`, so that it always
     differs. Raises FedplanError if a param changed without a trained role in `roles`.
     """
-    old, new = dict(client.start_digests), dict(client.start_digests)
+    setup = client.setup
+    old, new = setup.initial.short_digests, setup.initial.short_digests
+    digest = setup.digests.short_digest
     for p in agreement.trainable:
         key, role = p.key, roles[p]
-        if before[key] is not client.start.get(key):
+        if before[key] is not setup.start.get(key):
             stored = role.is_personal and key in stored_digests
-            digest = client.digests.short_digest
             old[key] = stored_digests[key] if stored else digest(before[key])
-        new[key] = client.digests.short_digest(after[key]) if role.is_trained else old[key]
+        new[key] = digest(after[key]) if role.is_trained else old[key]
         if agreement.distributed_dp and role.is_trained and role.is_personal:
             # Always another digest: an unchanged one would reveal a client without examples.
             new[key] += f" {number}"
@@ -226,10 +229,7 @@ def _param_digests(
             raise FedplanError(
                 f"{key} is {role.name} and changed: the fit broke the plan"
             ).with_code("training")
-    initial = client.initial_model or InitialModel(
-        {key: client.digests.full_digest(value) for key, value in client.start.items()}
-    )
-    for p in initial.changed_params(client.model, agreement.frozen):
+    for p in setup.initial.changed_params(setup.model, agreement.frozen):
         raise FedplanError(f"{p.key} is trained by no turn of the plan, and changed")
     return old, new
 
@@ -260,7 +260,7 @@ def _compress(
     sent = agreement.method.compression.decode(compressed, base)
     # Digests of the trained values would reveal what compression or the weight removed.
     changed = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    digests.update({k: client.digests.short_digest(v) for k, v in changed.items()})
+    digests.update({k: client.setup.digests.short_digest(v) for k, v in changed.items()})
     return compressed, weight
 
 
@@ -304,7 +304,7 @@ def _ledger_line(
     if masked:
         scores = _scores_of_choice(agreement, turn, roles)
         upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
-    shows_loss = isfinite(result.loss) and not private and not client.hide_loss
+    shows_loss = isfinite(result.loss) and not private and not client.privacy.hide_loss
     return TurnRecord(
         round=turn.round,
         client=client.name,
@@ -362,7 +362,7 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
     """
     guarantee, method = agreement.guarantee, agreement.method
     votes = guarantee is not None and bool(guarantee.vote_noise_multiplier)
-    with deterministic(client.deterministic):
+    with deterministic(client.setup.deterministic):
         state, notes = client.journal.client_state(request.name)
         receive_request(agreement, client, request, notes)
         turn = client_turn(client, request)
@@ -380,15 +380,16 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
         probe_input = make_probe_input(agreement, client, turn)
         roles = permitted_roles(method.plan, agreement.params, turn)
         content = answer_content(agreement, client, turn, roles, start, state)
-        if client.guard is not None and votes:
-            client.guard.require_affordable_round(turn.round, request.name)
+        guard = client.privacy.guard
+        if guard is not None and votes:
+            guard.require_affordable_round(turn.round, request.name)
         answer = Answer("scores", request.name, content, 8 * len(agreement.blocks))
-        charge_answer(agreement, client, answer)
         probe, max_k = method.probe, agreement.max_k
+        charge_answer(client.privacy, answer, without_data=is_data_independent(probe))
         if not votes:
             return probe(probe_input)
-        if client.guard is not None:
-            return client.guard.release_votes(probe_input, probe, max_k, request.name, content)
+        if guard is not None:
+            return guard.release_votes(probe_input, probe, max_k, request.name, content)
         # A client without examples votes at random, so that this is not revealed.
         chosen = make_ballot((probe if len(client.examples) else random_probe)(probe_input), max_k)
         return {block: float(block in chosen) for block in probe_input.blocks}

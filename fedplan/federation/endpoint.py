@@ -99,7 +99,7 @@ class Endpoint:
         self.authorization = authorization or Authorization()
         self.faults = faults or FaultLog(folder, site.journal.encryption)
         self.received_store, self._checkpoint = self._open_store(), 0
-        method, account = agreement.method, site.account
+        method, account = agreement.method, site.privacy.account
         fields = {
             "site": site.name,
             "experiment": agreement.experiment,

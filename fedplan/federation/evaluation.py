@@ -118,14 +118,15 @@ def make_eval_request(
 def evaluate_client(agreement: Agreement, client: Client, request: Request) -> Scores:
     """Evaluate the global and the personal model at a client; return the allowed metrics by model.
 
-    Metrics that are not finite become nan. Leaves the evaluated values in `client.model`, stores
-    the request's values in `client.received`, and charges the client's account. The same request
+    Metrics that are not finite become nan. Leaves the evaluated values in the client's model, the
+    request's values in `client.received`, and charges the client's account. The same request
     gives the same metrics, and later training does not depend on evaluations. Raises RequestRefused
     if the agreement, the client's policy or the account's limits forbid the evaluation, if the
     client has trained a later round, or if a client with an account evaluated a request of this
     name before with other values. Raises as `receive_request` for an invalid request.
     """
-    with deterministic(client.deterministic):
+    setup, privacy = client.setup, client.privacy
+    with deterministic(setup.deterministic):
         eval_set, examples, client_state = _require_evaluation(agreement, client, request)
         # No notes: personal values are needed from the server, too, for the global model.
         receive_request(agreement, client, request, {})
@@ -135,31 +136,31 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
         )
         personal = {p.key for p in params if roles[p].is_personal}
         models = {GLOBAL: received_values(client, [p.key for p in params])}
-        if eval_set.personal and client.metric_policy.personal:
+        if eval_set.personal and privacy.metric_policy.personal:
             stored = {key: value for key, value in client_state.items() if key in personal}
             models[PERSONAL] = models[GLOBAL] | stored
         content = ""
-        if client.account is not None:
+        if privacy.account is not None:
             content = combine_digests(
                 [agreement.experiment, agreement.text],
                 [turn.round, turn.phase, client.name, client.traits],
-                [examples_digest(examples), len(examples), model_digest(client.model)],
+                [examples_digest(examples), len(examples), model_digest(setup.model)],
                 {
-                    model: {key: client.digests.full_digest(value) for key, value in values.items()}
+                    model: {key: setup.digests.full_digest(value) for key, value in values.items()}
                     for model, values in models.items()
                 },
             )
             _require_same_content(client, request, content)
         answer = Answer("evaluation", request.name, content, 8 * MAX_METRICS * len(models))
-        charge_answer(agreement, client, answer)
+        charge_answer(privacy, answer)
         scores = Scores()
         for model, values in models.items():
             if model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items()):
                 scores[PERSONAL] = dict(scores[GLOBAL])
                 continue
-            set_values(client.model, values, params)
-            metrics = eval_set.score(client.model, examples)
-            allowed = client.metric_policy.filter_metrics(client.name, metrics)
+            set_values(setup.model, values, params)
+            metrics = eval_set.score(setup.model, examples)
+            allowed = privacy.metric_policy.filter_metrics(client.name, metrics)
             scores[model] = {k: float(v) if isfinite(v) else nan for k, v in allowed.items()}
         return scores
 
@@ -190,7 +191,7 @@ def _require_evaluation(
             f"{client.name} sends no metrics of round {number}: its study has no evaluation then; "
             "see evaluate.on_clients and evaluate.every"
         ).with_code("no-evaluation")
-    examples = client.metric_policy.require_examples(client.name, eval_set)
+    examples = client.privacy.metric_policy.require_examples(client.name, eval_set)
     client_state, notes = client.journal.client_state()
     last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
     versions = client.received_versions

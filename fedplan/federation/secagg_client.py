@@ -101,7 +101,7 @@ class SecAggClient:
     ) -> None:
         self.agreement, self.client, self._directory = agreement, client, dict(directory)
         self.threshold = agreement.secagg.resolve_threshold(len(cohort(1)))
-        if agreement.distributed_dp and client.noise_guard is None:
+        if agreement.distributed_dp and client.privacy.noise_guard is None:
             raise RequestRefused(
                 f"{client.name} cannot add its noise share: give it an account"
             ).with_code("secagg")
@@ -110,7 +110,7 @@ class SecAggClient:
             DiskProgressStore(folder / name, encryption=encryption)
             for name in (ROUND_PROGRESS, SCORING_PROGRESS)
         )
-        account, self._cohort = client.account, cohort
+        account, self._cohort = client.privacy.account, cohort
         reveal_log = RevealLog((account.folder if account is not None else folder) / REVEAL_LOG)
         self._round_protocol = ProtocolClient(
             client.name, node, directory, self._round_progress, reveal_log
@@ -136,7 +136,7 @@ class SecAggClient:
                 f"{self.client.name} trained round {request.turn.round} with another phase or "
                 "other scores than the request now gives"
             ).with_code("unexpected-values")
-        last, guard = self._round_progress.read(), self.client.noise_guard
+        last, guard = self._round_progress.read(), self.client.privacy.noise_guard
         if guard is not None and last is not None and last.masked_digest:
             guard.require_charged(self.agreement.request_name(last.terms.round, self.client.name))
         shared = {param_key(name) for name in update.values}
@@ -303,13 +303,13 @@ class SecAggClient:
         coded, meta = self._journaled_update(number)
         base = received_values(client, {param_key(name) for name in coded})
         for key, value in base.items():
-            if client.digests.full_digest(value) != meta[BASE][key]:
+            if client.setup.digests.full_digest(value) != meta[BASE][key]:
                 raise RequestRefused(
                     f"{client.name} has another {key} than its update of round {number} started "
                     "from"
                 ).with_code("secagg")
         values = agreement.method.compression.decode(coded, base)
-        if (guard := client.noise_guard) is not None:
+        if (guard := client.privacy.noise_guard) is not None:
             change = client_change(values, base)
             shared = received_values(client, [p.key for p in self.shared_params])
             mechanism = round_mechanism(guard, agreement, shared, len(self._cohort(number)))

@@ -153,7 +153,7 @@ class Server:
             start_digests=self.start_digests,
             digests=self.digests,
         )
-        turns = class_turns(agreement, self.roster, number, self.global_state.phase)
+        turns = class_turns(agreement.method.plan, self.roster, number, self.global_state.phase)
         votes = agreement.guarantee is not None and agreement.guarantee.vote_noise_multiplier
         # The result of a poll would reveal which clients take part.
         no_poll = self.aggregation.hides_clients and not votes and agreement.method.joint_choice
@@ -214,7 +214,7 @@ class Server:
 
         def shared_values() -> dict[str, Tensor]:  # of all params that any client may share
             number, phase = global_state.round + 1, global_state.phase
-            turns = class_turns(agreement, self.roster, number, phase)
+            turns = class_turns(agreement.method.plan, self.roster, number, phase)
             scored = [replace(turn, scores=scores) for turn in turns]
             params = self.aggregation.shared_params(scored)
             return {p.key: global_state.values[p.key] for p in params}

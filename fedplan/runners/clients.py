@@ -8,21 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from fedplan import seeds
-from fedplan.data.examples import Examples, Loss
+from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, EvalSet, make_example_guard
+from fedplan.federation.client import (
+    Client,
+    ClientPrivacy,
+    EvalSet,
+    TrainSetup,
+    make_example_guard,
+)
 from fedplan.federation.global_state import GlobalState
-from fedplan.federation.ledger.digests import InitialModel
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.privacy.guard import CHARGES_FILE, ClientGuard
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.studies.schema import Study
-from fedplan.tensors.named import DigestCache, Tensors
-from fedplan.training.activation_cache import ActivationCache
+from fedplan.tensors.named import Tensors
 
 
 @dataclass
@@ -31,31 +34,21 @@ class Clients(MutableMapping[str, Client]):
 
     Only `pinned` Clients are reused: setting an item pins a Client, and deleting an item removes
     the client with the examples. `agreement` has the settings that server and clients fixed before
-    round 1. `examples`, `traits`, `eval_sets` and `examples_digests` are by client name. `folder`
-    is the run folder, with a journal (durable state) for each client. `start` are the initial
-    values of the model, `model_digests` the digests of all params' initial values, `initial_model`
-    the digests of the whole model. `global_state()` returns the server's present state; Clients
-    alias the state's tensors. All Clients share `model`, `loss`, the cache `digests` and
-    `activation_cache`. `keep_replies` stores replies in the journals; `deterministic` makes PyTorch
-    fail where no deterministic kernel exists.
+    round 1, and all Clients share `setup`, the model and how it is trained. `examples`, `traits`,
+    `eval_sets` and `examples_digests` are by client name. `folder` is the run folder, with a
+    journal (durable state) for each client; `keep_replies` stores replies there. `global_state()`
+    returns the server's present state; Clients alias the state's tensors.
     """
 
     agreement: Agreement
-    model: nn.Module
+    setup: TrainSetup
     examples: dict[str, Examples]
-    loss: Loss
     folder: Path
-    start: dict[str, Tensor]
-    model_digests: dict[str, str]
-    digests: DigestCache
     global_state: Callable[[], GlobalState]
     traits: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     eval_sets: Mapping[str, EvalSet | None] = field(default_factory=dict[str, "EvalSet | None"])
     examples_digests: Mapping[str, str] = field(default_factory=dict[str, str])
     keep_replies: bool = False
-    deterministic: bool = Client.deterministic
-    initial_model: InitialModel | None = None
-    activation_cache: ActivationCache | None = None
     pinned: dict[str, Client] = field(default_factory=dict[str, Client])
 
     def __getitem__(self, name: str) -> Client:
@@ -74,24 +67,18 @@ class Clients(MutableMapping[str, Client]):
         """
         examples = self.examples[name]
         digest = self.examples_digests.get(name)
+        guard = make_example_guard(self.agreement, self._budget_folder(name))
         return Client(
             name=name,
             examples=examples,
             journal=self.journal(name),
-            model=self.model,
-            start=self.start,
-            start_digests=self.model_digests,
-            loss=self.loss,
+            setup=self.setup,
             traits=dict(self.traits.get(name, {})),
             received=dict(values),
             received_versions=dict(versions),
-            digests=self.digests,
-            guard=make_example_guard(self.agreement, self._budget_folder(name)),
-            deterministic=self.deterministic,
+            privacy=ClientPrivacy(guard=guard),
             eval_set=self.eval_sets.get(name),
             cached_digest=(examples, digest) if digest else None,
-            initial_model=self.initial_model,
-            activation_cache=self.activation_cache,
         )
 
     def journal(self, name: str) -> Journal:

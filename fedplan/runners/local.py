@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, EvalSet
+from fedplan.federation.client import EvalSet, TrainSetup
 from fedplan.federation.evaluation import Scores
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
@@ -61,7 +61,7 @@ class Federation:
         keep_replies: bool = False,
         examples_digests: Mapping[str, str] | None = None,
         device: torch.device | None = None,
-        deterministic: bool = Client.deterministic,
+        deterministic: bool = TrainSetup.deterministic,
         eval_sets: Mapping[str, EvalSet | None] | None = None,
         events: EventStream | None = None,
         make_executor: Callable[[Server, Clients, EventStream], Executor] | None = None,
@@ -88,22 +88,23 @@ class Federation:
         del start
         self.clients = Clients(
             agreement=self.server.agreement,
-            model=self.model,
+            setup=TrainSetup(
+                model=self.model,
+                loss=loss,
+                start=self.server.start,
+                initial=initial_model.with_checksums(self.model, self.agreement.frozen),
+                digests=self.server.digests,
+                deterministic=deterministic,
+                activation_cache=activation_cache,
+            ),
             examples=dict(examples),
-            loss=loss,
             folder=folder,
-            start=self.server.start,
-            model_digests=self.server.start_digests,
-            digests=self.server.digests,
             # Not `self.server`: a reference cycle would keep the folder locked after deletion.
             global_state=lambda: server.global_state,
             traits=roster,
             eval_sets=eval_sets or {},
             examples_digests=examples_digests or {},
             keep_replies=keep_replies,
-            deterministic=deterministic,
-            initial_model=initial_model.with_checksums(self.model, self.agreement.frozen),
-            activation_cache=activation_cache,
         )
         make_executor = make_executor or SerialExecutor
         self.executor: Executor = make_executor(self.server, self.clients, self.events)

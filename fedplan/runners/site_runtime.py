@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedplan.data.tables import load_table
-from fedplan.federation.client import Client, MetricPolicy, make_example_guard, make_noise_guard
+from fedplan.federation.client import (
+    Client,
+    ClientPrivacy,
+    MetricPolicy,
+    TrainSetup,
+    make_example_guard,
+    make_noise_guard,
+)
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
 from fedplan.federation.ledger.egress import Account, EgressLog, Limits
 from fedplan.federation.ledger.faults import FaultLog, error_fields
@@ -112,20 +119,23 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
         name=name,
         examples=experiment.data.train[name],
         journal=open_journal(run_folder, runtime.encryption),
-        model=experiment.model,
-        start=experiment.initial_values,
-        start_digests=experiment.param_digests,
-        initial_model=experiment.initial_model.with_checksums(experiment.model, agreement.frozen),
-        loss=experiment.data.task.loss,
+        setup=TrainSetup(
+            model=experiment.model,
+            loss=experiment.data.task.loss,
+            start=experiment.initial_values,
+            initial=experiment.initial_model.with_checksums(experiment.model, agreement.frozen),
+            deterministic=study.deterministic,
+            activation_cache=study.train.activation_cache,
+        ),
         traits=runtime.traits,
-        guard=make_example_guard(agreement, account.folder, account),
-        noise_guard=make_noise_guard(agreement, account),
-        account=account,
-        deterministic=study.deterministic,
-        hide_loss=runtime.hide_loss or len(experiment.data.train[name]) < policy.min_examples,
+        privacy=ClientPrivacy(
+            guard=make_example_guard(agreement, account.folder, account),
+            noise_guard=make_noise_guard(agreement, account),
+            account=account,
+            hide_loss=runtime.hide_loss or len(experiment.data.train[name]) < policy.min_examples,
+            metric_policy=policy,
+        ),
         eval_set=make_eval_set(study, experiment.data, name),
-        metric_policy=policy,
-        activation_cache=study.train.activation_cache,
     )
     if study.continue_from:
         pattern = f"*/{safe_folder_name(name)}/{study.continue_from}"

@@ -18,7 +18,7 @@ from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import METRIC_NAMES
 from fedplan.data.tasks import task_class
 from fedplan.errors import FedplanError
-from fedplan.federation.client import Client
+from fedplan.federation.client import TrainSetup
 from fedplan.models.catalog import is_hub_id
 from fedplan.naming import UnknownName, unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_arguments
@@ -91,7 +91,7 @@ class Study(Section):
     """Number of CPU threads of torch in each process."""
     device: DeviceName = AUTO
     """Device: "auto", "cpu", "cuda", "cuda:1", "mps" or "xpu"; "auto" is the best available."""
-    deterministic: bool = Client.deterministic
+    deterministic: bool = TrainSetup.deterministic
     """Allow only deterministic operations of torch."""
     model: ModelSection
     """The initial model."""

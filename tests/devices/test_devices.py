@@ -364,7 +364,7 @@ def test_a_site_answers_messages_from_there(
     for place in ("cpu", str(device)):
         (tmp_path / place.replace(":", "-")).mkdir()
         site = sites.site_of(tmp_path / place.replace(":", "-"), text, device=place)
-        assert model_device(site.site.model).type == torch.device(place).type
+        assert model_device(site.site.setup.model).type == torch.device(place).type
         values, said = sites.asked(site, sites.world_of(site))
         assert values, said
         found.append(values)

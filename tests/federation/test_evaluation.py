@@ -32,7 +32,7 @@ from sites import RUN as SITE_RUN
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, EvalSet, MetricPolicy
+from fedplan.federation.client import Client, ClientPrivacy, EvalSet, MetricPolicy, TrainSetup
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
 from fedplan.federation.evaluation import (
     EvalConfig,
@@ -42,6 +42,7 @@ from fedplan.federation.evaluation import (
     metrics_to_json,
 )
 from fedplan.federation.global_state import ClientSync, GlobalState
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.egress import Account, Limits, read_egress, read_replies
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.messages import Request, read_run_id, request_message
@@ -158,13 +159,17 @@ class Sites:
                 name=name,
                 examples=experiment.data.train[name],
                 journal=open_journal(site_run_folder(folder, run)),
-                model=copy.deepcopy(experiment.model),
-                start=experiment.initial_values,
-                start_digests=experiment.param_digests,
-                loss=experiment.data.task.loss,
-                account=Account(self.folder / "accounts" / name, self.limits),
+                setup=TrainSetup(
+                    copy.deepcopy(experiment.model),
+                    experiment.data.task.loss,
+                    experiment.initial_values,
+                    experiment.initial_model,
+                ),
+                privacy=ClientPrivacy(
+                    account=Account(self.folder / "accounts" / name, self.limits),
+                    metric_policy=self.disclosures.get(name.replace("-", "_"), MetricPolicy()),
+                ),
                 eval_set=make_eval_set(self.study, experiment.data, name),
-                metric_policy=self.disclosures.get(name.replace("-", "_"), MetricPolicy()),
             )
             client.__dict__["digest_key"] = name.encode().ljust(32)
             self.endpoints[name] = Endpoint(
@@ -278,10 +283,9 @@ def test_prompts_are_scored_alike_in_one_process_and_over_messages(
             name=client,
             examples=rows[client],
             journal=open_journal(site_run_folder(folder, RUN)),
-            model=model,
-            start=start,
-            start_digests=digests(start),
-            loss=loss,
+            setup=TrainSetup(
+                model, loss, start, digest_initial_model(model, agreement.params, start)
+            ),
             eval_set=setting.eval_sets[client],
         )
         sites[client] = Endpoint(agreement, site, folder)
@@ -375,7 +379,7 @@ def test_a_site_lets_leave_what_it_allows(here: Path) -> None:
     whole = Simulation(read_study(file), here / "local")
     for name, word in zip(names, words, strict=True):
         client = whole.federation.clients[name]
-        client.metric_policy = sites.disclosures[word]
+        client.privacy = replace(client.privacy, metric_policy=sites.disclosures[word])
         whole.federation.clients[name] = client
     whole.run()
     assert (here / "local/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
@@ -488,7 +492,10 @@ def asked(endpoint: Endpoint, request: Request) -> dict[str, Any]:
 def trained(sites: Sites, name: str, rounds: int) -> tuple[Endpoint, GlobalState]:
     """A site that has taken turns, and the world that the last of them made."""
     site = sites.endpoint(name)
-    global_state, agreement = GlobalState.initial(site.agreement, site.site.start), site.agreement
+    global_state, agreement = (
+        GlobalState.initial(site.agreement, site.site.setup.start),
+        site.agreement,
+    )
     for number in range(rounds):
         request = make_eval_request(
             agreement, replace(global_state, round=number + 1), name, {}, full=True
@@ -512,7 +519,7 @@ def test_a_server_that_asks_more_often_than_the_study_says_is_refused(here: Path
         site = sites.endpoint(name := sites.names[0])
         for number, code in enumerate(codes, 1):
             global_state = replace(
-                GlobalState.initial(site.agreement, site.site.start), round=number
+                GlobalState.initial(site.agreement, site.site.setup.start), round=number
             )
             said = asked(site, make_eval_request(site.agreement, global_state, name, {}, full=True))
             assert said.get("refused", "") == code, "the last round is always due"
@@ -567,7 +574,7 @@ def test_limits_of_a_site_hold_for_scores(here: Path) -> None:
         sites = Sites(file, here / code)
         sites.limits = limits
         site = sites.endpoint(name := sites.names[0])
-        global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
+        global_state = replace(GlobalState.initial(site.agreement, site.site.setup.start), round=1)
         truth = make_eval_request(site.agreement, global_state, name, {}, full=True)
         assert asked(site, truth) == {"refused": code}
 
@@ -583,7 +590,7 @@ def test_a_policy_says_which_scores_leave_and_each_time_anew(tmp_path: Path) -> 
     worker = desk._runtime
     assert worker is not None
     site = worker[1].endpoint(SITE_RUN)
-    global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
+    global_state = replace(GlobalState.initial(site.agreement, site.site.setup.start), round=1)
     truth = request_message(make_eval_request(site.agreement, global_state, NAME, {}, full=True))
     told = list[dict[str, Any]]()
     for metrics, least in ((["accuracy"], 2), (["accuracy"], 100), ([], 2), (["f1", "loss"], 2)):
@@ -601,7 +608,7 @@ def test_under_a_guarantee_no_scores_leave(name: str, here: Path) -> None:
     sites = Sites(wrote(FEDPER), here)
     site = sites.endpoint(client := sites.names[0])
     site.agreement = replace(site.agreement, guarantee=GUARANTEES[name])
-    global_state = replace(GlobalState.initial(site.agreement, site.site.start), round=1)
+    global_state = replace(GlobalState.initial(site.agreement, site.site.setup.start), round=1)
     truth = make_eval_request(site.agreement, global_state, client, {}, full=True)
     assert asked(site, truth) == {"refused": "metrics-not-private"}
     assert not site.site.received and not read_replies(here / "accounts" / client)

@@ -23,8 +23,9 @@ import fedplan as fp
 from fedplan.audits.ledger import verify_ledger
 from fedplan.federation import messages
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
+from fedplan.federation.client import Client, TrainSetup
 from fedplan.federation.endpoint import Endpoint, open_journal, read_personal_model
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation, Timeouts
@@ -39,7 +40,6 @@ from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests
 from fedplan.training.fit import Fit, FitResult, Job, TrainArguments
 
 STEPS = {"s": fp.share, "k": fp.keep, "f": fp.freeze, "h": fp.hold}
@@ -257,7 +257,8 @@ class Flower(Played):
         whole, folder = model(), self.folder / "sites" / name
         start = get_values(whole, PARAMS)
         journal = open_journal(folder)
-        site = Client(name, Rows(name), journal, whole, start, digests(start), loss)
+        setup = TrainSetup(whole, loss, start, digest_initial_model(whole, PARAMS, start))
+        site = Client(name, Rows(name), journal, setup)
         return Endpoint(self.agreement, site, folder)
 
     def answer(self, context: Context, kind: str, message: Message) -> Message:

@@ -110,9 +110,12 @@ def test_epsilon_is_of_all_studies_at_the_sites_own_delta(method: str, tmp_path:
     ] * len(found[TRAIN])
     assert epsilon(turns, delta) <= limit
     assert sum(map(len, found.values())) <= charges(tmp_path)
-    assert endpoints[0].site.guard is not None
+    assert endpoints[0].site.privacy.guard is not None
     again = site_of(tmp_path, study_text(**studies[0]), **node)
-    assert again.site.guard is not None and again.site.guard.budget.epsilon_spent() <= limit
+    assert (
+        again.site.privacy.guard is not None
+        and again.site.privacy.guard.budget.epsilon_spent() <= limit
+    )
     global_state = world_of(again, round=7, scale=3.0, version=9)
     assert told(asked(again, global_state)[1]) == "limit-epsilon"
 
@@ -135,7 +138,7 @@ def test_a_limit_of_epsilon_and_answers_that_nothing_hides_do_not_go_together(
 @pytest.mark.parametrize("dataset", ["ward-3", "..", "a/b", ".hidden", "examples"])
 def test_a_dataset_is_one_folder_of_the_home(dataset: str, tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""), dataset=dataset)
-    account = endpoint.site.account
+    account = endpoint.site.privacy.account
     assert account is not None and account.folder.parent == tmp_path / "state" / "account"
     assert account.folder.resolve().parent == (tmp_path / "state" / "account").resolve()
     assert "dataset" not in endpoint.site.traits
@@ -259,7 +262,7 @@ def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
                 assert said == {"failed": "epsilon"}
                 ends.append(number)
                 break
-        guard = endpoint.site.guard
+        guard = endpoint.site.privacy.guard
         assert guard is not None and guard.epsilon_spent <= 3.0
     assert ends[0] == ends[1] and charges(tmp_path) == sum(ends) - 2
     folder = tmp_path / "state/two-0/north"

@@ -170,7 +170,7 @@ def test_nothing_of_a_sealed_site_is_read_without_the_key(tmp_path: Path) -> Non
     endpoint.answer("strange", Message(b""))
     home, site = tmp_path / "state", endpoint.site
     kept, _ = site.journal.client_state()
-    guard = site.guard
+    guard = site.privacy.guard
     assert kept and site.received and guard is not None
     private = [*kept.values(), *site.received.values()]
     needles = [value.numpy().tobytes()[:64] for value in private if value.numel() >= 16]

@@ -19,9 +19,10 @@ from torch import nn
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, make_noise_guard
+from fedplan.federation.client import Client, ClientPrivacy, TrainSetup, make_noise_guard
 from fedplan.federation.endpoint import Endpoint, site_run_folder
 from fedplan.federation.identity import read_identity
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.egress import Account, Limits
 from fedplan.federation.participation import Timeouts
 from fedplan.federation.secagg_client import SecAggClient
@@ -36,7 +37,6 @@ from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainArguments
 
 NAMES = ("client-0", "client-1", "client-2")
@@ -98,13 +98,14 @@ class MaskedRun:
             name=name,
             examples=few("bert", 3)[name],
             journal=Journal(client_state_folder(self.folder, name), keep_replies=True),
-            model=model,
-            start=start,
-            start_digests=digests(start),
-            loss=loss,
+            setup=TrainSetup(
+                model, loss, start, digest_initial_model(model, agreement.params, start)
+            ),
             traits=TRAITS.get(name, {}),
-            account=account,
-            noise_guard=make_noise_guard(agreement, account) if account else None,
+            privacy=ClientPrivacy(
+                account=account,
+                noise_guard=make_noise_guard(agreement, account) if account else None,
+            ),
         )
         place, masker = site_run_folder(self.folder / "sites" / name, run), None
         if agreement.secagg.active:

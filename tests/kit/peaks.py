@@ -262,7 +262,7 @@ def site(case: Case, client: str, run: str, folder: str) -> dict[str, Any]:
     os.dup2(2, 1)
 
     def play(model: Any, agreement: Any) -> None:
-        from fedplan.federation.client import Client
+        from fedplan.federation.client import Client, TrainSetup
         from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
         from fedplan.federation.ledger.digests import digest_initial_model
         from fedplan.models.values import get_values
@@ -277,11 +277,7 @@ def site(case: Case, client: str, run: str, folder: str) -> dict[str, Any]:
                 name=client,
                 examples=Words(1),
                 journal=open_journal(site_run_folder(place, run)),
-                model=model,
-                start=start,
-                start_digests=base.short_digests,
-                loss=loss,
-                initial_model=base,
+                setup=TrainSetup(model, loss, start, base),
             ),
             place,
         )

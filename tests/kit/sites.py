@@ -147,7 +147,7 @@ def world_of(
     endpoint: Endpoint, *, round: int = 1, scale: float = 1.0, version: int = 0
 ) -> GlobalState:
     """A world that a server may send: that of the start, or values of its own choice."""
-    global_state = GlobalState.initial(endpoint.agreement, endpoint.site.start)
+    global_state = GlobalState.initial(endpoint.agreement, endpoint.site.setup.start)
     values = {key: value * scale for key, value in global_state.values.items()}
     versions = dict.fromkeys(values, version)
     return replace(global_state, round=round - 1, values=values, versions=versions)

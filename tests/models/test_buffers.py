@@ -22,9 +22,10 @@ from fedplan import describe, parse
 from fedplan.data.examples import Loss
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
+from fedplan.federation.client import Client, TrainSetup
 from fedplan.federation.endpoint import Endpoint, open_journal
 from fedplan.federation.global_state import GlobalState
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.methods.method import Method
@@ -148,7 +149,8 @@ def test_a_site_refuses_it_too_and_says_why(tmp_path: Path) -> None:
     agreement = Agreement("buffers", params_of(model), Method(parse(PLAN)), PACE)
     start = get_values(model, agreement.params)
     journal = open_journal(tmp_path)
-    site = Client("ann", Pictures(0), journal, model, start, digests(start), loss)
+    setup = TrainSetup(model, loss, start, digest_initial_model(model, agreement.params, start))
+    site = Client("ann", Pictures(0), journal, setup)
     down = make_request(agreement, GlobalState.initial(agreement, start), "ann", {})
     found, said = unpack_message(
         Endpoint(agreement, site, tmp_path).answer("train", request_message(down))

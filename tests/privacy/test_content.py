@@ -79,10 +79,11 @@ def rebased(endpoint: Endpoint) -> None:
 
     site, agreement = endpoint.site, endpoint.agreement
     held = [p for p in agreement.params if p.key == "vit.embeddings.cls_token"]
-    set_values(site.model, {k: v + 0.01 for k, v in get_values(site.model, held).items()}, held)
-    site.start = get_values(site.model, agreement.trainable)
-    site.initial_model = digest_initial_model(site.model, agreement.params, site.start)
-    site.start_digests = site.initial_model.short_digests
+    model = site.setup.model
+    set_values(model, {k: v + 0.01 for k, v in get_values(model, held).items()}, held)
+    start = get_values(model, agreement.trainable)
+    initial = digest_initial_model(model, agreement.params, start)
+    site.setup = replace(site.setup, start=start, initial=initial)
 
 
 FROZEN = {"method": "plan = \"chain(share(), freeze(named('*cls_token')))\""}
@@ -176,7 +177,7 @@ def test_a_simulated_client_pays_for_another_content_too(name: str, tmp_path: Pa
             (tmp_path / file).unlink(missing_ok=True)
         fed = Federation(agreement, model, rows, loss, tmp_path, rounds=1)
         fed.run_round()
-    guard = fed.clients["client-0"].guard
+    guard = fed.clients["client-0"].privacy.guard
     assert guard is not None and len(guard.budget.charges) == 2
 
 

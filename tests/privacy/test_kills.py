@@ -96,7 +96,7 @@ def test_all_that_was_released_was_charged(
     guards = (
         [fed.server.aggregation.guard]
         if fed.server.aggregation.guard
-        else [site.guard for site in fed.clients.values()]
+        else [site.privacy.guard for site in fed.clients.values()]
     )
     charged = Counter(c.name for guard in guards if guard for c in guard.budget.charges)
     released = {tuple(json.loads(line)) for line in out.read_text().splitlines()}

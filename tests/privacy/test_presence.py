@@ -16,8 +16,9 @@ from grids import InProcess
 
 from fedplan.errors import PrivacyError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
+from fedplan.federation.client import Client, TrainSetup
 from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.messages import request_message
 from fedplan.federation.participation import Timeouts
@@ -38,7 +39,6 @@ from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.studies.schema import ConfigError, Study, read_study, study_from_dict
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainArguments
 
 NAMES = ("client-0", "client-1", "client-2")
@@ -170,10 +170,7 @@ def desk_at(
         name=name,
         examples=few("bert", 3)[name],
         journal=Journal(client_state_folder(folder, name), keep_replies=True),
-        model=model,
-        start=start,
-        start_digests=digests(start),
-        loss=loss,
+        setup=TrainSetup(model, loss, start, digest_initial_model(model, agreement.params, start)),
         traits=TRAITS.get(name, {}) if traits is None else traits,
     )
     return Endpoint(agreement, site, folder / "sites" / name)

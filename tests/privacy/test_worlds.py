@@ -195,7 +195,9 @@ def noise_by_name() -> Any:
 def bare_polls() -> Any:
     def poll(self: Endpoint, message: Message) -> Message:
         site = self.site
-        look = ProbeInput(site.model, site.examples, self.agreement.blocks, 0, site.loss)
+        look = ProbeInput(
+            site.setup.model, site.examples, self.agreement.blocks, 0, site.setup.loss
+        )
         return pack_message({}, {"scores": block_scores_to_json(get_probe("gradient")(look))})
 
     return patch.object(Endpoint, "_poll", poll)

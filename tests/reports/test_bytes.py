@@ -17,9 +17,10 @@ from grids import InProcess
 from settings import PROMPTED, SETTINGS
 
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
+from fedplan.federation.client import Client, TrainSetup
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.federation.ledger.segments import read_segment
 from fedplan.federation.server import Server
@@ -38,7 +39,7 @@ from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests, nbytes
+from fedplan.tensors.named import nbytes
 from fedplan.tensors.serialization import unpack_message
 from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
@@ -118,7 +119,10 @@ class Played:
         model = self.model()
         start = get_values(model, agreed.params)
         journal = Journal(client_state_folder(self.folder, name), keep_replies=True)
-        client = Client(name, self.rows[name], journal, model, start, digests(start), self.loss)
+        setup = TrainSetup(
+            model, self.loss, start, digest_initial_model(model, agreed.params, start)
+        )
+        client = Client(name, self.rows[name], journal, setup)
         return Endpoint(agreed, client, self.folder / "sites" / name)
 
 

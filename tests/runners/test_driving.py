@@ -20,8 +20,9 @@ from heard import Heard
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client
+from fedplan.federation.client import Client, TrainSetup
 from fedplan.federation.endpoint import Endpoint
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.events import RunChanged
 from fedplan.federation.ledger.status import (
     RunState,
@@ -44,7 +45,6 @@ from fedplan.runners.flower.server_loop import ServerLoop
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.logs import read_log
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import pack_message
 from fedplan.training.fit import TrainArguments
 
@@ -91,10 +91,9 @@ class Driven:
             name=name,
             examples=rows,
             journal=journal,
-            model=model,
-            start=start,
-            start_digests=digests(start),
-            loss=loss,
+            setup=TrainSetup(
+                model, loss, start, digest_initial_model(model, self.server.agreement.params, start)
+            ),
         )
         return Endpoint(self.server.agreement, site, self.folder / "sites" / name)
 

@@ -28,9 +28,10 @@ from fedplan.errors import FedplanError
 from fedplan.federation import messages
 from fedplan.federation.aggregation.defence import Defence
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import Client, make_example_guard
+from fedplan.federation.client import Client, ClientPrivacy, TrainSetup, make_example_guard
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.identity import read_identity
+from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.egress import Account, Limits, bytes_by_part, read_egress
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Timeouts
@@ -107,13 +108,11 @@ def endpoint(
         name=name,
         examples=few("bert", 3)[name],
         journal=Journal(client_state_folder(folder, name), keep_replies=True),
-        model=model,
-        start=start,
-        start_digests=digests(start),
-        loss=loss,
+        setup=TrainSetup(model, loss, start, digest_initial_model(model, agreement.params, start)),
         traits=TRAITS.get(name, {}),
-        guard=make_example_guard(agreement, account.folder, account),
-        account=account,
+        privacy=ClientPrivacy(
+            guard=make_example_guard(agreement, account.folder, account), account=account
+        ),
     )
     return Endpoint(agreement, site, folder / "sites" / name)
 
@@ -365,7 +364,7 @@ class Greedy(Server):
     """A server that asks for what is not its to ask."""
 
     def __init__(self, run: Run, change: Callable[[Request], Request]) -> None:
-        start = next(iter(run.endpoints.values())).site.start
+        start = next(iter(run.endpoints.values())).site.setup.start
         roster = dict(run.server.roster)
         super().__init__(make_agreement(run.made), start, run.folder, rounds=1, roster=roster)
         self.change = change

@@ -143,7 +143,7 @@ def request(endpoint: Endpoint, kind: str = TRAIN, **change: Any) -> Message:
 
 def more_values(endpoint: Endpoint) -> Message:
     down = make_request(endpoint.agreement, world_of(endpoint), NAME, {}, full=True)
-    values = get_values(endpoint.site.model, endpoint.agreement.params)
+    values = get_values(endpoint.site.setup.model, endpoint.agreement.params)
     return request_message(replace(down, values=values, versions=dict.fromkeys(values, 0)))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_the_same_answer_has_the_same_content_and_another_has_not(tmp_path: Path
 def test_who_is_mute_tells_no_loss(tmp_path: Path) -> None:
     endpoint = site_of(tmp_path, study_text(privacy=""))
     _, said = asked(endpoint, world_of(endpoint))
-    endpoint.site.hide_loss = True
+    endpoint.site.privacy = replace(endpoint.site.privacy, hide_loss=True)
     _, silent = asked(endpoint, world_of(endpoint, round=2))
     assert said["ledger_line"]["loss"] is not None and silent["ledger_line"]["loss"] is None
 

@@ -228,7 +228,7 @@ def test_qlora_sends_its_adapter_and_nothing_else(chat: Path, kind: str) -> None
     assert sent == [size] * 4
     assert is_quantized(simulation.federation.model)
     for client in simulation.federation.clients.values():
-        held = {k: v for k, v in client.start.items() if k not in adapters}
+        held = {k: v for k, v in client.setup.start.items() if k not in adapters}
         assert not any(v.is_floating_point() for k, v in held.items() if "_proj" in k)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.federation.client import Client
+from fedplan.federation.client import Client, TrainSetup
 from fedplan.federation.client_round import score_layers, train_round
 from fedplan.federation.evaluation import evaluate_client
 from fedplan.federation.global_state import GlobalState, personal_values
@@ -60,20 +60,21 @@ class Worker:
         sites = experiment.data.train if study.evaluate.on_clients else ()
         self.clients = Clients(
             agreement=self.agreement,
-            model=experiment.model,
+            setup=TrainSetup(
+                model=experiment.model,
+                loss=experiment.data.task.loss,
+                start=experiment.initial_values,
+                initial=initial.with_checksums(experiment.model, self.agreement.frozen),
+                digests=self.digests,
+                deterministic=study.deterministic,
+                activation_cache=study.train.activation_cache,
+            ),
             examples=experiment.data.train,
-            loss=experiment.data.task.loss,
             folder=self.folder,
-            start=experiment.initial_values,
-            model_digests=experiment.param_digests,
-            digests=self.digests,
             global_state=lambda: self.global_state,
             traits=study.clients.traits,
             eval_sets={name: make_eval_set(study, experiment.data, name) for name in sites},
             examples_digests=experiment.data.digests if uses_digests else {},
-            deterministic=study.deterministic,
-            initial_model=initial.with_checksums(experiment.model, self.agreement.frozen),
-            activation_cache=study.train.activation_cache,
         )
 
     def reply(self, message: JsonObject, tensors: Tensors) -> TensorsAndJson:
