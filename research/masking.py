@@ -27,11 +27,11 @@ from flwr.common.secure_aggregation import ndarrays_arithmetic as arithmetic
 from flwr.common.secure_aggregation.quantization import quantize
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
-from fedplan.privacy.secagg.client import ProtocolClient
-from fedplan.privacy.secagg.crypto import SecAggError, node_public_key
-from fedplan.privacy.secagg.round_progress import MemoryProgressStore
-from fedplan.privacy.secagg.server import ProtocolServer, UnmaskedSums
-from fedplan.privacy.secagg.terms import Slot, Terms
+from fedplan.secagg.client import ProtocolClient
+from fedplan.secagg.crypto import SecAggError, node_public_key
+from fedplan.secagg.progress import MemoryProgressStore
+from fedplan.secagg.server import ProtocolServer, UnmaskedSums
+from fedplan.secagg.terms import Slot, Terms
 from fedplan.tensors.sums import ExactSum
 from research.bench.facts import facts_of
 

@@ -24,7 +24,7 @@ FACES = [f for f in FILES if f.name == "__init__.py" and f.parent != PACKAGE]
 ORDER = (
     *("errors", "seeds", "lazy", "reader", "naming"),
     *("tensors", "storage", "models", "language", "data", "training", "methods", "privacy"),
-    *("federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
+    *("secagg", "federation", "studies", "runners", "audits", "reports", "sites", "sweeps"),
     *("run", "__init__", "parts", "testing", "cli"),
 )
 APART = {("privacy", "methods")}
@@ -86,45 +86,40 @@ LENT = {
         make_server_optimizer method_info parse_product_rule parse_recorded_method
     """,
     "privacy": """
-        CHARGES_FILE CLIPPING_NORMS Change ClientInput DiskProgressStore
-        DistributedGuard EncryptedShares ForwardedShares GaussianMechanism Guard
-        KeyAdvert KeyDirectory KeyRoster MaskedInput NOISE_MULTIPLIERS NodeKey
-        ProtocolClient ProtocolServer RevealLog RoundProgress SECRET_FILE SPENT
-        SecAggError SignatureList Slot SurvivorList SurvivorSignature Terms Unit
-        UnmaskShares UnmaskedSums capped_weight derive_key load_or_create_secret
-        make_ballot read_budget_unit read_secret require_train_arguments sha256_of
-        simulate_secagg_round
+        CHARGES_FILE CLIPPING_NORMS Change DistributedGuard GaussianMechanism Guard
+        NOISE_MULTIPLIERS SECRET_FILE SPENT Unit capped_weight derive_key
+        load_or_create_secret make_ballot read_budget_unit read_secret
+        require_train_arguments
+    """,
+    "secagg": """
+        AGGREGATION_KINDS KeyDirectory MASKED_INPUT_STEP NodeKey ROUND_CHECKPOINT
+        RevealLog RoundProgress SCORING_CHECKPOINT SECAGG_STEPS check_secagg_support
+        drift_tracked_kinds read_terms_digest sha256_of to_json
     """,
     "federation": """
-        AGGREGATION_KINDS AGREEMENT APPROVAL Account Aggregator Authorization BEST
-        BestBy COHORT_PREFIXES Callback ClientChanged ClientPrivacy CommittedRound DELTA
-        EGRESS_LOG EVALUATE EarlyStopping EgressLog EvalConfig EvalSet Event EventStream
-        FaultLog GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE LOWER_IS_BETTER Limits
-        METRICS MeanAggregator MetricPolicy Metrics Notice PER_CLIENT_PREFIXES REPLIES
-        ROLE_BY_LETTER ROLE_LETTERS ROUND_CHECKPOINT RULES RUN_FILE Record RecordError
-        RoundStarted RunChanged RunIdentity RunStalled RunState RunStatus SCORES
-        SCORING_CHECKPOINT SECAGG_STEPS SPREADS STUDY Scores SecAggClient
-        SecureAggregator SecureSum SiteState TensorsAndJson Timeouts TrainSetup
+        AGREEMENT APPROVAL Account Aggregator Authorization BEST BestBy COHORT_PREFIXES
+        Callback ClientChanged ClientPrivacy CommittedRound DELTA EGRESS_LOG EVALUATE
+        EarlyStopping EgressLog EvalConfig EvalSet Event EventStream FaultLog
+        GLOBAL_FOLDER HELLO InitialModel KEY KINDS LIVE LOWER_IS_BETTER Limits METRICS
+        MeanAggregator MetricPolicy Metrics Notice PER_CLIENT_PREFIXES REPLIES
+        ROLE_BY_LETTER ROLE_LETTERS RULES RUN_FILE Record RecordError RoundStarted
+        RunChanged RunIdentity RunStalled RunState RunStatus SCORES SPREADS STUDY Scores
+        SecAggClient SecureAggregator SiteState TensorsAndJson Timeouts TrainSetup
         UNMASKING UPDATE WHOLE_SUM WRITE_ONCE_FILES WireCost accept_masked_report
         agreement_folders announce_phase ask_to_stop block_scores_from_json
         block_scores_to_json bytes_by_part changed_examples closed_segment_faults
         combine_scores decode_reason describe_code digest_initial_model encode_code
-        encrypted_shares_from_json encrypted_shares_to_json error_code_of error_entry
-        error_fields evaluate_client examples_digest find_capped_weights
-        forwarded_shares_to_json global_values group_weights is_run_id join_digests
-        join_scores key_advert_from_json key_advert_to_json key_roster_to_json
-        keyed_digest last_ledger_round ledger_lines ledger_rows local_versions
-        make_eval_request make_example_guard make_noise_guard make_tracker make_warnings
-        metrics_from_json newest_segment only_run_folder open_journal open_partial_sum
-        package_differences params_by_senders parse_line personal_values
-        protocol_mismatch read_agreement read_egress read_faults read_identity
-        read_masked_input read_personal_model read_record read_replies read_request
-        read_run_id read_secagg_checkpoint read_secagg_message read_status
-        read_stop_request read_turn read_update recent_drifts request_header
-        request_message require_private_method secagg_message segment_header_faults
-        segment_number signature_list_to_json site_run_folder site_state_from_reason
-        split_digests survivor_list_to_json survivor_signature_from_json turn_digest
-        unmask_shares_from_json write_secagg_checkpoint
+        error_code_of error_entry error_fields evaluate_client examples_digest
+        find_capped_weights global_values group_weights is_run_id join_digests
+        join_scores keyed_digest last_ledger_round ledger_lines ledger_rows
+        local_versions make_eval_request make_example_guard make_noise_guard
+        make_tracker make_warnings metrics_from_json newest_segment only_run_folder
+        open_journal open_partial_sum package_differences params_by_senders parse_line
+        personal_values protocol_mismatch read_agreement read_egress read_faults
+        read_identity read_personal_model read_record read_replies read_request
+        read_run_id read_status read_stop_request read_turn read_update recent_drifts
+        request_header request_message require_private_method segment_header_faults
+        segment_number site_run_folder site_state_from_reason split_digests turn_digest
     """,
     "studies": """
         AggregationConfig ClientsConfig Count DefenceConfig DeviceName EvaluateConfig

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     )
     from fedplan.federation.participation import Participation
     from fedplan.federation.rounds import RoundState, accept_update, close_round, make_request
-    from fedplan.federation.secagg_config import SecAggConfig
     from fedplan.federation.server import Server
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "RequestRefused",
     "RoundRecord",
     "RoundState",
-    "SecAggConfig",
     "Server",
     "TurnRecord",
     "Update",
@@ -71,7 +69,6 @@ __getattr__, __dir__ = lazy_exports(
         "participation": "Participation",
         "ledger.records": "RoundRecord TurnRecord",
         "rounds": "RoundState accept_update close_round make_request",
-        "secagg_config": "SecAggConfig",
         "server": "Server",
     },
 )

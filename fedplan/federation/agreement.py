@@ -16,7 +16,6 @@ from math import inf
 from fedplan.errors import PrivacyError
 from fedplan.federation.aggregation.defence import Defence, require_defence
 from fedplan.federation.aggregation.lora_products import check_product_rule, shared_lora_layers
-from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support, drift_tracked_kinds
 from fedplan.federation.wire_cost import WireCost
 from fedplan.language.canonical import canonical_text
 from fedplan.language.plan import Best, Plan, Role, Roles, Step
@@ -36,6 +35,7 @@ from fedplan.methods.phases import PlannedPhases
 from fedplan.models.catalog import manifest_json
 from fedplan.models.params import ITEMSIZE, Block, Param, Params
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.secagg.config import SecAggConfig, check_secagg_support, drift_tracked_kinds
 from fedplan.tensors.compression import plain
 from fedplan.tensors.named import aux_names, param_key
 from fedplan.training.fit import TrainArguments, plain_fit
@@ -68,7 +68,8 @@ class Agreement:
 
     def __post_init__(self) -> None:
         require_defence(self.defence, self.method, self.guarantee)
-        check_secagg_support(self.secagg, self.method, self.guarantee, self.defence)
+        defence = self.defence.text if self.defence.active else ""
+        check_secagg_support(self.secagg, self.method, self.guarantee, defence)
         if not self.method.lora_aggregation.is_separate:
             plan, params = self.method.plan, self.params
             changing = set(params_with_roles(plan, params, Role.SHARE, Role.KEEP, Role.HOLD))

@@ -47,7 +47,7 @@ from fedplan.federation.messages import (
     read_run_id,
     update_message,
 )
-from fedplan.federation.secagg_config import MASKED_INPUT_STEP, SECAGG_STEPS
+from fedplan.secagg.config import MASKED_INPUT_STEP, SECAGG_STEPS
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import write_if_changed
 from fedplan.storage.journal import Journal
@@ -57,7 +57,7 @@ from fedplan.tensors.named import nbytes, param_key
 from fedplan.tensors.serialization import JSON, pack_message
 
 if TYPE_CHECKING:
-    from fedplan.federation.secagg_client import SecAggClient
+    from fedplan.federation.secure_client import SecAggClient
 
 HELLO, POLL, TRAIN, EVALUATE = "hello", "poll", "train", "evaluate"
 """Kinds of requests; the steps of secure aggregation are further kinds."""

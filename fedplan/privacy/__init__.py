@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differential privacy (guarantees, mechanisms, accounting) and secure aggregation."""
+"""Differential privacy: guarantees, mechanisms and accounting."""
 
 from typing import TYPE_CHECKING
 
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.errors import PrivacyError
     from fedplan.privacy.accounting.accountant import DPSGDSteps, Release, calibrate, epsilon
     from fedplan.privacy.accounting.budget import Budget
     from fedplan.privacy.dpsgd.fit import DPSGDConfig, dp_sgd
@@ -19,7 +18,6 @@ __all__ = [
     "ClientGuard",
     "DPSGDConfig",
     "Guarantee",
-    "PrivacyError",
     "Release",
     "ServerGuard",
     "Statement",
@@ -35,7 +33,6 @@ __getattr__, __dir__ = lazy_exports(
         "accounting.accountant": "DPSGDSteps Release calibrate epsilon",
         "accounting.budget": "Budget",
         "dpsgd.fit": "DPSGDConfig dp_sgd",
-        "errors": "PrivacyError",
         "guarantee": "Guarantee",
         "guard": "ClientGuard ServerGuard",
         "statement": "Statement",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from fedplan.federation.agreement import Agreement
-    from fedplan.federation.secagg_client import SecAggClient
+    from fedplan.federation.secure_client import SecAggClient
 
 
 class SiteRuntime:
@@ -162,7 +162,7 @@ def make_secagg_client(
     `runtime.site`); `run_folder` stores the protocol's state. Raises RequestRefused with code
     "peer-keys" if a key is missing or invalid.
     """
-    from fedplan.federation.secagg_client import SecAggClient  # optional dependency
+    from fedplan.federation.secure_client import SecAggClient  # optional dependency
     from fedplan.runners.site import read_node_key, read_peer_keys
 
     site, study = runtime.site, runtime.study

@@ -13,9 +13,9 @@ from fedplan.federation.evaluation import BestBy, EvalConfig
 from fedplan.federation.ledger.callbacks import EarlyStopping, make_tracker
 from fedplan.federation.ledger.events import Callback
 from fedplan.federation.participation import Participation, Timeouts
-from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.secagg.config import AGGREGATION_KINDS, SecAggConfig
 from fedplan.storage.files import validate_client_names
 from fedplan.studies.field_types import (
     ClippingNorm,

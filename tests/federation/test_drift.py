@@ -10,6 +10,7 @@ from often import often
 
 from fedplan.federation.aggregation.drift import Drift
 from fedplan.models.params import Kind, Param
+from fedplan.tensors.chunks import squared_distances
 from fedplan.tensors.sums import ExactSum
 
 PARAMS = (
@@ -68,5 +69,5 @@ def _told(
     sums, drift = ExactSum(), Drift()
     for weight, values in updates:
         sums.add(values, weight)
-        drift.add(values, base, weight)
+        drift.add(squared_distances(values, base), weight)
     return drift.by_kind(PARAMS, base, sums.mean(), sums.weights())

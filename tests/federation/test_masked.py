@@ -31,8 +31,6 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import WHOLE_SUM, SecAggRecord, split_digests
 from fedplan.federation.messages import UpdateRejected, turn_digest
 from fedplan.federation.participation import Participation
-from fedplan.federation.secagg_config import SecAggConfig, check_secagg_support
-from fedplan.federation.secagg_messages import key_advert_from_json
 from fedplan.language.plan import Best, share
 from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
@@ -40,14 +38,17 @@ from fedplan.methods.phases import PhaseContext, PlannedPhases
 from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Block, Kind, Param
-from fedplan.privacy.secagg.server import UnmaskedSums
-from fedplan.privacy.secagg.simulation import ClientInput, simulate_secagg_round
-from fedplan.privacy.secagg.terms import MAX_CLIENT_WEIGHT, Slot, Terms
 from fedplan.runners.clients import Faults
 from fedplan.runners.local import Federation
+from fedplan.secagg.config import SecAggConfig, check_secagg_support
+from fedplan.secagg.messages import KeyAdvert, from_json
+from fedplan.secagg.round import ClientInput, simulate_secagg_round
+from fedplan.secagg.server import UnmaskedSums
+from fedplan.secagg.terms import MAX_CLIENT_WEIGHT, Slot, Terms
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.devices import fork_rng_state
 from fedplan.tensors.named import digests, same_bits
+from fedplan.tensors.serialization import SerializationError
 from fedplan.tensors.sums import MAX_WEIGHT
 from fedplan.testing import TRAIN_CONFIG
 from fedplan.training.fit import TrainArguments
@@ -341,9 +342,9 @@ def test_a_method_that_needs_a_second_sum_of_the_same_changes_is_refused(
 ) -> None:
     """Two sums of two sites, weighted otherwise, are two equations for two unknowns."""
     made = method_by_name(name)
-    check_secagg_support(SecAggConfig(), made, None, Defence())
+    check_secagg_support(SecAggConfig(), made, None, "")
     with pytest.raises(FedplanError, match=words):
-        check_secagg_support(MASKED, made, None, Defence())
+        check_secagg_support(MASKED, made, None, "")
 
 
 def test_of_each_change_one_linear_sum_is_opened_and_squares_only_for_a_plan_and_of_four() -> None:
@@ -429,6 +430,6 @@ def test_bits_of_slots_that_there_are_not_are_refused(bits: str) -> None:
     told = Terms("laws", "a", "f", 1, "b", 2, 2, tuple(Slot(name, 1) for name in "xyz"))
     said = dict.fromkeys(("encryption_key", "masking_key", "signature", "terms"), "00")
     said["client"] = "ada"
-    assert key_advert_from_json(said | {"slots": "0x5"}, told).slots == ("x", "z")
-    with pytest.raises(ValueError, match=r"bit|invalid"):
-        key_advert_from_json(said | {"slots": bits}, told)
+    assert from_json(KeyAdvert, said | {"slots": "0x5"}, told).slots == ("x", "z")
+    with pytest.raises(SerializationError, match=r"bit|invalid"):
+        from_json(KeyAdvert, said | {"slots": bits}, told)

@@ -30,7 +30,6 @@ from fedplan.federation.aggregation.distributed_dp import (
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX, round_slots
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import ROLE_BY_LETTER, split_digests
-from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role, share
 from fedplan.language.predicates import Turn
@@ -43,6 +42,7 @@ from fedplan.privacy.guard import DistributedGuard, ServerGuard
 from fedplan.privacy.mechanisms.clipping import clip_change
 from fedplan.privacy.statement import Statement
 from fedplan.runners.local import Federation
+from fedplan.secagg.config import SecAggConfig
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.compression import parse_codec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.data.custom_task import CustomTask
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.agreement import Agreement, require_private_method
@@ -37,7 +37,6 @@ from fedplan.methods.adapters import add_lora
 from fedplan.methods.lora import lora_layers, parse_product_rule
 from fedplan.models.description import describe
 from fedplan.models.values import get_values, set_values
-from fedplan.privacy import PrivacyError
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage import files

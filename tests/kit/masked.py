@@ -13,11 +13,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedplan.privacy.secagg.client import ProtocolClient
-from fedplan.privacy.secagg.crypto import NodeKey, SecAggError, node_public_key
-from fedplan.privacy.secagg.round_progress import MemoryProgressStore, ProgressStore
-from fedplan.privacy.secagg.server import ProtocolServer, UnmaskedSums
-from fedplan.privacy.secagg.terms import Slot, Terms
+from fedplan.secagg.client import ProtocolClient
+from fedplan.secagg.crypto import NodeKey, SecAggError, node_public_key
+from fedplan.secagg.progress import MemoryProgressStore, ProgressStore
+from fedplan.secagg.server import ProtocolServer, UnmaskedSums
+from fedplan.secagg.terms import Slot, Terms
 from fedplan.tensors.ring import Words, ints_from_words, widen_words, words_from_ints
 
 STEPS = (

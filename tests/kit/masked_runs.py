@@ -25,8 +25,7 @@ from fedplan.federation.identity import read_identity
 from fedplan.federation.ledger.digests import digest_initial_model
 from fedplan.federation.ledger.egress import Account, Limits
 from fedplan.federation.participation import Timeouts
-from fedplan.federation.secagg_client import SecAggClient
-from fedplan.federation.secagg_config import SecAggConfig
+from fedplan.federation.secure_client import SecAggClient
 from fedplan.federation.server import Server
 from fedplan.methods.method import Method
 from fedplan.models.description import describe
@@ -34,6 +33,7 @@ from fedplan.models.values import get_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.secagg.config import SecAggConfig
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.message import Message

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedplan.audits.ledger import verify_ledger
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.drift import SquaredNorms
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.federation.rounds import announce_phase
@@ -22,7 +22,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.phases import PhaseContext, PlannedPhases, SettledPhase
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.privacy import Guarantee, PrivacyError
+from fedplan.privacy import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.testing import check_method

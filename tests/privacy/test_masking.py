@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from often import AT_NIGHT, DAY, NIGHT
 from scipy.stats import chisquare
 
-from fedplan.privacy.secagg.crypto import KeyStream, node_public_key, sign, verify_signature
-from fedplan.privacy.secagg.masks import mask_context, self_mask_key
-from fedplan.privacy.secagg.terms import Slot
+from fedplan.secagg.crypto import KeyStream, node_public_key, sign, verify_signature
+from fedplan.secagg.masks import mask_context, self_mask_key
+from fedplan.secagg.terms import Slot
 
 
 @settings(max_examples=NIGHT if AT_NIGHT else DAY)

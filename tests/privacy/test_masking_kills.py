@@ -19,9 +19,9 @@ import pytest
 from masked import NEVER, Round, drawn, refusal, terms
 
 from fedplan.errors import FedplanError
-from fedplan.privacy.secagg.messages import SurvivorList
-from fedplan.privacy.secagg.round_progress import DiskProgressStore
-from fedplan.privacy.secagg.terms import Slot
+from fedplan.secagg.messages import SurvivorList
+from fedplan.secagg.progress import DiskProgressStore
+from fedplan.secagg.terms import Slot
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from masked import NEVER, Round, directory, drawn, node, refusal, terms
 
-from fedplan.privacy.secagg.client import ProtocolClient
-from fedplan.privacy.secagg.client_state import ClientRoundState
-from fedplan.privacy.secagg.crypto import sign
-from fedplan.privacy.secagg.messages import (
+from fedplan.secagg.client import ProtocolClient
+from fedplan.secagg.client_state import ClientRoundState
+from fedplan.secagg.crypto import sign
+from fedplan.secagg.messages import (
     ForwardedShares,
     KeyAdvert,
     KeyRoster,
@@ -25,9 +25,9 @@ from fedplan.privacy.secagg.messages import (
     SurvivorSignature,
     survivors_digest,
 )
-from fedplan.privacy.secagg.reveal_log import RevealLog
-from fedplan.privacy.secagg.server import ProtocolServer
-from fedplan.privacy.secagg.terms import Slot, Terms
+from fedplan.secagg.progress import RevealLog
+from fedplan.secagg.server import ProtocolServer
+from fedplan.secagg.terms import Slot, Terms
 
 SITES = ("ada", "bea", "cleo", "dora", "eve")
 SLOTS = (Slot("body", 5), Slot("head", 3, wide=True))

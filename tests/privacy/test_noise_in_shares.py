@@ -20,7 +20,6 @@ from torch import Tensor
 from fedplan.federation.aggregation.distributed_dp import DistributedDPAggregator
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.plan import share
 from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param
@@ -29,6 +28,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import SECRET_FILE, ServerGuard
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.secagg.config import SecAggConfig
 from fedplan.tensors.accumulator import GRID
 from fedplan.testing import TRAIN_CONFIG
 

@@ -19,21 +19,21 @@ from often import first
 from rich.console import Console
 from torch import Tensor
 
-from fedplan.federation import secagg_config
 from fedplan.federation.aggregation.protocol import AggregationResult
 from fedplan.federation.aggregation.secure import SecureAggregator
 from fedplan.federation.client import client_turn
 from fedplan.federation.client_round import score_layers
 from fedplan.federation.ledger.egress import read_egress
 from fedplan.federation.messages import RequestRefused, read_request, request_message
-from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
-from fedplan.federation.secagg_config import SecAggConfig
 from fedplan.language.parser import parse
 from fedplan.language.plan import Role
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.site import read_peer_keys
+from fedplan.secagg import config as secagg_config
+from fedplan.secagg.config import SecAggConfig
+from fedplan.secagg.round import ROUND_CHECKPOINT
 from fedplan.sites.egress import read_egress_report
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
@@ -314,7 +314,7 @@ def test_a_roster_with_a_site_that_the_study_does_not_ask_is_refused(tmp_path: P
     run = MaskedRun(FEDAVG, tmp_path, rounds=1)
     masker = run.endpoints["client-0"].secagg_client
     assert masker is not None
-    masker._cohort = lambda number: NAMES[:2]
+    masker._round_protocol._cohort = lambda number: NAMES[:2]
     run.carry()
     (line,) = run.rounds()
     assert line["aggregated"] == list(NAMES[1:]) and "share" in line["rejected"]["client-0"]

@@ -16,7 +16,7 @@ from masked_runs import NAMES, MaskedRun
 from test_masked_flower import FEDAVG, SERVER_POINTS, STEPS
 
 from fedplan.federation.ledger.egress import read_egress
-from fedplan.federation.secagg_config import SecAggConfig
+from fedplan.secagg.config import SecAggConfig
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.message import Message

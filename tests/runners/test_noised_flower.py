@@ -21,20 +21,20 @@ from often import first
 from torch import Tensor
 
 from fedplan.errors import PrivacyError
-from fedplan.federation import secagg_config
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX
 from fedplan.federation.ledger.egress import Limits
 from fedplan.federation.ledger.records import WHOLE_SUM
 from fedplan.federation.messages import RequestRefused
-from fedplan.federation.secagg_checkpoint import ROUND_CHECKPOINT
-from fedplan.federation.secagg_client import SecAggClient
+from fedplan.federation.secure_client import SecAggClient
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.methods.method import Method
 from fedplan.privacy.accounting.budget import Budget
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.privacy.secagg.client import ProtocolClient
+from fedplan.secagg import config as secagg_config
+from fedplan.secagg.client import ProtocolClient
+from fedplan.secagg.round import ROUND_CHECKPOINT
 from fedplan.sites.egress import DatasetAccount
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.message import Message

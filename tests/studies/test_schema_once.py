@@ -19,11 +19,11 @@ from fedplan.data.tasks import TASK_KINDS, Task, make_task
 from fedplan.federation.aggregation.defence import RULES, Defence
 from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.participation import Participation, Timeouts
-from fedplan.federation.secagg_config import AGGREGATION_KINDS, SecAggConfig
 from fedplan.methods.method import Method
 from fedplan.models.catalog import TASK_CLASSES
 from fedplan.models.dual_encoder import TEMPLATE
 from fedplan.privacy.guarantee import Guarantee
+from fedplan.secagg.config import AGGREGATION_KINDS, SecAggConfig
 from fedplan.studies import schema
 from fedplan.studies.federation_sections import (
     AggregationConfig,

@@ -36,8 +36,8 @@ from fedplan.language.predicates import Turn
 from fedplan.models.params import Block, Params
 from fedplan.privacy.guard import Guard, ServerGuard
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
-from fedplan.privacy.secagg.server import UnmaskedSums
-from fedplan.privacy.secagg.simulation import ClientInput
+from fedplan.secagg.round import ClientInput
+from fedplan.secagg.server import UnmaskedSums
 from fedplan.tensors.accumulator import GRID
 from fedplan.tensors.named import Tensors, all_finite
 from fedplan.tensors.ring import Words, widen_words
@@ -97,7 +97,6 @@ class DistributedDPAggregator(SecureAggregator):
     mechanism: GaussianMechanism = field(kw_only=True)
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise an error if there are auxiliary tensors; any change can be clipped."""
         require_no_aux(aux)
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:

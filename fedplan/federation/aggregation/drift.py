@@ -20,7 +20,7 @@ Squares = Mapping[str, Mapping[str, float]]
 """Squared distances by client and key."""
 
 DIGITS = 6
-"""Significant digits that are reported; more would depend on the number of threads."""
+"""Significant digits of recorded numbers; more would depend on the number of threads."""
 
 
 @dataclass
@@ -28,17 +28,12 @@ class Drift:
     """Sum over clients of weight x squared change of each param, exact in any order.
 
     `squares`: sums by param key, as integers in units of 1/STEPS; a square that is not finite
-    counts as 0. Call `add` (or `add_squares`) per client, `merge` other sums of the round, then
-    `by_kind`.
+    counts as 0. Call `add` per client, `merge` other sums of the round, then `by_kind`.
     """
 
     squares: dict[str, int] = field(default_factory=dict[str, int])
 
-    def add(self, values: Mapping[str, Tensor], base: Mapping[str, Tensor], weight: int) -> None:
-        """Add one client's update, as values and the base that they started from."""
-        self.add_squares(squared_distances(values, base), weight)
-
-    def add_squares(self, squares: Mapping[str, float], weight: int) -> None:
+    def add(self, squares: Mapping[str, float], weight: int) -> None:
         """Add one client's update, as squared distances from the base by key."""
         for key, square in squares.items():
             steps = weight * round(_finite_or_zero(square) * STEPS)
@@ -75,7 +70,7 @@ class Drift:
                 variance = max(variance, 0.0) if variance > 1e-9 * mean_square else 0.0
                 total = totals.get(p.kind, (0.0, 0.0))
                 totals[p.kind] = (total[0] + variance, total[1] + step)
-        return {kind: (_round_digits(v), _round_digits(s)) for kind, (v, s) in totals.items()}
+        return {kind: (round_digits(v), round_digits(s)) for kind, (v, s) in totals.items()}
 
 
 def drift_around(
@@ -95,7 +90,7 @@ def drift_around(
             distances = [by_key[p.key] for by_key in squares.values() if p.key in by_key]
             total, step = totals.get(p.kind, (0.0, 0.0)), _finite_or_zero(steps[p.key])
             totals[p.kind] = (total[0] + fsum(distances) / len(distances), total[1] + step)
-    return {kind: (_round_digits(v), _round_digits(s)) for kind, (v, s) in totals.items()}
+    return {kind: (round_digits(v), round_digits(s)) for kind, (v, s) in totals.items()}
 
 
 class SquaredNorms(Mapping[str, float]):
@@ -114,7 +109,7 @@ class SquaredNorms(Mapping[str, float]):
     def __getitem__(self, kind: str) -> float:
         values = {key: self._values[key] for key in self._keys[kind]}
         zeros = {key: torch.zeros_like(value) for key, value in values.items()}
-        return _round_digits(fsum(map(_finite_or_zero, squared_distances(values, zeros).values())))
+        return round_digits(fsum(map(_finite_or_zero, squared_distances(values, zeros).values())))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -127,5 +122,6 @@ def _finite_or_zero(square: float) -> float:
     return square if isfinite(square) else 0.0
 
 
-def _round_digits(number: float) -> float:
+def round_digits(number: float) -> float:
+    """Round a number to DIGITS significant digits."""
     return float(f"{number:.{DIGITS}g}")

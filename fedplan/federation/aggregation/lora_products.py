@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import FedplanError
+from fedplan.federation.aggregation.drift import round_digits
 from fedplan.federation.messages import UpdateRejected
 from fedplan.methods.lora import LoraFactors, LoraLayer, ProductRule, lora_layers
 from fedplan.methods.method import Method
@@ -21,8 +22,6 @@ from fedplan.tensors.sums import ExactSum
 MAX_MEASURED_NUMEL = 2**22
 """Largest product matrices, in total numbers of 8 bytes, for which the error is measured although
 the rule needs no products. A large model would take too much memory at the server."""
-ERROR_DIGITS = 6
-"""Significant digits of a recorded error."""
 
 Errors = tuple[float, float]
 """Relative errors of the product of mean factors, and of the new global model, against the mean
@@ -88,7 +87,7 @@ class ProductSum:
         norm, mean_error, rule_error = (sqrt(float(square)) for square in squares)
         if not norm:
             return replaced, None
-        return replaced, (_round_digits(mean_error / norm), _round_digits(rule_error / norm))
+        return replaced, (round_digits(mean_error / norm), round_digits(rule_error / norm))
 
 
 def shared_lora_layers(method: Method, params: Params, shared: Params) -> tuple[LoraLayer, ...]:
@@ -153,7 +152,3 @@ def _factors(layer: LoraLayer, values: Tensors, base: Tensors | None = None) -> 
 
 def _squared_norm(matrix: Tensor) -> float:
     return float(matrix.square().sum(dtype=torch.float64))
-
-
-def _round_digits(number: float) -> float:
-    return float(f"{number:.{ERROR_DIGITS}g}")

@@ -38,8 +38,7 @@ class MeanAggregator(Aggregator):
     The other fields are running totals: `values` (weighted sum of params), `aux` (unweighted sum of
     auxiliary tensors), `drift` (squared changes), `weight` (sum of all weights), `products` (LoRA
     products), `capped` (by client, reported and capped weight, if above `defence.max_weight`).
-    `last_stats`: values, peaks and squared distances of the update that `require` saw last, reused
-    by `add`. Call `require` and `add` per update, or `merge` a part of the round, then `close`.
+    `last_stats`: values, peaks and squared distances of the update that `require` saw last.
     """
 
     agreement: Agreement
@@ -58,13 +57,13 @@ class MeanAggregator(Aggregator):
         self.products = ProductSum(agreed.layers, agreed.method.lora_aggregation, self.base)
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise an error if an update cannot be added; change no sum.
+        """Raise an error if an update cannot be added; change no sum. Call before `add`.
 
         SumError: `weight` is not an int from 1 to MAX_WEIGHT, a dtype is no float, a value is not
         finite or above MAX_VALUE, a dtype or shape differs from earlier updates, or a sum of
         `values` or `aux` could overflow. UpdateRejected: the new value of an auxiliary tensor would
         not be finite, or the method aggregates LoRA products and only one factor of a layer was
-        sent. All keys must be in `base`. Keeps statistics of `values` in `last_stats`, for `add`.
+        sent. All keys must be in `base`.
         """
         peaks, squares = peak_steps_and_squared_distances(values, self.base)
         self.last_stats = values, peaks, squares
@@ -76,11 +75,9 @@ class MeanAggregator(Aggregator):
                 raise UpdateRejected(f"{key!r} is too large to be added to its present value")
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Add the values, LoRA products and aux tensors of one client's update.
+        """Add one client's update, with a weight of at most `defence.max_weight`.
 
-        Call `require` with the same update before. A weight above `defence.max_weight` is lowered
-        to that, and both weights are noted in `capped` under `client`. Raises SumError, and adds
-        nothing, if a sum of LoRA products could overflow.
+        Raises SumError, and adds nothing, if a sum of LoRA products could overflow.
         """
         reported, weight = weight, min(weight, self.agreement.defence.max_weight or weight)
         products = self.products.client_products(values)
@@ -92,29 +89,23 @@ class MeanAggregator(Aggregator):
             peaks, squares = peak_steps_and_squared_distances(values, self.base)
         self.values.add(values, weight, peaks)
         self.products.total.add(products, weight)
-        self.drift.add_squares(squares, weight)
+        self.drift.add(squares, weight)
         if aux:
             self.aux.add(aux, 1)
         self.weight += weight
         self.capped |= {client: (reported, weight)} if weight < reported else {}
 
     def describe(self) -> dict[str, Any]:
-        """Return kind and number of clients."""
         return {"kind": MEAN_KIND, "roster": self.roster}
 
     def empty(self) -> MeanAggregator:
-        """Return an aggregator of the same round without updates."""
         return MeanAggregator(self.agreement, self.base, self.roster)
 
     def state(self) -> TensorsAndJson:
-        """Return the sums (tensors), and squares, weight and capped weights (JSON)."""
-        squares = self.drift.squares
-        return sums_state(
-            MEAN_KIND, self._sums, squares=squares, weight=self.weight, capped=self.capped
-        )
+        facts = {"squares": self.drift.squares, "weight": self.weight, "capped": self.capped}
+        return sums_state(MEAN_KIND, self._sums, facts)
 
     def merge(self, tensors: Tensors, fields: Mapping[str, Any]) -> None:
-        """Add the `state` of an aggregator of other clients of the same round."""
         self._require_kind(MEAN_KIND, fields)
         merge_sums(self._sums, tensors, fields)
         self.drift.merge(Drift(fields["squares"]))

@@ -42,10 +42,7 @@ class PrivateAggregation(Aggregation):
     guard: ServerGuard
 
     def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
-        """Return the clients drawn by Poisson sampling with the guard's secret.
-
-        Raises PrivacyError if the privacy budget does not suffice for the round.
-        """
+        """Return the clients drawn by Poisson sampling with the guard's secret."""
         self.guard.require_affordable_round(number, round_charge_name(number))
         return self.guard.sample_cohort(roster, number)
 
@@ -95,7 +92,6 @@ class ClientDPAggregator(Aggregator):
     within: int = 0
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise UpdateRejected if there are auxiliary tensors, which are not clipped."""
         require_no_aux(aux)
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
@@ -105,7 +101,6 @@ class ClientDPAggregator(Aggregator):
         self.count += 1
 
     def describe(self) -> dict[str, Any]:
-        """Return round, keys and settings of the mechanism, without the guard's secret."""
         mechanism = self.mechanism
         settings = {name: getattr(mechanism, name) for name in _SETTINGS}
         shared = list(mechanism.public_shapes)
@@ -119,16 +114,13 @@ class ClientDPAggregator(Aggregator):
         return ClientDPAggregator(None, mechanism, base, description["round"])
 
     def empty(self) -> ClientDPAggregator:
-        """Return an aggregator of the same round without updates."""
         return ClientDPAggregator(self.guard, self.mechanism, self.base, self.number)
 
     def state(self) -> TensorsAndJson:
-        """Return the sum of changes (tensors), and the counts of updates (JSON)."""
         counts = {"count": self.count, "within": self.within}
-        return sums_state(CLIENT_DP_KIND, {"changes": self.changes}, **counts)
+        return sums_state(CLIENT_DP_KIND, {"changes": self.changes}, counts)
 
     def merge(self, tensors: Tensors, fields: Mapping[str, Any]) -> None:
-        """Add the `state` of an aggregator of other clients of the same round."""
         self._require_kind(CLIENT_DP_KIND, fields)
         merge_sums({"changes": self.changes}, tensors, fields)
         self.count, self.within = self.count + fields["count"], self.within + fields["within"]

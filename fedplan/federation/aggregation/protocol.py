@@ -187,7 +187,9 @@ def require_no_aux(aux: Tensors) -> None:
         raise UpdateRejected(f"{min(aux)!r} is not covered by differential privacy")
 
 
-def sums_state(kind: str, sums: Mapping[str, ExactSum], **fields: Any) -> TensorsAndJson:
+def sums_state(
+    kind: str, sums: Mapping[str, ExactSum], fields: Mapping[str, Any]
+) -> TensorsAndJson:
     """Return the `Aggregator.state` of exact sums by name, with further JSON fields."""
     tensors, facts = dict[str, Tensor](), dict[str, Any]()
     for name, total in sums.items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedplan.federation.aggregation.defence import KRUM, MEAN, MULTI_KRUM, Defence
-from fedplan.federation.aggregation.drift import Squares, drift_around
+from fedplan.federation.aggregation.drift import Squares, drift_around, round_digits
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator, TensorsAndJson
 from fedplan.federation.agreement import Agreement
@@ -32,8 +32,6 @@ BUFFERED_KIND = "buffered"
 
 OUTLIER_RATIO = 4.0
 """A client is an outlier if its distance from the aggregate exceeds this many references."""
-NORM_DIGITS = 6
-"""Significant digits of a recorded norm."""
 _CHUNK_NUMEL = 2**14
 """Numbers that torch sums on one thread, so that a norm does not depend on the thread count."""
 _SORT_COLUMNS = 2**18
@@ -80,15 +78,12 @@ class BufferedAggregator(Aggregator):
         self.weights[client] = weight
 
     def describe(self) -> dict[str, Any]:
-        """Return kind and number of clients."""
         return {"kind": BUFFERED_KIND, "roster": self.roster}
 
     def empty(self) -> BufferedAggregator:
-        """Return an aggregator of the same round without updates."""
         return BufferedAggregator(self.agreement, self.base, self.roster)
 
     def state(self) -> TensorsAndJson:
-        """Return all updates (tensors), and the clients' names and weights (JSON)."""
         # Clients have numbers, because a client's name may contain any character.
         tensors = dict[str, Tensor]()
         for number, client in enumerate(self.values):
@@ -98,7 +93,6 @@ class BufferedAggregator(Aggregator):
         return tensors, {"kind": BUFFERED_KIND, "clients": clients, "weights": weights}
 
     def merge(self, tensors: Tensors, fields: Mapping[str, Any]) -> None:
-        """Add the `state` of an aggregator of other clients of the same round."""
         self._require_kind(BUFFERED_KIND, fields)
         clients: list[str] = fields["clients"]
         groups = {group: [dict[str, Tensor]() for _ in clients] for group in ("value", "aux")}
@@ -322,11 +316,6 @@ def reference_norms(squares: Squares) -> dict[str, float]:
 def update_norms(squares: Squares) -> dict[str, float]:
     """Return the L2 norm of each client's change over all params that it sent."""
     return {client: sqrt(fsum(sent.values())) for client, sent in squares.items()}
-
-
-def round_digits(number: float) -> float:
-    """Round a number to NORM_DIGITS significant digits."""
-    return float(f"{number:.{NORM_DIGITS}g}")
 
 
 def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:

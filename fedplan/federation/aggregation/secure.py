@@ -30,10 +30,10 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.ledger.records import WHOLE_SUM, SecAggRecord
 from fedplan.models.params import Block
-from fedplan.privacy.secagg.crypto import SecAggError
-from fedplan.privacy.secagg.server import UnmaskedSums
-from fedplan.privacy.secagg.simulation import ClientInput, simulate_secagg_round
-from fedplan.privacy.secagg.terms import Terms
+from fedplan.secagg.crypto import SecAggError
+from fedplan.secagg.round import ClientInput, simulate_secagg_round
+from fedplan.secagg.server import UnmaskedSums
+from fedplan.secagg.terms import Terms
 from fedplan.tensors.named import Tensors, full_digest
 from fedplan.tensors.ring import Words, add_words, ints_from_words, widen_words
 
@@ -104,10 +104,7 @@ class SecureSum:
         return {key: full_digest(value) for key, value in sorted(self.base.items())}
 
     def terms(self, turn_digest: str = "", attempt: int = 1) -> Terms:
-        """Return the protocol terms that server and clients must have in common.
-
-        `turn_digest` and `attempt`: see `round_terms`.
-        """
+        """Return the protocol terms that server and clients must have in common: `round_terms`."""
         return round_terms(
             self.agreement,
             self.round_number,
@@ -152,7 +149,6 @@ class SecureAggregator(Aggregator):
         self.secure_sum = SecureSum(*settings)
 
     def require(self, values: Tensors, aux: Tensors, weight: int) -> None:
-        """Raise UpdateRejected or SumError if the update cannot be summed; changes nothing."""
         MeanAggregator(self.agreement, self.base, self.roster).require(values, aux, weight)
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:

@@ -19,9 +19,9 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import WHOLE_SUM
 from fedplan.federation.messages import UpdateRejected
 from fedplan.models.params import Block
-from fedplan.privacy.secagg.crypto import sha256_of
-from fedplan.privacy.secagg.server import UnmaskedSums
-from fedplan.privacy.secagg.terms import Slot, Terms
+from fedplan.secagg.crypto import sha256_of
+from fedplan.secagg.server import UnmaskedSums
+from fedplan.secagg.terms import Slot, Terms
 from fedplan.tensors.accumulator import CARRY_BITS, GRID, dtype_name
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.ring import (

@@ -16,7 +16,6 @@ from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import Callback
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Timeouts
-from fedplan.federation.secagg_config import SECAGG_STEPS
 from fedplan.federation.server import Server
 from fedplan.models.values import set_values
 from fedplan.runners.clients import study_faults
@@ -25,6 +24,7 @@ from fedplan.runners.flower.rpc import FlowerRunEnded
 from fedplan.runners.flower.server_loop import GlobalTest, ServerLoop
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.secagg.config import SECAGG_STEPS
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment,

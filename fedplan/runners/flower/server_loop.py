@@ -364,11 +364,9 @@ class ServerLoop:
 
         Raises FedplanError if the sum fails in all attempts.
         """
-        # An optional dependency.
-        from fedplan.runners.flower.secagg import SecAggRound, make_masked_poll
+        from fedplan.runners.flower.secagg import SecAggRound  # optional dependency
 
-        total = make_masked_poll(round_state)
-        secagg = SecAggRound(self.rpc, self.server, round_state, poll=total)
+        secagg = SecAggRound(self.rpc, self.server, round_state, scoring=True)
         while secagg.begin_attempt():
             adverts = dict[str, Any]()
             requests = self._request_factories(round_state, voters)
@@ -378,6 +376,7 @@ class ServerLoop:
                 elif isinstance(reply, Message) and (advert := reply_fields(reply).get("advert")):
                     adverts[name] = advert
             secagg.run_attempt(adverts)
+        total = secagg.total
         if not total.scores:
             raise FedplanError(
                 f"round {total.round_number}: the layer scores were not summed: "

@@ -236,12 +236,12 @@ def masked_changes(changes: Sequence[Change]) -> list[dict[Param, Tensor]]:
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from fedplan.privacy.secagg.client import ProtocolClient
-    from fedplan.privacy.secagg.crypto import node_public_key
-    from fedplan.privacy.secagg.masks import GroupVector
-    from fedplan.privacy.secagg.round_progress import MemoryProgressStore
-    from fedplan.privacy.secagg.server import ProtocolServer
-    from fedplan.privacy.secagg.terms import Slot, Terms, group_slots
+    from fedplan.secagg.client import ProtocolClient
+    from fedplan.secagg.crypto import node_public_key
+    from fedplan.secagg.masks import GroupVector
+    from fedplan.secagg.progress import MemoryProgressStore
+    from fedplan.secagg.server import ProtocolServer
+    from fedplan.secagg.terms import Slot, Terms, group_slots
 
     slots = tuple(Slot(param.key, param.numel) for param in changes[0])
     names = [f"client-{number:04}" for number in range(len(changes))]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from fedplan.privacy.secagg.client_state import ClientRoundState
-from fedplan.privacy.secagg.crypto import (
+from fedplan.secagg import config
+from fedplan.secagg.client_state import ClientRoundState
+from fedplan.secagg.crypto import (
     KEY_SIZE,
     NodeKey,
     SecAggError,
@@ -21,7 +22,7 @@ from fedplan.privacy.secagg.crypto import (
     sign,
     verify_signature,
 )
-from fedplan.privacy.secagg.messages import (
+from fedplan.secagg.messages import (
     EncryptedShares,
     ForwardedShares,
     KeyAdvert,
@@ -31,10 +32,13 @@ from fedplan.privacy.secagg.messages import (
     SurvivorList,
     SurvivorSignature,
     UnmaskShares,
+    decode,
+    encode,
+    read_terms_digest,
 )
-from fedplan.privacy.secagg.reveal_log import RevealLog
-from fedplan.privacy.secagg.round_progress import ProgressStore, RoundProgress
-from fedplan.privacy.secagg.terms import MAX_CLIENT_WEIGHT, Terms
+from fedplan.secagg.progress import ProgressStore, RevealLog, RoundProgress
+from fedplan.secagg.terms import MAX_CLIENT_WEIGHT, Terms
+from fedplan.tensors.message import Message
 from fedplan.tensors.ring import Words
 
 KeyDirectory = Mapping[str, bytes]
@@ -47,11 +51,13 @@ class ProtocolClient:
     node: the client's private node key; directory: the public node keys of all clients by name;
     raises a SecAggError if `name` has another key there, or none, or if two clients have one key.
     store: stores the progress of the last round; reveal_log: sums unmasked in all runs, None in
-    simulations.
+    simulations; cohort: returns the clients of a round by its number, the only ones that a roster
+    may have; None allows all of the directory.
     Call the five steps of a round in order, each with the server's last message, and send the
-    result. A step that is repeated with the same arguments returns the same message; only ECDSA
-    signatures differ. Every step raises a SecAggError for an invalid message, for a message of
-    another round, and for steps out of order, and the errors of `store` and `reveal_log`.
+    result; `answer` does so for messages in bytes. A step that is repeated with the same arguments
+    returns the same message; only ECDSA signatures differ. Every step raises a SecAggError for an
+    invalid message, for a message of another round, and for steps out of order, and the errors of
+    `store` and `reveal_log`.
     """
 
     def __init__(
@@ -61,13 +67,35 @@ class ProtocolClient:
         directory: KeyDirectory,
         store: ProgressStore,
         reveal_log: RevealLog | None = None,
+        *,
+        cohort: Callable[[int], Collection[str]] | None = None,
     ) -> None:
         if directory.get(name) != node_public_key(node):
             raise SecAggError(f"the directory has another key of {name} than its node key")
         if len(set(directory.values())) < len(directory):
             raise SecAggError("two clients of the directory have one key: they could be one client")
         self.name, self._node, self._directory = name, node, dict(directory)
-        self._store, self._reveal_log = store, reveal_log
+        self._store, self._reveal_log, self._cohort = store, reveal_log, cohort
+
+    def answer(
+        self, step: str, message: Message, make_input: Callable[[], tuple[Mapping[str, Words], int]]
+    ) -> Message:
+        """Return the reply, in bytes, to the server's message of a step of SECAGG_STEPS.
+
+        make_input: returns numbers and weight, as for `mask_input`; called in that step only.
+        Raises SerializationError if the message is invalid.
+        """
+        progress = self._progress(read_terms_digest(message))
+        match step:
+            case config.SHARES_STEP:
+                reply = self.share_secrets(decode(KeyRoster, message, progress.terms))
+            case config.MASKED_INPUT_STEP:
+                reply = self.mask_input(decode(ForwardedShares, message), *make_input())
+            case config.SIGNATURE_STEP:
+                reply = self.sign_survivors(decode(SurvivorList, message))
+            case _:
+                reply = self.reveal_shares(decode(SignatureList, message))
+        return encode(progress.terms.run, reply)
 
     def advertise_keys(
         self, terms: Terms, slots: Sequence[str], input_digest: str = ""
@@ -96,9 +124,9 @@ class ProtocolClient:
     def share_secrets(self, roster: KeyRoster) -> EncryptedShares:
         """Step 2: check and store the roster; return this client's shares for all other clients.
 
-        Raises a SecAggError if the roster is not sorted, has too few or too many clients for the
-        threshold, a key twice, an invalid advert or not this client's own, or differs from a roster
-        that was accepted before.
+        Raises a SecAggError if the roster has a client outside the cohort, is not sorted, has too
+        few or too many clients for the threshold, a key twice, an invalid advert or not this
+        client's own, or differs from a roster that was accepted before.
         """
         progress = self._progress(roster.terms_digest)
         state = ClientRoundState(self.name, progress)
@@ -107,6 +135,13 @@ class ProtocolClient:
             _require_same("the roster", roster.digest, state.roster_digest, progress)
         else:
             names = [advert.client for advert in roster.adverts]
+            # With outsiders, two groups of clients could each unmask a sum of the round.
+            cohort = set(names if self._cohort is None else self._cohort(progress.terms.round))
+            if outsiders := sorted(set(names) - cohort):
+                raise SecAggError(
+                    f"{outsiders[0]!r} is in the roster, and not in the cohort of round "
+                    f"{progress.terms.round}"
+                )
             if names != sorted(set(names)):
                 raise SecAggError("the roster names a client twice, or is not sorted")
             progress.terms.require_client_count(len(names))

@@ -2,13 +2,16 @@
 """Cryptographic primitives of secure aggregation, all from the package `cryptography`.
 
 X25519 for shared secrets, HKDF-SHA256 for keys, AES-256 in counter mode for masks, AES-256-GCM for
-shares, and signatures by a client's node key: ECDSA on P-384 or Ed25519.
+shares, and signatures by a client's node key: ECDSA on P-384 or Ed25519. Secrets are shared by
+Shamir, How to share a secret, Communications of the ACM, 1979: the secret is the value at zero of a
+random polynomial over a prime field, a share its value at a point, and fewer shares than the
+threshold reveal nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,15 +42,16 @@ try:
 except ImportError as error:
     raise PrivacyError(f"secure aggregation needs cryptography: pip install '{EXTRA}'") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 NodeKey = CurvePrivate | Ed25519PrivateKey
 """Long-term private key of a client, which the others know it by."""
 KEY_SIZE = 32
 """Bytes of a key, of a public X25519 key and of a secret."""
 CHUNK = 2**15
 """Words of a mask generated at a time, so that they stay in the cache."""
+PRIME = 2**256 + 297
+"""The smallest prime above 2**256: every secret of 32 bytes is a number of the field."""
+SHARE_SIZE = 33
+"""Bytes of a share."""
 _ZEROS = bytes(8 * CHUNK)
 _NONCE = bytes(12)
 """A constant nonce of AES-GCM: each key encrypts one message."""
@@ -161,3 +165,41 @@ class KeyStream:
     def bytes(self, count: int) -> bytes:
         """The next `count` bytes; at most 8 * CHUNK in one call."""
         return self._cipher.update(_ZEROS[:count])
+
+
+def split_secret(
+    secret: int, coefficients: Sequence[int], points: Iterable[int], *, prime: int = PRIME
+) -> list[int]:
+    """Shares of a secret: values of a polynomial at some points, modulo `prime`.
+
+    The polynomial is secret + coefficients[0] x + coefficients[1] x**2 + ... Any
+    `len(coefficients) + 1` shares at different points, none of them 0, reconstruct the secret.
+
+    >>> split_secret(1234, [166, 94], range(1, 7), prime=1613)
+    [1494, 329, 965, 176, 1188, 775]
+    """
+    shares = list[int]()
+    for point in points:
+        value = 0
+        for coefficient in (*reversed(coefficients), secret):
+            value = (value * point + coefficient) % prime
+        shares.append(value)
+    return shares
+
+
+def lagrange_weights(points: Sequence[int], *, prime: int = PRIME) -> list[int]:
+    """Weights, modulo `prime`, with which shares at these points sum up to the secret.
+
+    >>> weights = lagrange_weights([2, 4, 5], prime=1613)
+    >>> sum(w * share for w, share in zip(weights, [329, 176, 1188])) % 1613
+    1234
+    """
+    weights = list[int]()
+    for point in points:
+        numerator, denominator = 1, 1
+        for other in points:
+            if other != point:
+                numerator = numerator * other % prime
+                denominator = denominator * (other - point) % prime
+        weights.append(numerator * pow(denominator, -1, prime) % prime)
+    return weights

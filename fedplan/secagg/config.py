@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import sqrt
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation.defence import Defence
 from fedplan.language.canonical import format_dataclass
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases, SettledPhase
@@ -171,12 +170,12 @@ def drift_tracked_kinds(method: Method) -> frozenset[str]:
 
 
 def check_secagg_support(
-    secagg: SecAggConfig, method: Method, guarantee: Guarantee | None, defence: Defence
+    secagg: SecAggConfig, method: Method, guarantee: Guarantee | None, defence: str
 ) -> None:
     """Raise FedplanError, with a remedy, if secure aggregation is on and impossible in this run.
 
     Checks the method (auxiliary tensors, LoRA products, phases by drift), the DP guarantee, the
-    defence against malicious clients, and without client-level DP whether
+    defence against malicious clients (its text, empty if off), and without client-level DP whether
     `secagg.min_contributors` is large enough for `secagg.colluders`. Does nothing if `secagg` is
     plain, which means that secure aggregation is off.
     """
@@ -184,8 +183,8 @@ def check_secagg_support(
     required = MIN_CONTRIBUTORS_WITH_SQUARES + max(0, secagg.colluders - 1)
     conflicts: list[tuple[bool, str]] = [
         (
-            defence.active,
-            f"{defence.text} needs each single update: leave the defence out",
+            bool(defence),
+            f"{defence} needs each single update: leave the defence out",
         ),
         (
             client_dp is not None and client_dp.sampling_rate is not None,

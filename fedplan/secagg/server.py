@@ -11,15 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fedplan.privacy.secagg.client import KeyDirectory, require_valid_advert
-from fedplan.privacy.secagg.crypto import KEY_SIZE, SecAggError, verify_signature, x25519_public_key
-from fedplan.privacy.secagg.masks import (
+from fedplan.secagg.client import KeyDirectory, require_valid_advert
+from fedplan.secagg.crypto import (
+    KEY_SIZE,
+    PRIME,
+    SecAggError,
+    lagrange_weights,
+    verify_signature,
+    x25519_public_key,
+)
+from fedplan.secagg.masks import (
     GroupVector,
     mask_context,
     pairwise_mask_keys,
     self_mask_key,
 )
-from fedplan.privacy.secagg.messages import (
+from fedplan.secagg.messages import (
     EncryptedShares,
     ForwardedShares,
     KeyAdvert,
@@ -31,8 +38,7 @@ from fedplan.privacy.secagg.messages import (
     UnmaskShares,
     survivors_digest,
 )
-from fedplan.privacy.secagg.shamir import PRIME, lagrange_weights
-from fedplan.privacy.secagg.terms import HEADER, MAX_CLIENT_WEIGHT, SlotGroup, Terms, group_slots
+from fedplan.secagg.terms import HEADER, MAX_CLIENT_WEIGHT, SlotGroup, Terms, group_slots
 from fedplan.tensors.ring import Words
 
 ADVERTS, SHARES, INPUTS = "adverts", "shares", "inputs"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fedplan.privacy.secagg.crypto import SecAggError, sha256_of
+from fedplan.secagg.crypto import SecAggError, sha256_of
 
 RULE = "fedplan secure aggregation 1: unmasked once a round, for survivors that a threshold signed"
 """Name and version of the protocol, part of every digest of terms."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fedplan.federation import secagg_config
 from fedplan.federation.aggregation.distributed_dp import (
     client_change,
     noised_words,
@@ -39,26 +38,12 @@ from fedplan.federation.client import (
 )
 from fedplan.federation.client_round import BASE, TURN, WEIGHT
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
-from fedplan.federation.secagg_messages import (
-    encrypted_shares_to_json,
-    forwarded_shares_from_json,
-    key_advert_to_json,
-    key_roster_from_json,
-    masked_input_message,
-    read_secagg_message,
-    read_terms_digest,
-    secagg_message,
-    signature_list_from_json,
-    survivor_list_from_json,
-    survivor_signature_to_json,
-    unmask_shares_to_json,
-)
 from fedplan.models.params import Block, Params
-from fedplan.privacy.secagg.client import KeyDirectory, ProtocolClient
-from fedplan.privacy.secagg.crypto import NodeKey, sha256_of
-from fedplan.privacy.secagg.reveal_log import RevealLog
-from fedplan.privacy.secagg.round_progress import DiskProgressStore, RoundProgress
-from fedplan.privacy.secagg.terms import Terms
+from fedplan.secagg.client import KeyDirectory, ProtocolClient
+from fedplan.secagg.crypto import NodeKey, sha256_of
+from fedplan.secagg.messages import read_terms_digest, to_json
+from fedplan.secagg.progress import DiskProgressStore, RevealLog, RoundProgress
+from fedplan.secagg.terms import Terms
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import param_key
@@ -112,11 +97,9 @@ class SecAggClient:
         )
         account, self._cohort = client.privacy.account, cohort
         reveal_log = RevealLog((account.folder if account is not None else folder) / REVEAL_LOG)
-        self._round_protocol = ProtocolClient(
-            client.name, node, directory, self._round_progress, reveal_log
-        )
-        self._scoring_protocol = ProtocolClient(
-            client.name, node, directory, self._scoring_progress, reveal_log
+        self._round_protocol, self._scoring_protocol = (
+            ProtocolClient(client.name, node, directory, progress, reveal_log, cohort=cohort)
+            for progress in (self._round_progress, self._scoring_progress)
         )
         self._scores_store = Store(folder / SCORES, keep=1, encryption=encryption)
 
@@ -146,7 +129,7 @@ class SecAggClient:
         slots, terms = client_slots(self.agreement, keys), self._make_terms(request, scoring=False)
         input_digest = _input_digest("round", meta[BASE])
         advert = self._round_protocol.advertise_keys(terms, slots, input_digest)
-        return key_advert_to_json(advert, terms)
+        return to_json(advert, terms)
 
     def advertise_scoring(self, request: Request, scores: Mapping[Block, float]) -> dict[str, JSON]:
         """Begin the protocol of a layer scoring, and return the client's key advert as JSON.
@@ -165,7 +148,7 @@ class SecAggClient:
         self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
         input_digest = _input_digest("scoring", base_digests)
         advert = self._scoring_protocol.advertise_keys(terms, [SCORES_SLOT], input_digest)
-        return key_advert_to_json(advert, terms)
+        return to_json(advert, terms)
 
     def _make_terms(self, request: Request, *, scoring: bool) -> Terms:
         """Return the protocol terms for a request, with the client's own agreement and threshold.
@@ -181,39 +164,13 @@ class SecAggClient:
 
         The digest in `message` decides whether the step is of the round or of the layer scoring.
         Stores the progress before the reply is returned; masked input may spend privacy budget.
-        Raises SerializationError if the message is invalid, RequestRefused if no protocol was
-        begun, if the roster has a client outside the cohort, or if the stored input is missing, and
-        SecAggError if the protocol forbids the reply.
+        Raises SerializationError if the message is invalid, RequestRefused if the stored input is
+        missing, and SecAggError if no protocol was begun, if the roster has a client outside the
+        cohort, or if the protocol forbids the reply.
         """
-        scoring, run = self.is_scoring_message(message), self.agreement.run
-        protocol = self._scoring_protocol if scoring else self._round_protocol
-        match step:
-            case secagg_config.SHARES_STEP:
-                terms = self._progress(scoring=scoring).terms
-                roster = read_secagg_message(
-                    message, lambda fields: key_roster_from_json(fields, terms)
-                )
-                # With outsiders, two groups of clients could each unmask a sum of the round.
-                cohort = set(self._cohort(terms.round))
-                if outsiders := sorted(a.client for a in roster.adverts if a.client not in cohort):
-                    raise RequestRefused(
-                        f"{outsiders[0]!r} is in the roster, and not in the cohort of round "
-                        f"{terms.round}"
-                    ).with_code("secagg")
-                return secagg_message(run, encrypted_shares_to_json(protocol.share_secrets(roster)))
-            case secagg_config.MASKED_INPUT_STEP:
-                shares = read_secagg_message(message, forwarded_shares_from_json)
-                words, weight = self._score_words() if scoring else self._update_words()
-                return masked_input_message(run, protocol.mask_input(shares, words, weight))
-            case secagg_config.SIGNATURE_STEP:
-                survivors = read_secagg_message(message, survivor_list_from_json)
-                signature = protocol.sign_survivors(survivors)
-                return secagg_message(run, survivor_signature_to_json(signature))
-            case _:
-                signatures = read_secagg_message(message, signature_list_from_json)
-                return secagg_message(
-                    run, unmask_shares_to_json(protocol.reveal_shares(signatures))
-                )
+        if self.is_scoring_message(message):
+            return self._scoring_protocol.answer(step, message, self._score_words)
+        return self._round_protocol.answer(step, message, self._update_words)
 
     def is_scoring_message(self, message: Message) -> bool:
         """Return whether a message belongs to the layer scoring that was begun last."""
@@ -230,11 +187,6 @@ class SecAggClient:
         """SHA-256 of each client's public node key, by name."""
         keys = sorted(self._directory.items())
         return {name: hashlib.sha256(key).hexdigest() for name, key in keys}
-
-    @property
-    def round(self) -> int:
-        """The round that the client began last."""
-        return self._progress().terms.round
 
     def round_and_sites(self, *, scoring: bool) -> tuple[int, tuple[str, ...]]:
         """Return (round number, client names) of the round, or of the layer scoring if `scoring`.

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedplan.privacy.secagg.crypto import (
+from fedplan.secagg.crypto import (
     KeyStream,
     SecAggError,
     hkdf,
     sha256_of,
     x25519_shared_secret,
 )
-from fedplan.privacy.secagg.terms import HEADER, SlotGroup
+from fedplan.secagg.terms import HEADER, SlotGroup
 from fedplan.tensors.ring import WORD, Words, add_words, subtract_words
 
 

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of a secure aggregation round, in the order of the protocol (Bonawitz et al., 2017).
+
+Each carries the digest of the round's terms. Clients send a key advert, encrypted shares, a masked
+input, a signature of the survivor list, and unmask shares. The server answers each but the last.
+
+As bytes a message is JSON in a blob (bytes in hex), masked input raw blobs. One codec derives the
+JSON from the fields of the classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from fedplan.secagg.crypto import sha256_of
+from fedplan.secagg.terms import Terms
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import JSON, SerializationError, pack_message, unpack_message
+
+M = TypeVar("M")
+_JSON_NAMES = {"terms_digest": "terms", "ciphertexts": "encrypted_shares", "clients": "survivors"}
+"""Names in JSON of the fields that have another one there."""
+
+
+@dataclass(frozen=True)
+class KeyAdvert:
+    """Client to server: the client's public keys of a round, and the names of the slots to be sent.
+
+    encryption_key: public X25519 key for encrypting shares to this client.
+    masking_key: public X25519 key for pairwise masks.
+    signature: of `body`, by the client's node key, so that the server cannot replace the keys.
+    terms_digest: digest of the round's terms, as in all messages.
+    """
+
+    encryption_key: bytes
+    masking_key: bytes
+    signature: bytes
+    terms_digest: bytes
+    client: str
+    slots: tuple[str, ...]
+
+    @property
+    def body(self) -> bytes:
+        """Digest of all fields but the signature, to be signed."""
+        keys = self.encryption_key, self.masking_key
+        return sha256_of("advert", self.terms_digest, self.client, *keys, *self.slots)
+
+
+@dataclass(frozen=True)
+class KeyRoster:
+    """Server to all clients: the key adverts of the round with these terms, sorted by client."""
+
+    terms_digest: bytes
+    adverts: tuple[KeyAdvert, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of terms, clients, keys and slots; signatures excluded."""
+        return sha256_of("roster", self.terms_digest, *(advert.body for advert in self.adverts))
+
+
+@dataclass(frozen=True)
+class EncryptedShares:
+    """Client to server: shares of the client's secrets, encrypted, by receiving client."""
+
+    terms_digest: bytes
+    client: str
+    ciphertexts: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class ForwardedShares:
+    """Server to one client: the ciphertexts of shares encrypted to this client, by sender.
+
+    The senders and the receiver are the clients that mask their input for each other.
+    """
+
+    terms_digest: bytes
+    ciphertexts: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class MaskedInput:
+    """Client to server: the client's masked vector for each slot group, by group name."""
+
+    terms_digest: bytes
+    client: str
+    vectors: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class SurvivorList:
+    """Server to all clients: the clients whose masked input has arrived, sorted."""
+
+    terms_digest: bytes
+    clients: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SurvivorSignature:
+    """Client to server: the client's signature of the survivor list, by its node key."""
+
+    terms_digest: bytes
+    client: str
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class SignatureList:
+    """Server to all survivors: the signatures, which prove that all received the same list."""
+
+    terms_digest: bytes
+    signatures: tuple[SurvivorSignature, ...]
+
+
+@dataclass(frozen=True)
+class UnmaskShares:
+    """Client to server: the shares that the client has of all clients' secrets, to unmask the sum.
+
+    self_mask_shares: of the self mask seeds of survivors, by group name and client.
+    masking_key_shares: of the masking secrets of clients that dropped out, by client.
+    No client is in both.
+    """
+
+    terms_digest: bytes
+    client: str
+    self_mask_shares: Mapping[str, Mapping[str, bytes]]
+    masking_key_shares: Mapping[str, bytes]
+
+
+def survivors_digest(context: bytes, survivors: tuple[str, ...]) -> bytes:
+    """Digest that a survivor signature signs: the mask context of the round, and the survivors."""
+    return sha256_of("survivors", context, *survivors)
+
+
+def to_json(message: object, terms: Terms | None = None) -> dict[str, JSON]:
+    """Return the JSON fields of a message; one with key adverts takes the round's terms.
+
+    The slots of a key advert are a bit set in the order of the terms, which both ends know.
+    """
+    result = dict[str, JSON]()
+    for each in fields(cast("Any", message)):
+        value = getattr(message, each.name)
+        if isinstance(message, KeyAdvert) and each.name == "slots":
+            assert terms is not None
+            sent = set(message.slots)
+            bits = (1 << place for place, slot in enumerate(terms.slots) if slot.name in sent)
+            result["slots"] = hex(sum(bits))
+        else:
+            result[_JSON_NAMES.get(each.name, each.name)] = _value_to_json(value, terms)
+    return result
+
+
+def _value_to_json(value: Any, terms: Terms | None) -> JSON:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [_value_to_json(each, terms) for each in cast("tuple[Any, ...]", value)]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {name: _value_to_json(each, terms) for name, each in items}
+    return to_json(value, terms) if is_dataclass(value) else cast("str", value)
+
+
+def from_json(kind: type[M], data: object, terms: Terms | None = None) -> M:
+    """Return the message of class `kind` in JSON fields; slot names are from the reader's terms.
+
+    Raises SerializationError for a missing field, or one of another type. Fields that the class
+    does not have are ignored.
+    """
+    try:
+        return _value_from_json(kind, data, terms)
+    except (ValueError, LookupError, TypeError) as error:
+        raise SerializationError(
+            f"this is not a message of secure aggregation: {str(error)[:80]}"
+        ) from error
+
+
+def _value_from_json(kind: Any, data: Any, terms: Terms | None) -> Any:
+    if kind in (str, bytes):
+        if not isinstance(data, str):
+            raise TypeError(f"{str(data)[:40]!r} is not text")
+        return bytes.fromhex(data) if kind is bytes else data
+    shape: type = list if get_origin(kind) is tuple else dict
+    if not isinstance(data, shape):
+        raise TypeError(f"{str(data)[:40]!r} is no {shape.__name__}")
+    if is_dataclass(kind):
+        return cast("Any", kind)(
+            **{
+                name: _slots_from_bits(data["slots"], terms)
+                if kind is KeyAdvert and name == "slots"
+                else _value_from_json(hint, data[_JSON_NAMES.get(name, name)], terms)
+                for name, hint in _type_hints(kind).items()
+            }
+        )
+    if shape is list:
+        return tuple(_value_from_json(get_args(kind)[0], each, terms) for each in data)
+    return {name: _value_from_json(get_args(kind)[1], each, terms) for name, each in data.items()}
+
+
+_type_hints = cache(get_type_hints)
+
+
+def _slots_from_bits(data: Any, terms: Terms | None) -> tuple[str, ...]:
+    """Return the names of the terms' slots in a bit set; ValueError if it is none."""
+    assert terms is not None
+    text, count = _value_from_json(str, data, None), len(terms.slots)
+    # The length first: a huge number is never parsed.
+    if not text.startswith("0x") or len(text) > 2 + (count + 3) // 4:
+        raise ValueError(f"{text[:40]!r} is not a bit set of {count} slots")
+    if (bits := int(text, 16)) >> count:
+        raise ValueError(f"{text[:40]!r} has bits of more than {count} slots")
+    return tuple(slot.name for place, slot in enumerate(terms.slots) if bits >> place & 1)
+
+
+def encode(run: str, message: object, terms: Terms | None = None) -> Message:
+    """Return a message as bytes, with the run id in the header; `terms` as for `to_json`.
+
+    Each vector of a MaskedInput has a blob of its own, and the header their names.
+    """
+    if isinstance(message, MaskedInput):
+        sender = {"terms": message.terms_digest.hex(), "client": message.client}
+        header: dict[str, JSON] = {"run": run, **sender, "groups": [*message.vectors]}
+        return Message(pack_message({}, header).header, tuple(message.vectors.values()))
+    # A blob, because headers are limited in size.
+    text = json.dumps(to_json(message, terms), sort_keys=True)
+    return Message(pack_message({}, {"run": run}).header, (text.encode(),))
+
+
+def decode(kind: type[M], message: Message, terms: Terms | None = None) -> M:
+    """Return the message of class `kind` that `encode` made bytes of.
+
+    Raises SerializationError for other bytes. The vectors of a MaskedInput are not checked.
+    """
+    if kind is not MaskedInput:
+        return from_json(kind, _read_blob(message), terms)
+    _, header = unpack_message(Message(message.header))
+    names = from_json(_MaskedHeader, header)
+    if len(names.groups) != len(message.blobs):
+        raise SerializationError(f"{len(message.blobs)} vectors have {len(names.groups)} names")
+    vectors = dict(zip(names.groups, message.blobs, strict=True))
+    return cast("M", MaskedInput(names.terms_digest, names.client, vectors))
+
+
+def read_terms_digest(message: Message) -> bytes:
+    """Return the digest of the round's terms in a message from `encode`, other than MaskedInput."""
+    return from_json(_TermsDigest, _read_blob(message)).terms_digest
+
+
+def _read_blob(message: Message) -> Any:
+    try:
+        return json.loads(message.blobs[0])
+    except (ValueError, LookupError, RecursionError) as error:
+        raise SerializationError(
+            f"this is not a message of secure aggregation: {str(error)[:80]}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _TermsDigest:
+    terms_digest: bytes
+
+
+@dataclass(frozen=True)
+class _MaskedHeader:
+    """The header of a masked input, with the names of the slot groups in its blobs."""
+
+    terms_digest: bytes
+    client: str
+    groups: tuple[str, ...]

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's drive through a secure aggregation round: four message steps after the key adverts.
+
+A client without a reply at a step has dropped out. Clients accept one roster, one set of encrypted
+shares and one survivor list in an attempt, so a restarted server must send the same again: they are
+written to a checkpoint, without secrets, before they are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedplan.errors import FedplanError, StoreError
+from fedplan.secagg.client import KeyDirectory, ProtocolClient
+from fedplan.secagg.config import MASKED_INPUT_STEP, SHARES_STEP, SIGNATURE_STEP, UNMASK_STEP
+from fedplan.secagg.crypto import SecAggError, node_public_key
+from fedplan.secagg.messages import (
+    EncryptedShares,
+    KeyAdvert,
+    MaskedInput,
+    SurvivorSignature,
+    UnmaskShares,
+    decode,
+    encode,
+    from_json,
+    to_json,
+)
+from fedplan.secagg.progress import MemoryProgressStore
+from fedplan.secagg.server import ProtocolServer, UnmaskedSums
+from fedplan.secagg.terms import Terms
+from fedplan.storage.files import failpoint, write_atomic
+from fedplan.tensors.message import Message
+from fedplan.tensors.ring import Words
+from fedplan.tensors.serialization import SerializationError
+
+log = logging.getLogger("fedplan")
+ROUND_CHECKPOINT, SCORING_CHECKPOINT = "secagg.json", "secagg_scoring.json"
+"""Files in a run's folder: the open round, and the layer scoring before it."""
+ATTEMPTS = 2
+"""Attempts at a round's sum per process: a slow client may reply the second time."""
+
+Ask = Callable[[str, Mapping[str, Message]], Iterator[tuple[str, Message]]]
+"""Sends the messages of a step of SECAGG_STEPS by client, and yields (client, reply) on arrival,
+of the clients that reply in time."""
+
+
+@dataclass(frozen=True)
+class SecAggCheckpoint:
+    """Messages that the server has sent in one attempt of a secure aggregation round.
+
+    `attempt`: number of the attempt, from 1. `adverts`: key advert of each client as JSON.
+    `encrypted_shares`: by client, as JSON. `survivors`: clients with masked input that arrived in
+    time. An empty field: the server has not sent this message yet.
+    """
+
+    round: int
+    attempt: int = 1
+    adverts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    encrypted_shares: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    survivors: tuple[str, ...] = ()
+
+
+def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
+    """Return the checkpoint of round `number` from a file; creates or changes no file.
+
+    A missing file, or a checkpoint of another round, gives an empty checkpoint of attempt 1. Raises
+    StoreError if the file cannot be read or is not a checkpoint.
+    """
+    try:
+        fields: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        checkpoint = SecAggCheckpoint(**fields) if fields else SecAggCheckpoint(number)
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{file} cannot be read: {error}; restore a copy of it") from error
+    if checkpoint.round != number:
+        return SecAggCheckpoint(number)
+    return replace(checkpoint, survivors=tuple(checkpoint.survivors))
+
+
+class SecureRound:
+    """The secure sum of a round, in attempts that a checkpoint file makes resumable.
+
+    `make_terms`: returns the terms of an attempt by its number. `ask` reaches the clients. `file`:
+    of the checkpoint; None for a simulation, which is not resumed.
+
+    While `begin_attempt` returns True, ask the clients for key adverts of `attempt`, and give these
+    to `run_attempt`. Then `unmasked` has the sums and `survivors` the clients in the sums; or
+    `failure` says why there are none, and `begin_attempt` returns True while attempts are left.
+    `dropouts`: by client, why it dropped out.
+    """
+
+    def __init__(
+        self,
+        round_number: int,
+        make_terms: Callable[[int], Terms],
+        ask: Ask,
+        file: Path | None = None,
+    ) -> None:
+        self._number, self._make_terms, self._ask, self._file = round_number, make_terms, ask, file
+        self._checkpoint = SecAggCheckpoint(round_number)
+        if file is not None:
+            self._checkpoint = read_secagg_checkpoint(file, round_number)
+        self._attempts_left = ATTEMPTS
+        self.unmasked: UnmaskedSums | None = None
+        self.failure, self.dropouts = "", dict[str, str]()
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt that was begun last, from 1; a restart may continue with it."""
+        return self._checkpoint.attempt
+
+    @property
+    def survivors(self) -> tuple[str, ...]:
+        """Clients whose masked input has arrived in the attempt."""
+        return self._checkpoint.survivors
+
+    def begin_attempt(self) -> bool:
+        """Write the checkpoint of an attempt; False if the sum is done or no attempt is left."""
+        if self.unmasked is not None or not self._attempts_left:
+            return False
+        self._attempts_left -= 1
+        self._save()
+        return True
+
+    def run_attempt(self, adverts: Mapping[str, Any], directory: KeyDirectory) -> None:
+        """Run the four steps with the clients' key adverts (JSON by name), and set the sum.
+
+        `directory`: public node keys by client. Waits for the clients at each step. If too few are
+        left or the sums cannot be unmasked, sets `failure` and goes to the next attempt.
+        """
+        try:
+            server = self._collect_adverts(adverts, directory)
+            self._collect_shares(server)
+            self._collect_masked_inputs(server)
+            run = server.terms.run
+            message = encode(run, server.survivor_list())
+            for name, reply in self._ask(SIGNATURE_STEP, dict.fromkeys(self.survivors, message)):
+                with self._dropout_on_error(name):
+                    server.accept_signature(decode(SurvivorSignature, reply))
+            failpoint("secagg.signed")
+            message = encode(run, server.signature_list())
+            for name, reply in self._ask(UNMASK_STEP, dict.fromkeys(self.survivors, message)):
+                with self._dropout_on_error(name):
+                    server.accept_unmask_shares(decode(UnmaskShares, reply))
+            failpoint("secagg.unmask_shares")
+            self.unmasked = server.unmask()
+        except (SecAggError, SerializationError) as error:
+            self.failure = str(error)
+            self._checkpoint = SecAggCheckpoint(self._number, self.attempt + 1)
+
+    def _save(self, **changes: Any) -> None:
+        """Write the checkpoint, with changed fields, to disk; call before sending messages."""
+        self._checkpoint = replace(self._checkpoint, **changes)
+        if self._file is not None:
+            write_atomic(self._file, json.dumps(asdict(self._checkpoint)), mode=0o600)
+
+    def _collect_adverts(
+        self, replies: Mapping[str, Any], directory: KeyDirectory
+    ) -> ProtocolServer:
+        """Return the protocol's server with the key adverts, and write them to the checkpoint.
+
+        After a restart the adverts in the checkpoint are used instead of `replies`. A client with
+        an invalid advert drops out.
+        """
+        terms = self._make_terms(self.attempt)
+        server = ProtocolServer(terms, directory)
+        for name, fields in (self._checkpoint.adverts or replies).items():
+            with self._dropout_on_error(name):
+                advert = from_json(KeyAdvert, fields, terms)
+                if self._is_sender(name, advert.client):
+                    server.accept_advert(advert)
+        accepted = {each.client: to_json(each, terms) for each in server.roster().adverts}
+        self._save(adverts=accepted)
+        failpoint("secagg.roster")
+        return server
+
+    def _collect_shares(self, server: ProtocolServer) -> None:
+        """Give the protocol's server the encrypted shares of the clients with adverts.
+
+        Takes the shares from the checkpoint after a restart; else asks the clients for shares, and
+        writes them to the checkpoint. Raises SecAggError if too few clients are left.
+        """
+        if self._checkpoint.encrypted_shares:
+            for fields in self._checkpoint.encrypted_shares.values():
+                server.accept_shares(from_json(EncryptedShares, fields))
+            return
+        accepted = dict[str, Any]()
+        message = encode(server.terms.run, server.roster(), server.terms)
+        messages = dict.fromkeys(self._checkpoint.adverts, message)
+        for name, reply in self._ask(SHARES_STEP, messages):
+            with self._dropout_on_error(name):
+                shares = decode(EncryptedShares, reply)
+                if self._is_sender(name, shares.client):
+                    server.accept_shares(shares)
+                    accepted[name] = to_json(shares)
+        server.sharing_clients()
+        self._save(encrypted_shares=accepted)
+        failpoint("secagg.encrypted_shares")
+
+    def _collect_masked_inputs(self, server: ProtocolServer) -> None:
+        """Give the protocol's server the masked inputs of the clients with shares.
+
+        Writes the survivors (clients with a masked input) to the checkpoint. After a restart only
+        the survivors there get a request; SecAggError if one of them does not reply again.
+        """
+        earlier, run = self.survivors, server.terms.run
+        names = earlier or tuple(sorted(self._checkpoint.encrypted_shares))
+        messages = {name: encode(run, server.shares_for(name)) for name in names}
+        for name, reply in self._ask(MASKED_INPUT_STEP, messages):
+            masked = None
+            with self._dropout_on_error(name):
+                masked = decode(MaskedInput, reply)
+                if self._is_sender(name, masked.client):
+                    server.add_masked_input(masked)
+            del reply, masked  # else they would stay in memory while the next reply is fetched
+        survivors = server.survivor_list().clients
+        if earlier and earlier != survivors:
+            raise SecAggError("not all survivors of the interrupted attempt responded again")
+        self._save(survivors=survivors)
+        failpoint("secagg.survivors")
+
+    def _is_sender(self, name: str, claimed: str) -> bool:
+        """Return whether the client `name` writes under this name; else the client drops out."""
+        if claimed != name:
+            self.dropouts.setdefault(name, f"it writes as {claimed[:80]!r}")
+        return claimed == name
+
+    @contextmanager
+    def _dropout_on_error(self, name: str) -> Generator[None]:
+        """Let the client `name` drop out if the body, which reads the client's message, raises."""
+        try:
+            yield
+        except FedplanError as error:
+            log.warning("%s: %s", name, error)
+            self.dropouts.setdefault(name, str(error).splitlines()[0][:300])
+        except (ValueError, TypeError, LookupError) as error:
+            self.dropouts.setdefault(name, f"its message cannot be read: {str(error)[:80]}")
+
+
+@dataclass(frozen=True)
+class ClientInput:
+    """Input of one client: its numbers by slot name, and its weight."""
+
+    numbers: Mapping[str, Words]
+    weight: int
+
+
+def simulate_secagg_round(terms: Terms, inputs: Mapping[str, ClientInput]) -> UnmaskedSums:
+    """Run all steps of a round in this process, with new keys; return the unmasked sums.
+
+    For simulations: same sums, no secrecy. inputs: numbers and weight of each client, by name; no
+    client drops out. Raises a SecAggError if the number of clients does not suit the threshold, or
+    an input does not suit the slots.
+    """
+    keys = {name: Ed25519PrivateKey.generate() for name in inputs}
+    directory = {name: node_public_key(key) for name, key in keys.items()}
+    clients = {
+        name: ProtocolClient(name, keys[name], directory, MemoryProgressStore()) for name in inputs
+    }
+
+    def ask(step: str, messages: Mapping[str, Message]) -> Iterator[tuple[str, Message]]:
+        for name, message in messages.items():
+            own = inputs[name].numbers, inputs[name].weight
+            yield name, clients[name].answer(step, message, lambda own=own: own)
+
+    drive = SecureRound(terms.round, lambda _: terms, ask)
+    adverts = {
+        name: to_json(client.advertise_keys(terms, list(inputs[name].numbers)), terms)
+        for name, client in clients.items()
+    }
+    drive.run_attempt(adverts, directory)
+    if drive.unmasked is None:
+        raise SecAggError(drive.failure)
+    return drive.unmasked
