@@ -68,7 +68,7 @@ def ours(count: int) -> None:
     from fedplan.models.description import describe
     from fedplan.models.values import get_values
     from fedplan.runners.flower.apps import client_app
-    from fedplan.runners.flower.server_loop import ServerLoop
+    from fedplan.runners.flower.server import ServerLoop
     from fedplan.tensors.message import Message
     from fedplan.tensors.serialization import pack_message
     from fedplan.training.fit import TrainArguments

@@ -27,7 +27,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.flower.records import from_records, to_records
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.message import Message

@@ -52,7 +52,7 @@ from fedplan.models.description import describe
 from fedplan.models.values import get_values, set_values
 from fedplan.reports.formats import sites_line
 from fedplan.runners.flower.apps import client_app, run_server
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
 from fedplan.sites.policy import policy_from_dict

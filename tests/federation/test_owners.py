@@ -36,7 +36,7 @@ from fedplan.methods.method import Method
 from fedplan.models.params import Kind, Param
 from fedplan.models.values import get_values
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.message import Message

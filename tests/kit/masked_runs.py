@@ -32,7 +32,7 @@ from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.secagg.config import SecAggConfig
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder

@@ -137,7 +137,7 @@ def measured(case: Case, play: Callable[[Any, Any], None]) -> dict[str, Any]:
     from transformers.models.llama import modeling_llama
 
     import fedplan.federation.endpoint
-    import fedplan.runners.flower.server_loop
+    import fedplan.runners.flower.server
     import fedplan.runners.local  # noqa: F401
 
     _ = peft, transformers, modeling_gpt2, modeling_llama
@@ -203,7 +203,7 @@ def server(case: Case, name: str) -> dict[str, Any]:
         from fedplan.federation.server import Server
         from fedplan.models.values import get_values
         from fedplan.runners.flower.apps import client_app
-        from fedplan.runners.flower.server_loop import ServerLoop
+        from fedplan.runners.flower.server import ServerLoop
         from fedplan.tensors.message import Message
 
         with tempfile.TemporaryDirectory(dir=room()) as folder:

@@ -32,7 +32,7 @@ from fedplan.models.values import get_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.mechanisms.vote import NoisyVote
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime

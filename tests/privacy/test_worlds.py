@@ -28,7 +28,7 @@ from fedplan.privacy.dpsgd import ghost_clipping as ghost
 from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key
 from fedplan.runners import site_runtime
 from fedplan.runners.flower.rpc import ConnectedSite
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.studies import experiment
 from fedplan.studies.federated_data import FederatedData
 from fedplan.tensors.message import Message

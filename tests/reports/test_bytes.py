@@ -34,7 +34,7 @@ from fedplan.models.values import get_values
 from fedplan.reports.forecasts import ByteRange, ClientForecast, forecast
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.rpc import Timeouts
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors.compression import parse_codec

@@ -41,7 +41,7 @@ from fedplan.models.values import get_values
 from fedplan.runners.flower import supernode
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.rpc import FlowerRunEnded
-from fedplan.runners.flower.server_loop import ServerLoop
+from fedplan.runners.flower.server import ServerLoop
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.logs import read_log
 from fedplan.tensors.message import Message

@@ -47,7 +47,7 @@ from fedplan.models.values import get_values
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.records import from_records, to_records
 from fedplan.runners.flower.rpc import SiteRpc
-from fedplan.runners.flower.server_loop import ServerLoop, hello_message
+from fedplan.runners.flower.server import ServerLoop, hello_message
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder

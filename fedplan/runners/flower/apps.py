@@ -21,7 +21,7 @@ from fedplan.models.values import set_values
 from fedplan.runners.clients import study_faults
 from fedplan.runners.flower.records import make_reply
 from fedplan.runners.flower.rpc import FlowerRunEnded
-from fedplan.runners.flower.server_loop import GlobalTest, ServerLoop
+from fedplan.runners.flower.server import GlobalTest, ServerLoop
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.secagg.config import SECAGG_STEPS
