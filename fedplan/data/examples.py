@@ -89,9 +89,9 @@ class RaggedArray:
 class TokenSequences:
     """Tokenized texts with a label for each sequence or for each token. Implements Examples.
 
-    `ids` are the token ids of each text and `pad` is the padding token. `labels` is a tensor with a
-    label (or row of labels) per text, or a RaggedArray with a label per token; with `seq2seq` the
-    rows of the RaggedArray are target sequences for a decoder. `segments` are token type ids.
+    `labels` is a tensor with a label (or row of labels) per text, or a RaggedArray with a label per
+    token; with `seq2seq` its rows are target sequences for a decoder. `segments` are token type
+    ids.
     """
 
     ids: RaggedArray
@@ -124,8 +124,8 @@ class TokenSequences:
 class PackedSequences:
     """Sequences of several texts each, for models that separate texts by position ids.
 
-    `ids`, `labels` and `positions` have a row per sequence; positions restart at 0 with each text.
-    There is no attention mask: each padding token `pad` has position 0, as a text of one token.
+    Positions restart at 0 with each text. There is no attention mask: each padding token `pad` has
+    position 0, as a text of one token.
     """
 
     ids: RaggedArray
@@ -150,9 +150,9 @@ class PackedSequences:
 class MaskedTokens:
     """Blocks of tokens with BERT's random masks, redrawn by `with_seed`. Implements Examples.
 
-    Of `mask_fraction` of the tokens, 80 % become `mask_token`, 10 % a random token below
-    `vocabulary_size`, and 10 % stay; `special_tokens` are never chosen. The masks of a block depend
-    only on the block's entry in `block_seeds` and on `seed`, not on other blocks.
+    Of `mask_fraction` of the tokens, 80 % become `mask_token`, 10 % a random token, and 10 % stay;
+    `special_tokens` are never chosen. The masks of a block depend only on its entry in
+    `block_seeds` and on `seed`.
     """
 
     blocks: TokenSequences
@@ -173,8 +173,7 @@ class MaskedTokens:
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Return the blocks at these indices with masked input_ids, and labels at chosen tokens.
 
-        Special tokens and padding are never chosen. Of a block with other tokens, at least one
-        token is chosen.
+        At least one token of a block is chosen, but no special token or padding.
         """
         batch, size = self.blocks.batch(indices), self.vocabulary_size
         ids = batch["input_ids"]
@@ -292,8 +291,8 @@ def epoch_steps(
 ) -> Iterator[Tensor]:
     """Return the example indices of each step of one epoch, in an order drawn by `generator`.
 
-    Every index below `count` occurs once; a step has `size` indices, one step may have fewer. With
-    `lengths` (one number for each example), a step has examples of similar length.
+    A step has `size` indices, one step may have fewer. With `lengths`, a step has examples of
+    similar length.
     """
     order = torch.randperm(count, generator=generator)
     if lengths is None:
@@ -346,10 +345,10 @@ def split_step(examples: Examples, indices: Tensor, size: int) -> list[WeightedB
 def prefetch(
     function: Callable[[T], Result], items: Iterable[T], num_workers: int
 ) -> Iterator[Result]:
-    """Yield `function(item)` for each item, in order.
+    """Yield `function(item)` for each item, in order, computed ahead by `num_workers` threads.
 
-    With `num_workers` threads, up to twice as many results are computed ahead; with 0, each result
-    is computed on request, in the calling thread. An exception of `function` is raised in order.
+    With 0, each result is computed on request, in the calling thread. An exception of `function` is
+    raised in order.
     """
     if not num_workers:
         yield from map(function, items)

@@ -43,10 +43,9 @@ TRAIN_SPLITS, TEST_SPLITS = ("train", "training"), ("test", "validation", "valid
 class ColumnSchema:
     """Name and inferred kind of a column, and facts about its sampled cells.
 
-    `values` are the distinct values as texts, or the distinct items if cells are lists; empty if a
-    column without lists has over MAX_CLASSES values. `distinct` is the number of distinct values,
-    `missing` the number of cells without a value, and `length` the 95th percentile of words per
-    cell. `distinct` and `length` are 0 for lists; of images and conversations, little is measured.
+    `values` are the distinct values (of lists: items) as texts; empty if a column without lists has
+    over MAX_CLASSES. `distinct` is the number of distinct values, `missing` the number of cells
+    without a value, and `length` the 95th percentile of words per cell; 0 if not measured.
     """
 
     name: str
@@ -55,11 +54,6 @@ class ColumnSchema:
     missing: int = 0
     length: int = 0
     distinct: int = 0
-
-    @property
-    def may_be_classes(self) -> bool:
-        """Whether the number of values fits a column of classes."""
-        return 2 <= len(self.values) <= MAX_CLASSES
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class TableSchema:
         """Return the name of the likely label column, not one of `beside`; "" if there is none."""
         columns = [column for column in self.columns if column.name not in beside]
         by_name = _find_by_name(columns, LABEL_NAMES)
-        classes = [column for column in columns if column.may_be_classes]
+        classes = [column for column in columns if 2 <= len(column.values) <= MAX_CLASSES]
         return by_name or _first_of_kinds(classes, (), ("class",))
 
     def client_column(self, beside: Sequence[str]) -> str:
@@ -139,8 +133,8 @@ def infer_schema(path: str) -> TableSchema:
 def split_names(path: str) -> list[str]:
     """Return the names of a table's splits; empty without splits. `path` is as in `load_table`.
 
-    In a folder of files, and in an .npz file, only TRAIN_SPLITS and TEST_SPLITS are recognized.
-    Raises DataError if the table or the Hub cannot be read.
+    Of files, only TRAIN_SPLITS and TEST_SPLITS are recognized. Raises DataError if the table or the
+    Hub cannot be read.
     """
     place = Path(path)
     if is_hub_id(path) and not place.exists():

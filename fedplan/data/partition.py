@@ -2,7 +2,8 @@
 """Partition a table among clients, and split examples into training and test sets.
 
 Every random choice about a row depends on the row's content and the seed only, so that a row that
-is added or removed does not change the choices for other rows."""
+is added or removed does not change the choices for other rows.
+"""
 
 from __future__ import annotations
 

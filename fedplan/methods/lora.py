@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA in a federation: its layers, rules to aggregate them, and training at a client's own rank.
 
-The mean of products B A is not the product of the means of B and A."""
+The mean of products B A is not the product of the means of B and A.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
 class LoraLayer:
     """The params of one LoRA layer: the factors A and B, and the host weight that B A is added to.
 
-    `a`: the input factor A (rank x inputs). `bs`: the parts of the output factor B, several if the
-    host weight is fused. `hosts`: for each of `bs`, the part of the host weight that the product
-    with `a` is added to; empty if a part is missing, or may be transposed or not. `concat_b` and
-    `host_weight` join the values of the parts, `split_b` and `split_host_weight` divide a matrix.
+    `bs`: the parts of the output factor B, several if the host weight is fused. `hosts`: for each
+    of `bs`, the part of the host weight that the product with `a` is added to; empty if a part is
+    missing, or may be transposed or not.
     """
 
     a: Param
@@ -164,8 +164,6 @@ class LoraFactors:
 class ProductRule(Protocol):
     """Callable by which the server makes the next global factors of a LoRA layer.
 
-    `rule(means, product)` returns the next LoraFactors; `means` has the mean of each factor over
-    the clients, `product` is the mean of the clients' products B A.
     `is_separate`: factors are averaged separately, and the mean of products is not needed.
     `updates_weight`: the rule also changes the frozen weight, which clients then download.
     """

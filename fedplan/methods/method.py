@@ -139,9 +139,7 @@ class Method:
 class RecordedMethod(Method):
     """A method read back from the lines of a run: enough to check the run, not to continue.
 
-    Made by `parse_recorded_method`. `recorded_lines`: `Method.lines` of the original method. Plan,
-    joint_choice, absent, aux, compression and lora_aggregation are as in the original; other fields
-    have default values. `fit` raises FedplanError.
+    Made by `parse_recorded_method`; fields that are not in the lines have default values.
     """
 
     recorded_lines: tuple[str, ...] = ()

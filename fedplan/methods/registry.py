@@ -167,9 +167,8 @@ class MethodSetting:
 class MethodInfo:
     """Description of a method for people; made by `method_info`.
 
-    `name`: as in a study. `origin`: package that provides the method. `summary`: one
-    sentence. `source`: the paper and the differences from the paper. `settings`: arguments.
-    `plan`: plan text with default settings. `details`: `Method.lines` with default settings.
+    `origin`: the package that provides it. `source`: the paper and the differences from it. `plan`,
+    `details`: plan text and `Method.lines`, with default settings.
     """
 
     name: str

@@ -44,9 +44,8 @@ class Mean:
 class StatefulOptimizer:
     """ServerOptimizer with state: next value = old value + `lr` x step, computed in float64.
 
-    `text`: canonical text with all settings; optimizers with equal texts and `lr` are equal.
-    `lr`: the server's learning rate. `move`: function (mean change, state) to (step, next state).
-    A call returns (next value in the old dtype, next state in float32) and changes no argument.
+    `move`: function (mean change, state) to (step, next state). A call returns (next value in the
+    old dtype, next state in float32) and changes no argument.
     """
 
     text: str

@@ -4,7 +4,8 @@
 A family is listed, with the names of its tensors, once it passes `tests/models/test_adapters.py`.
 peft's classes are recognized by the module that defines them, so an unlisted family is rejected and
 never mistaken for its host layer. Weights are read from safetensors only; peft itself would also
-read pickles."""
+read pickles.
+"""
 
 from __future__ import annotations
 
@@ -119,8 +120,8 @@ class AdapterTensor:
 def find_adapter_tensor(modules: Mapping[str, nn.Module], name: str) -> AdapterTensor | None:
     """The adapter tensor with a parameter's name, or None for a tensor of the model itself.
 
-    `modules` are all modules of the model by path. Only for names of which `is_inactive` is False.
-    Raises UnknownAdapter for an unsupported family or tensor, and for a merged or disabled adapter.
+    `modules` are all modules by path. Only for names of which `is_inactive` is False. Raises
+    UnknownAdapter for an unsupported family or tensor, and a merged or disabled adapter.
     """
     for path, family, attribute, _ in _peft_steps(modules, name):
         if not family or attribute in _ROUTES:
@@ -172,8 +173,8 @@ def lora_scales(model: nn.Module) -> set[float]:
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the adapters into the model's weights, in place, and return the model without peft.
 
-    A model without adapters is returned unchanged. Raises UnknownAdapter for a family that cannot
-    be merged, and for adapters that were injected without a PeftModel around the model.
+    Raises UnknownAdapter for a family that cannot be merged, and for adapters that were injected
+    without a PeftModel around the model.
     """
     families = adapter_families(model)
     if not families:
@@ -272,12 +273,11 @@ def adapter_family(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def make_peft_config(name: str, settings: Mapping[str, Any], loader: str = "") -> Any:
-    """The config object of peft for an adapter name, as "lora", with settings.
+    """The config object of peft for an adapter name, as "lora"; `settings` are its fields.
 
-    `settings` are fields of that config. `loader` is the name of the transformers class that loads
-    the model, a key of TASK_TYPES; for other names peft's task type is None. Raises UnknownAdapter
-    for an unknown name or setting, for an init_lora_weights that would change the model's own
-    weights, and if peft is missing or too old.
+    `loader` names the transformers class that loads the model, for peft's task type (TASK_TYPES).
+    Raises UnknownAdapter for an unknown name or setting, if init_lora_weights would change the
+    model's own weights, and if peft is missing or too old.
     """
     family, preset = adapter_family(name)
     classes = {k.value.lower(): each for k, each in _peft().PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -316,10 +316,8 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
 def load_adapter(model: nn.Module, name: str) -> nn.Module:
     """Wrap a model, in place, with a saved adapter to train further, and return the PeftModel.
 
-    `name` is a folder or a hub id (hub:org/name, may download). Only safetensors are read. Raises
-    UnknownAdapter if a file is missing, the family is unsupported, the folder has only the output
-    of a prompt encoder (p_tuning, or prefix_tuning with prefix_projection), init_lora_weights
-    changes the model's own weights, the model has an adapter, or tensors are missing or unexpected.
+    `name` is a folder or a hub id (may download). Only safetensors are read. Raises UnknownAdapter
+    if the adapter is incomplete, unsupported or does not fit the model.
     """
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
@@ -370,8 +368,8 @@ def _missing_tensors(model: nn.Module, missing_keys: Iterable[str]) -> list[str]
 def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) -> None:
     """Save only the adapter of a model into a folder, by peft's save_pretrained.
 
-    `trained` are the names of all tensors that training changed. Raises UnknownAdapter, before
-    anything is written, if a trained tensor is not in the adapter, or the model has no adapter.
+    `trained` names all tensors that training changed. Raises UnknownAdapter, before anything is
+    written, if one of these is not in the adapter, or there is no adapter.
     """
     if not adapter_families(model):
         raise UnknownAdapter("the model has no adapter: export the whole model")
@@ -388,8 +386,7 @@ def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) ->
 def merge_and_dequantize(model: nn.Module) -> nn.Module:
     """The model with float weights and without adapters: dequantized, then adapters merged.
 
-    May change the model in place. A model without packed weights and adapters is returned
-    unchanged. Raises UnknownAdapter if the adapters cannot be merged.
+    May change the model in place. Raises UnknownAdapter if the adapters cannot be merged.
     """
     # Merging into packed weights would round them once more.
     if not is_quantized(model):

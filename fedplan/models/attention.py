@@ -31,11 +31,10 @@ _ATTENTION_KINDS = (Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.OUT)
 def capture_attention(model: nn.Module, batch: Batch, callback: AttentionCallback) -> None:
     """Run a batch without gradients and call `callback(block, map)` for each block.
 
-    `map` has the probabilities of self-attention, [examples, heads, queries, keys]. A block that
-    runs several times (ALBERT) is reported each time; a block that returns no probabilities is not
-    reported. For Swin the first dimension of a map is windows, the windows of one image next to
-    each other. Labels are not passed to the model. The model stays unchanged.
-    Raises FedplanError for packed batches (position_ids without attention_mask).
+    `map` has the probabilities of self-attention, [examples, heads, queries, keys]; for Swin the
+    first dimension is windows, those of one image next to each other. A block that runs several
+    times (ALBERT) is reported each time, one without probabilities not at all. Labels are not
+    passed to the model. Raises FedplanError for packed batches.
     """
     if "position_ids" in batch and "attention_mask" not in batch:
         raise FedplanError(
@@ -121,9 +120,8 @@ def _report_attention(
 def token_mask(batch: Batch, stack: str = "") -> Tensor | None:
     """Which tokens of a batch are not padding, as bool [examples, tokens]; None without a mask.
 
-    `stack` is the stack of blocks that reads the tokens: "vision" has no mask, and "decoder" uses
-    decoder_attention_mask if the batch has decoder inputs; all others use attention_mask.
-    Raises FedplanError for a mask that is not two-dimensional.
+    By the mask that blocks of `stack` read; "vision" has none. Raises FedplanError for a mask that
+    is not two-dimensional.
     """
     if stack == "vision":
         return None
@@ -157,8 +155,8 @@ def align_mask(mask: Tensor, size: int) -> Tensor:
 def attention_distance(first: Tensor, second: Tensor, mask: Tensor | None = None) -> float:
     """The mean total variation distance of two attention maps, in [0, 1].
 
-    Maps are [examples, heads, queries, keys]. The mean is over examples, heads and queries; with a
-    token mask, over queries that are True in the mask; 0 without such queries.
+    The mean is over examples, heads and queries; with a token mask, over queries that are True in
+    it; 0 without such queries.
     """
     wide = sum_dtype(first.device)
     distances = (first.to(wide) - second.to(wide)).abs().sum(-1).transpose(1, 2) / 2
@@ -172,10 +170,9 @@ def attention_shift(
 ) -> dict[Block, float]:
     """The `attention_distance` of each block between two states of a model, on a batch.
 
-    For a block that runs several times, the mean over the runs. `states` are two dicts of
-    values by param key, which are written into the model in turn; the model's own values are
-    restored at the end, also after an error. All attention maps of the first state are kept in
-    memory, so use a small batch. Raises FedplanError as `capture_attention` and `set_values`.
+    For a block that runs several times, the mean over the runs. `states` are values by param key;
+    the model's own values are restored at the end. All maps of the first state are kept in memory,
+    so use a small batch. Raises FedplanError as `capture_attention` and `set_values`.
     """
     original, (first, second) = get_values(model, params), states
     batch = to_device(batch, model_device(model))

@@ -2,7 +2,8 @@
 """Models by name: folder, hub id, manifest or short name; their configs and params, no weights.
 
 Only names that start with "hub:" may reach the network. A manifest is a JSON file with the params
-of a model, to check plans without the model."""
+of a model, to check plans without the model.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def load_pretrained(
 ) -> Any:
     """Call `loader.from_pretrained` for a folder or hub id (hub:org/name); no remote code runs.
 
-    A hub id may be downloaded; with `local_files_only` only the local cache is used. `settings`
-    are passed on. The loader's exceptions pass, as OSError for a missing folder.
+    Only a hub id may be downloaded, and not with `local_files_only`. The loader's exceptions pass,
+    as OSError for a missing folder.
     """
     return loader.from_pretrained(
         strip_hub_prefix(name),
@@ -84,8 +85,7 @@ def manifest_json(params: Params) -> str:
 def read_manifest(file: Path) -> Params:
     """Read the params of a manifest file, as written by `manifest_json`.
 
-    Raises UnknownModel, with the file and the number of the param, if the file cannot be read, is
-    no JSON list, or has an invalid or repeated param, or only params without elements.
+    Raises UnknownModel, with file and entry, if the file or a param is invalid.
     """
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
@@ -216,9 +216,9 @@ def params_of(name: str, *, task: str = "", labels: int = 0, dtype: str = "float
     """The params of a model by name: a folder, hub:org/name, a manifest file or a short name.
 
     `task` is one of TASK_CLASSES (default: the usual class of the model), `labels` the number of
-    labels of a classifier (default: as in the config), `dtype` the dtype given to all params. A hub
-    id downloads the config, nothing else is downloaded; weights are never loaded. A manifest file
-    (.json) ignores `task` and `labels`. Raises UnknownModel for an unknown name, task or dtype.
+    labels of a classifier, `dtype` the dtype given to all params. Of a hub id only the config is
+    downloaded. A manifest (.json) ignores `task` and `labels`. Raises UnknownModel for an unknown
+    name, task or dtype.
     """
     if dtype not in ITEMSIZE:
         raise UnknownModel(f"there is no dtype {dtype!r}; there are {', '.join(ITEMSIZE)}")
@@ -235,8 +235,7 @@ def params_of(name: str, *, task: str = "", labels: int = 0, dtype: str = "float
 def meta_model(name: str, *, task: str = "", num_labels: int = 0) -> nn.Module:
     """A model on the meta device, without weights, by folder, hub:org/name or short name.
 
-    `task` is one of TASK_CLASSES (default: the usual class of the model); `num_labels` replaces the
-    number of labels in the config, 0 does not. Raises UnknownModel for an unknown name or task.
+    `task` and `num_labels` as in `params_of`. Raises UnknownModel for an unknown name or task.
     """
     import torch
     import transformers
@@ -256,9 +255,8 @@ def meta_model(name: str, *, task: str = "", num_labels: int = 0) -> nn.Module:
 def load_model_config(name: str) -> tuple[Any, str]:
     """Return (transformers config, usual class name) of a folder, hub:org/name or short name.
 
-    The class is that of SHORT_NAMES, or else the first of the config's `architectures`; AutoModel
-    if transformers has no such class. Raises UnknownModel for an unknown name, or if the config
-    cannot be read.
+    The class is AutoModel if transformers does not have it. Raises UnknownModel for an unknown
+    name, or if the config cannot be read.
     """
     import transformers
 

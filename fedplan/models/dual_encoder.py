@@ -27,10 +27,9 @@ class ModelError(FedplanError):
 class DualEncoder(nn.Module):
     """Classifies images by their similarity to one text per class: `model(pixel_values)` -> logits.
 
-    Build one with `make_dual_encoder` or `load_dual_encoder`. `backbone` is a CLIPModel or a
-    VisionTextDualEncoderModel, kept without a copy. `ids` and `mask` are the token ids and the
-    attention mask (classes x tokens) of the texts, `names` the class names, `template` the sentence
-    around a class name. `lead` is the number of tokens of the template before the class name,
+    Built by `make_dual_encoder` or `load_dual_encoder`. `backbone` is a CLIPModel or a
+    VisionTextDualEncoderModel. `ids` and `mask` (classes x tokens) are the tokenized texts,
+    `template` the sentence around a class name, `lead` its number of tokens before the name,
     without the first special token. `prompts`, `fusion` and `prompt_config` are None until
     `add_prompts`. Raises ModelError if the backbone is of another type, or a text is too long.
     """
@@ -83,8 +82,7 @@ class DualEncoder(nn.Module):
     def set_texts(self, ids: Tensor, mask: Tensor) -> None:
         """Replace the token ids and attention mask of the class texts (classes x tokens).
 
-        Both are moved to the backbone's device. Raises ModelError if the texts are longer than the
-        text tower allows.
+        Raises ModelError if the texts are longer than the text tower allows.
         """
         max_length = int(self.config.text_config.max_position_embeddings)
         if ids.shape[1] > max_length:
@@ -113,10 +111,9 @@ def make_dual_encoder(
 ) -> DualEncoder:
     """A DualEncoder for classes `names`; a class's text is the template with `{}` replaced.
 
-    `backbone` is a CLIPModel or VisionTextDualEncoderModel, `tokenizer` the Hugging Face tokenizer
-    of the text tower. `_` in a name becomes a space. Raises ModelError if the template does not
-    have `{}` once, names are empty or repeated, or a tokenized text does not start with one special
-    token and the words of the template.
+    `tokenizer` is the Hugging Face tokenizer of the text tower. `_` in a name becomes a space.
+    Raises ModelError for an unsuitable template or names, or if a tokenized text does not start
+    with one special token and the words of the template.
     """
     if template.count("{}") != 1:
         raise ModelError(f"the template {template!r} must have {{}} once, for the class name")
@@ -150,11 +147,10 @@ def load_dual_encoder(
 ) -> DualEncoder:
     """Load a DualEncoder for classes `names` from a CLIP (`path`), or from two single models.
 
-    `path`, or else `vision` and `text`, are folders or hub ids (hub:org/name); the template is that
-    of `make_dual_encoder`. `bridge` is a safetensors file for two single models, with the two
-    projections, the logit scale and further trained weights; without a bridge the projections are
-    random. `tokenizer` defaults to the tokenizer of `path` or `text`. Raises ModelError if both or
-    neither source is given, a part cannot be loaded, or the bridge has other names or shapes.
+    `path`, or else `vision` and `text`, are folders or hub ids. `bridge` is a safetensors file with
+    the projections of two single models, and further trained weights; without a bridge the
+    projections are random. `tokenizer` defaults to that of `path` or `text`. Raises ModelError if
+    both or neither source is given, or a part cannot be loaded or does not fit.
     """
     import transformers
 

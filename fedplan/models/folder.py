@@ -26,10 +26,9 @@ from fedplan.tensors.devices import fork_rng_state
 def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
     """An image as a uint8 RGB tensor of shape (3, size, size), resized if needed.
 
-    `value` is a PIL image, encoded bytes, an array of integers (height x width, with channels last
-    if any), or a dict with `bytes` or `path`, as in Hugging Face datasets. Resizing is bilinear, or
-    bicubic with `cubic`, and does not keep the aspect ratio. Raises ValueError for an array of
-    other numbers than integers from 0 to 255.
+    `value` is a PIL image, encoded bytes, an array of integers (channels last, if any), or a dict
+    with `bytes` or `path`, as in Hugging Face datasets. Resizing is bilinear, or bicubic with
+    `cubic`. Raises ValueError for an array of other numbers than integers from 0 to 255.
     """
     from PIL import Image
 
@@ -56,8 +55,7 @@ def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
 def image_mean_std(source: str) -> tuple[Tensor, Tensor]:
     """Return (mean, std) of a model's preprocessor config, each of shape (3, 1, 1).
 
-    `source` is a folder or a hub id (hub:org/name, may download). Values that the config does not
-    have, and all values of a folder without preprocessor config, are 0.5.
+    `source` is a folder or a hub id (may download). Values that the config does not have are 0.5.
     """
     config: dict[str, Any] = {}
     if Path(source, "preprocessor_config.json").is_file() or is_hub_id(source):
@@ -99,9 +97,8 @@ def save_folder(
 ) -> None:
     """Save a model into a folder, created if missing; existing files are overwritten.
 
-    Writes the backbone by save_pretrained, the file SETTINGS (JSON) and, if the model has
-    prompts, WEIGHTS (safetensors). `preprocessing` is stored for `predict_classes`; None stores
-    the default values.
+    Writes the backbone by save_pretrained, SETTINGS (JSON) and, if the model has prompts, WEIGHTS
+    (safetensors). `preprocessing` is stored for `predict_classes`.
     """
     path = Path(folder)
     cast("Any", model.backbone).save_pretrained(path)
@@ -124,10 +121,8 @@ def save_folder(
 def load_folder(folder: str | Path) -> DualEncoder:
     """Load a model saved by `save_folder`, in float32 and eval mode, on the CPU.
 
-    The logits are bitwise those of the saved model, if that is in float32 and eval mode on the CPU.
-    The global random state is not changed. Raises ModelError if the SETTINGS file is missing or no
-    JSON, the saved backbone is no dual encoder, or the WEIGHTS file is unreadable or does not match
-    the settings.
+    The logits are bitwise those of the saved model, if that is in the same state. Raises ModelError
+    if a file is missing, unreadable or does not match the others.
     """
     import transformers
 

@@ -23,14 +23,9 @@ class LayerMap:
     """The layer map of an architecture: the kind of each module path. Made by `register_layer_map`.
 
     Paths are relative and match anywhere in a parameter's name: `self.query` matches
-    `bert.encoder.layer.3.attention.self.query.weight`. The longest matching path wins.
-
-    `blocks`: by stack (encoder, vision), the paths of the lists of blocks, separated by spaces.
-    `kinds`: the kind of each path. `fused`: by path, the layout of a tensor that holds several
-    kinds. `acts_on`: by path of a norm, the kind that the norm acts on. `towers`: by name of a
-    submodule, the stack of all tensors inside. `tags`: by path, a further word, as "cross".
-    `beside`: by stack, a list outside the stack that has one module per block. `library`: the
-    package of the model classes that the map is for; empty is any.
+    `bert.encoder.layer.3.attention.self.query.weight`. The longest matching path wins. Fields are
+    the arguments of `register_layer_map`, with paths as tuples; `library` is the package of the
+    model classes that the map is for, empty for any.
     """
 
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -175,8 +170,9 @@ def register_layer_map(
     )
     if like:
         old, names = LAYER_MAPS[like], [f.name for f in fields(LayerMap) if f.name != "library"]
-        merged = {name: getattr(old, name) | getattr(new, name) for name in names}
-        new = LayerMap(**{**merged, "blocks": new.blocks or old.blocks})
+        merged: dict[str, Any] = {n: getattr(old, n) | getattr(new, n) for n in names}
+        merged["blocks"] = new.blocks or old.blocks
+        new = LayerMap(**merged)
     LAYER_MAPS[name] = new
     return new
 
@@ -199,7 +195,7 @@ def find_layer_map(module: object) -> LayerMap | None:
     with a `library` applies only to classes that come or derive from that library.
     """
     cls, config = type(module), getattr(module, "config", None)
-    model_type = getattr(config, "model_type", None)
+    model_type: Any = getattr(config, "model_type", None)
     for key in (model_type, f"{cls.__module__}.{cls.__qualname__}", cls.__name__):
         if layer_map := LAYER_MAPS.get(key):
             libraries = {base.__module__.split(".")[0] for base in cls.__mro__}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -68,11 +68,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a fused tensor belong to one kind; `view(tensor)` selects the rows.
+    """Which rows of a fused tensor belong to one kind; `view(tensor)` selects them without a copy.
 
     Dimension `dim` is divided into `count` groups of `step` rows; of each group the `size` rows
-    from `start` on are selected. One group is a contiguous range; one group per head is the
-    interleaved layout of GPT-NeoX. The pattern is regular, so a view needs no copy.
+    from `start` on are selected. One group per head is the interleaved layout of GPT-NeoX.
     """
 
     dim: int
@@ -85,10 +84,6 @@ class Rows:
         """A view of these rows of a tensor, of shape (..., count, size, ...)."""
         groups = cast("Tensor", tensor.unflatten(self.dim, (self.count, self.step)))
         return groups.narrow(self.dim + 1, self.start, self.size)
-
-    def view_outputs(self, outputs: Tensor) -> Tensor:
-        """A view of these rows of a layer's output, whose dimension 0 is the output features."""
-        return replace(self, dim=0).view(outputs)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of `view(tensor)` for a tensor of shape `whole`."""

@@ -42,9 +42,8 @@ class AttentionFusion(nn.Module):
     """Fusion by cross-attention F between the prompts: `own + common + gate * F`.
 
     `size` is the width of the prompts, `width` the inner width (0: `size`). `query` is the prompt
-    that gives the queries, "own" or "common"; with "both", F is the mean of both directions.
-    `gated` adds the gate, which starts at zero; without a gate the result is F alone. Raises
-    ModelError if `heads` does not divide the width.
+    that gives the queries; with "both", F is the mean of both directions. The gate starts at zero;
+    if not `gated`, the result is F alone. Raises ModelError if `heads` does not divide the width.
     """
 
     def __init__(self, size: int, *, heads: int, width: int, query: str, gated: bool) -> None:
@@ -78,8 +77,7 @@ class MlpFusion(nn.Module):
     """Fusion by a gated feed-forward layer with as many parameters as AttentionFusion.
 
     A control experiment: each vector is fused only with the other prompt's vector at the same
-    position. `size` is the width of the prompts, `width` the inner width (0: `size`). The gate
-    starts at zero, so the result starts as the sum of both prompts.
+    position. The gate starts at zero, so the result starts as the sum of both prompts.
     """
 
     def __init__(self, size: int, *, width: int) -> None:
@@ -97,11 +95,10 @@ class MlpFusion(nn.Module):
 
 
 def make_fusion(kind: str, size: int, *, query: str, heads: int, width: int) -> nn.Module | None:
-    """Make the fusion module of a kind (one of FUSIONS) for prompts of width `size`.
+    """The fusion module of a kind (one of FUSIONS) for prompts of width `size`; None for "sum".
 
-    "attention" is an AttentionFusion with gate, "replace" one without, "mlp" a MlpFusion, and "sum"
-    is None. `query`, `heads` and `width`: see AttentionFusion. Raises ModelError for an
-    unknown kind or query, and if `heads` does not divide the width.
+    "replace" is an AttentionFusion without gate. `query`, `heads` and `width`: see there. Raises
+    ModelError for unknown or unsuitable settings.
     """
     if kind not in FUSIONS or query not in QUERIES:
         raise ModelError(
@@ -126,8 +123,7 @@ INIT_STD = 0.02
 class PromptConfig:
     """The settings of `add_prompts` as a value; each field is the argument of that name.
 
-    Raises ModelError for invalid lengths (`text`, `vision`), `levels`, `start`, and for `vision_at`
-    together with `deep`; `fusion`, `query`, `heads` and `width` are checked by `attach_prompts`.
+    Raises ModelError for invalid settings; those of the fusion are checked by `attach_prompts`.
     """
 
     text: int = 4
@@ -164,8 +160,8 @@ class PromptConfig:
 class Prompt(nn.Module):
     """The prompts at the input of one block: `length` vectors of width `size` for each level.
 
-    `levels` are "common", "own" or both; each is a parameter of that name, drawn from
-    N(0, INIT_STD squared) with torch's global generator. A missing level is None.
+    Each of `levels` is a parameter of that name, drawn from N(0, INIT_STD squared) with torch's
+    global generator; a missing level is None.
     """
 
     def __init__(self, length: int, size: int, levels: tuple[str, ...]) -> None:
@@ -201,15 +197,13 @@ def add_prompts(
 ) -> DualEncoder:
     """Add prompts to a DualEncoder `dual`, in place, and return `dual`; weights do not change.
 
-    `text` and `vision` are the numbers of prompts; 0 adds none there. Text prompts replace the
-    words of the template after the first token (texts are lengthened if there are too few); image
-    prompts are inserted between the class token and the patches, before block `vision_at`.
-    `levels`: "common", "own" or both, combined by `fusion` (with `query`, `heads`, `width`: see
-    `make_fusion`). `deep`: separate prompts for each block. `start` "words" sets the common text
-    prompts (the own ones if there are no common ones) to the hidden vectors of the replaced words;
-    with "noise" these, and always all other prompts, are drawn from N(0, 0.02²) with torch's global
-    generator. Raises ModelError if `dual` is no DualEncoder or has prompts, and for invalid
-    settings.
+    `text` and `vision` are the numbers of prompts. Text prompts replace the words of the template
+    after the first token (texts are lengthened if there are too few); image prompts are inserted
+    between the class token and the patches, before block `vision_at`. `levels`: "common", "own" or
+    both, combined by `fusion` (with `query`, `heads`, `width`: see `make_fusion`). `deep`: separate
+    prompts for each block. `start` "words" sets the common text prompts (without these the own
+    ones) to the hidden vectors of the replaced words; all others are drawn from N(0, 0.02²). Raises
+    ModelError if `dual` is no DualEncoder or has prompts, and for invalid settings.
     """
     if not isinstance(dual, DualEncoder) or dual.prompts is not None:
         raise ModelError(
@@ -235,9 +229,7 @@ def add_prompts(
 def lengthen_texts(dual: DualEncoder, length: int) -> None:
     """Lengthen the class texts of `dual` in place, to `length` tokens before the class name.
 
-    The added tokens repeat the second token of the first text: a word, not a special token. Does
-    nothing if `length` is not above `dual.lead`. Raises ModelError if the texts become too long for
-    the text tower.
+    Raises ModelError if the texts become too long for the text tower.
     """
     # Never a special token: masks and poolers depend on those.
     missing = length - dual.lead

@@ -126,9 +126,8 @@ def layer_map_from_study(settings: Mapping[str, Any]) -> LayerMap:
 def register_study_layer_map(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Check the layer map of a study by the behaviour of a model, then register the map.
 
-    `settings`: see `layer_map_from_study`. The map is registered under `model_type_name(model)`.
-    Raises FedplanError for invalid settings, if the model type has another layer map, or if there
-    are no dummy inputs for the model, and UnknownArchitecture if the checks find faults.
+    `settings`: see `layer_map_from_study`. Raises FedplanError for invalid settings, or if the
+    model type has another layer map, and UnknownArchitecture if the checks find faults.
     """
     name, layer_map = model_type_name(model), layer_map_from_study(settings)
     if LAYER_MAPS.get(name, layer_map) != layer_map:
@@ -152,9 +151,9 @@ def propose_layer_map(model: nn.Module, batch: Mapping[str, Tensor] | None = Non
     """Propose a layer map for a model, with checks of the model's behaviour on a batch.
 
     Proposes the registered map of the model's type; else the first registered map without faults;
-    else the guess from module names with the fewest faults. `batch` has model inputs by name, by
-    default `dummy_inputs`. Registers nothing. Raises UnknownArchitecture if a guess is needed and
-    the model has no list of blocks, and FedplanError if there are no dummy inputs for the model.
+    else the guess from module names with the fewest faults. `batch` is by default `dummy_inputs`.
+    Registers nothing. Raises UnknownArchitecture if a guess is needed and the model has no list of
+    blocks, and FedplanError if there are no dummy inputs for the model.
     """
     name = model_type_name(model)
     if name in LAYER_MAPS:
@@ -193,9 +192,10 @@ def _is_described(model: nn.Module) -> bool:
 
 def _guess_settings(model: nn.Module) -> Iterator[Settings]:
     """Yield layer maps guessed from a model's module names."""
-    lists = {
-        name: [each for each, _ in module[0].named_modules()]
-        for name, module in model.named_modules()
+    modules: dict[str, Any] = dict(cast("Any", model).named_modules())
+    lists: dict[str, list[str]] = {
+        name: [*dict(cast("Any", module)[0].named_modules())]
+        for name, module in modules.items()
         if isinstance(module, nn.ModuleList) and len(module)
     }
     lists = {name: inside for name, inside in lists.items() if any(map(ATTENTION.match, inside))}

@@ -3,11 +3,12 @@
 
 Attention is recorded at the level of torch operators, as softmaxes and the matrix products after
 them, so it does not depend on module names or on modules that return their probabilities. Small
-random inputs and models are made to be traced."""
+random inputs and models are made to be traced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -39,14 +40,15 @@ _SIZES = {
 }
 SMALL_SIZES = {name: size for names, size in _SIZES.items() for name in names.split()}
 """Small values of config attributes."""
+INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
+"""The main inputs that can be made at random."""
 
 
 def small_model(config: Any) -> nn.Module:
     """Build a small random model of a transformers config's type, in eval mode; seeded.
 
     Tries small values of all SMALL_SIZES, then of the number of layers only, then the original
-    config, until a model runs on dummy inputs; `config` itself is not changed. Raises FedplanError
-    if none runs.
+    config, until a model runs on dummy inputs. Raises FedplanError if none runs.
     """
     import transformers
 
@@ -71,55 +73,36 @@ def small_model(config: Any) -> nn.Module:
 def dummy_inputs(model: nn.Module) -> dict[str, Tensor]:
     """A small seeded random batch of two examples for a Hugging Face model, on the model's device.
 
-    Has the model's main input, and decoder_input_ids or pixel_values if needed. Raises FedplanError
-    for other models, and for a main input that is not in INPUTS.
+    Raises FedplanError for other models, and for an unknown main input.
     """
     config, main = getattr(model, "config", None), str(getattr(model, "main_input_name", ""))
     if config is None or main not in INPUTS:
         raise FedplanError(f"no dummy inputs for {type(model).__name__}: give a batch")
-    batch = {main: INPUTS[main](config)}
+    batch = {main: _dummy_input(main, config)}
     if getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = _tokens(config)[:, :5]
+        batch["decoder_input_ids"] = _dummy_input("input_ids", config)[:, :5]
     if "text_config" in dir(config) and main == "input_ids" and "vision_config" in dir(config):
-        batch["pixel_values"] = _pixels(config.vision_config)
+        batch["pixel_values"] = _dummy_input("pixel_values", config.vision_config)
     return to_device(batch, model_device(model))
 
 
-def _tokens(config: Any) -> Tensor:
-    vocab_size = min(getattr(_config_with(config, "vocab_size"), "vocab_size", 64), 1000)
-    return torch.randint(3, vocab_size - 3, (2, 8), generator=torch.Generator().manual_seed(1))
-
-
-def _pixels(config: Any) -> Tensor:
-    vision = _config_with(config, "image_size")
-    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
-    return _noise(2, getattr(vision, "num_channels", 3), size, size)
-
-
-def _wave(config: Any) -> Tensor:
-    mels = getattr(config, "num_mel_bins", 0)
-    return _noise(2, config.max_length, mels) if mels else _noise(2, 4000)
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def _config_with(config: Any, name: str) -> Any:
-    """The config, or its first sub-config, with an attribute `name`; the config if none has."""
+def _dummy_input(name: str, config: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
     inner = (getattr(config, each, None) for each in ("vision_config", "text_config", "encoder"))
-    return next((c for c in (config, *inner) if c is not None and name in dir(c)), config)
-
-
-INPUTS: dict[str, Callable[[Any], Tensor]] = {
-    "input_ids": _tokens,
-    "pixel_values": _pixels,
-    "input_features": lambda config: _noise(
-        2, config.num_mel_bins, 2 * config.max_source_positions
-    ),
-    "input_values": _wave,
-}
-"""Makers of a random input from a config, by the name of the input."""
+    size_name = "vocab_size" if name == "input_ids" else "image_size"
+    sized: Any = next((c for c in (config, *inner) if size_name in dir(c)), config)
+    if name == "input_ids":
+        vocab_size = min(getattr(sized, "vocab_size", 64), 1000)
+        return torch.randint(3, vocab_size - 3, (2, 8), generator=generator)
+    if name == "pixel_values":
+        side = sized.image_size if isinstance(sized.image_size, int) else sized.image_size[0]
+        shape = (2, getattr(sized, "num_channels", 3), side, side)
+    elif name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    else:
+        mels = getattr(config, "num_mel_bins", 0)
+        shape = (2, config.max_length, mels) if mels else (2, 4000)
+    return torch.randn(shape, generator=generator)
 
 
 Tensors = tuple[Tensor, ...]
@@ -133,9 +116,9 @@ TOP_K_OP = "aten::topk"
 class AttentionRecorder(TorchDispatchMode):
     """Context manager that records all attention computed by torch operators in the body.
 
-    `maps`: copies of the attention probabilities, in order; of fused kernels (which give none) the
-    products of query and key instead. `contexts`: the products of maps and values. `choices`: the
-    number of top-k operations, as of routers.
+    `maps`: the attention probabilities, in order; of fused kernels (which give none) the products
+    of query and key. `contexts`: the products of maps and values. `choices`: the number of top-k
+    operations, as of routers.
     """
 
     def __init__(self) -> None:
@@ -167,10 +150,7 @@ class AttentionRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A recorded call of a block's `module`, with copies of `args` and `kwargs`.
-
-    `replay()` calls the module again and returns a BlockTrace.
-    """
+    """A recorded call of a block's `module`, with copies of `args` and `kwargs`."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -187,11 +167,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """The tensors of one call of a block, in order.
-
-    `maps`: attention maps. `contexts`: products of maps and values. `outputs`: the float tensors
-    that the block returned. `choices`: the number of top-k operations.
-    """
+    """The tensors of one call of a block, in order: see AttentionRecorder."""
 
     maps: Tensors
     contexts: Tensors
@@ -203,9 +179,8 @@ class BlockTrace:
 class ModelTrace:
     """The tensors of a forward pass of a model; made by `trace_model`.
 
-    By block, for the first call of the block: `calls`, the call; `block_inputs` and
-    `block_outputs`, the floating-point inputs and outputs. Of the whole model: `maps`, all
-    attention maps; `outputs`, the floating-point outputs.
+    By block, of its first call: `calls`, `block_inputs` and `block_outputs`. Of the whole model:
+    `maps`, all attention maps, and `outputs`.
     """
 
     calls: dict[Block, BlockCall] = field(default_factory=dict[Block, BlockCall])
@@ -220,9 +195,8 @@ def trace_model(
 ) -> ModelTrace:
     """Run a model on a batch (inputs by name) without gradients, and record the given blocks.
 
-    The model should be in eval mode, and use eager attention; several blocks may have the same
-    module. A block that does not run is not in the trace. If the first argument of a block is all
-    zero, noise is recorded instead, for replays.
+    The model should be in eval mode, and use eager attention. A block that does not run is not in
+    the trace. If the first argument of a block is all zero, noise is recorded instead.
     """
     trace = ModelTrace()
 

@@ -8,9 +8,9 @@ context. A head changes no block, an embedding reaches one, a router acts throug
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,10 +74,9 @@ def check_params(
 ) -> tuple[ParamCheck, ...]:
     """Check that params behave as their kinds say; return one ParamCheck for each checked param.
 
-    Checked are the params outside all blocks (without norms, adapters and prompts), of the first
-    block of each structure, and of the last block of each stack (without prompts). `batch` has
-    model inputs by name, by default `dummy_inputs`. Many forward passes run in eval mode; the model
-    is left unchanged. Raises as `describe`, and FedplanError if there are no dummy inputs.
+    Of each stack, the blocks of different structure and the last block are checked. `batch` has
+    inputs by name, by default `dummy_inputs`. Many forward passes run in eval mode; the model is
+    left unchanged. Raises as `describe`, and FedplanError if there are no dummy inputs.
     """
     params, blocks = describe(model), block_modules(model)
     with ExitStack() as stack, torch.no_grad():
@@ -91,15 +90,24 @@ def check_params(
                 with _changed_values(tensors, (p,)):
                     changed = trace_model(model, batch, blocks)
                 checks.append(ParamCheck(p, _fault_outside_blocks(p, trace, changed)))
-        for block in _distinct_blocks(params):
-            block_params = tuple(p for p in params if p.block_id == block)
+        blocks_params: dict[Block, list[Param]] = {}
+        for p in params:
+            if p.block_id:
+                blocks_params.setdefault(p.block_id, []).append(p)
+        seen: list[object] = []
+        for block, block_params in blocks_params.items():
+            checked = [p for p in block_params if p.kind is not Kind.PROMPT]
+            structure = (block.stack, [(p.kind, p.shape, p.tags, p.on) for p in checked])
+            is_last = block.number == block_params[0].depth - 1
+            if not checked or (structure in seen and not is_last):
+                continue
+            seen.append(structure)
             if block not in trace.calls:
                 checks += [ParamCheck(p, NOT_RUN) for p in block_params]
                 continue
             # All-zero params would hide the params before them.
             with _changed_values(tensors, [p for p in block_params if not tensors[p.name].any()]):
-                checker = _BlockChecker(trace.calls[block], tensors, block_params)
-                checked = (p for p in block_params if p.kind is not Kind.PROMPT)
+                checker = _BlockChecker(trace.calls[block], tensors, tuple(block_params))
                 checks += [ParamCheck(p, checker.fault(p)) for p in checked]
     return tuple(checks)
 
@@ -107,10 +115,7 @@ def check_params(
 def require_valid_layer_map(
     model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, label: str
 ) -> None:
-    """Raise UnknownArchitecture if `check_params` of the model and batch finds faults.
-
-    The message starts with `label`, the name of the layer map, and lists up to eight faults.
-    """
+    """Raise UnknownArchitecture, starting with `label`, if `check_params` finds faults."""
     faults = [v for v in check_params(model, batch) if v.fault]
     if faults:
         lines = [f"  {v.param.kind}: {v.param.key} {v.fault}" for v in faults]
@@ -121,35 +126,19 @@ def require_valid_layer_map(
         )
 
 
-def _distinct_blocks(params: Params) -> Iterator[Block]:
-    """Yield, of each stack, the first block of each structure, and the last block."""
-    structures: dict[Block, list[object]] = {}
-    for p in params:
-        if p.block_id and p.kind is not Kind.PROMPT:
-            structures.setdefault(p.block_id, []).append((p.kind, p.shape, p.tags, p.on))
-    yielded: list[object] = []
-    depths = {p.stack: p.depth for p in params}
-    for block, structure in structures.items():
-        if (block.stack, structure) not in yielded or block.number == depths[block.stack] - 1:
-            yielded.append((block.stack, structure))
-            yield block
-
-
 def _fault_outside_blocks(p: Param, before: ModelTrace, after: ModelTrace) -> str:
     """How param `p`, outside all blocks, contradicts the kind of `p`; "" if not at all."""
+
+    def any_changed(old: Mapping[Block, Tensors], new: Mapping[Block, Tensors]) -> bool:
+        return any(not same_tensors(old[block], new[block]) for block in old)
+
     output_changed = not same_tensors(before.outputs, after.outputs)
-    inputs_changed, outputs_changed = (
-        any(not same_tensors(old[block], new[block]) for block in old)
-        for old, new in (
-            (before.block_inputs, after.block_inputs),
-            (before.block_outputs, after.block_outputs),
-        )
-    )
+    inputs_changed = any_changed(before.block_inputs, after.block_inputs)
     if p.kind is Kind.UNKNOWN:
         return _UNMAPPED
     if p.kind in (Kind.HEAD, Kind.SCALE):
-        moves_block = inputs_changed or outputs_changed
-        return "moves a block, but should come after all" if moves_block else ""
+        moves = inputs_changed or any_changed(before.block_outputs, after.block_outputs)
+        return "moves a block, but should come after all" if moves else ""
     if p.kind is Kind.EMBED:
         bypasses_blocks = output_changed and not inputs_changed
         return "moves the output, but reaches no block" if bypasses_blocks else ""
@@ -250,24 +239,19 @@ class _BlockChecker:
         values = [v for v in self.params if v.kind is Kind.VALUE and "cross" not in v.tags]
         if not values or same_tensors(self.base.maps[:1], self._replay_with((p,)).maps[:1]):
             return ""
-        before = self._owner_outputs(values)
-        with _changed_values(self.tensors, (p,)):
-            after = self._owner_outputs(values)
-        values_unchanged = before and same_tensors(before, after)
-        return "acts on query or key alone, but is not mapped so" if values_unchanged else ""
-
-    def _owner_outputs(self, params: list[Param]) -> Tensors:
-        """Replay the block; return copies of the outputs of the modules that own some params."""
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, __: Any, out: Any) -> None:
-            outputs.extend(tensors_in(out))
+            outputs.extend(each.clone() for each in tensors_in(out))
 
         with ExitStack() as undo:
-            for owner in {self._owner(p) for p in params}:
+            for owner in {self._owner(v) for v in values}:
                 undo.callback(owner.register_forward_hook(record).remove)
             self.call.replay()
-        return tuple(each.clone() for each in outputs)
+            count = len(outputs)
+            self._replay_with((p,))
+        unchanged = count and same_tensors(tuple(outputs[:count]), tuple(outputs[count:]))
+        return "acts on query or key alone, but is not mapped so" if unchanged else ""
 
     def _owner(self, p: Param) -> nn.Module:
         """The module of the block that owns a param."""
@@ -314,7 +298,7 @@ class _BlockChecker:
                 return None
             out = out.clone()
             features = out[:, tokens // 2].movedim(-1, 0)
-            view = p.rows.view_outputs(features) if p.rows else features
+            view = replace(p.rows, dim=0).view(features) if p.rows else features
             view += torch.randn(view.shape, generator=torch.Generator().manual_seed(11))
             return out
 

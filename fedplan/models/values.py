@@ -22,8 +22,8 @@ QUANTIZATIONS = ("nf4", "fp4", "int8")
 def quantization_config(kind: str, dtype: torch.dtype) -> Any:
     """The BitsAndBytesConfig of a format, `kind` in QUANTIZATIONS; layers compute in `dtype`.
 
-    nf4 and fp4 are as in QLoRA: blocks of 64 elements, with double quantization; int8 ignores
-    `dtype`. Raises FedplanError if bitsandbytes or accelerate is not installed.
+    nf4 and fp4 are as in QLoRA; int8 ignores `dtype`. Raises FedplanError if bitsandbytes or
+    accelerate is not installed.
     """
     import transformers
 
@@ -48,8 +48,7 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
 def pin_packed_layout(model: nn.Module) -> nn.Module:
     """Keep bitsandbytes from repacking packed weights at the first evaluation; return the model.
 
-    Sets a flag of each packed layer, in place; otherwise digests would change on some CPUs. Raises
-    FedplanError if packed weights are stored as floats (bnb_4bit_quant_storage).
+    Raises FedplanError if packed weights are stored as floats (bnb_4bit_quant_storage).
     """
     # On some CPUs bitsandbytes repacks weights when a model is first evaluated, and digests change.
     for name, tensor in model.named_parameters():
@@ -138,8 +137,7 @@ def set_values(model: nn.Module, values: Tensors, params: Iterable[Param]) -> No
     """Copy `values`, by param key, into a model; params without a value stay unchanged.
 
     Packed (quantized) weights are never written. Raises FedplanError for a value of another shape,
-    and for a packed weight if the given value differs from the present value; the params before the
-    failing param are already written.
+    and for a packed weight whose given value differs; params before it are already written.
     """
     tensors = dict(model.named_parameters())
     for p in params:
@@ -187,8 +185,8 @@ def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> No
 def freeze_batch_norms(model: nn.Module) -> nn.Module:
     """Freeze the running statistics of all batch and instance norms, in place; return the model.
 
-    From now on the norms ignore `train()` and stay in eval mode, as is usual in fine-tuning. The
-    weights and biases of the norms stay trainable.
+    From now on the norms stay in eval mode, as is usual in fine-tuning; their weights and biases
+    stay trainable.
     """
     for module in model.modules():
         if isinstance(module, _NormBase) and not isinstance(module, _EvalOnly):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with cached activations: frozen layers below the trained ones run once per example.
 
-The cache is in memory, by example, and has a size limit."""
+The cache is in memory, by example, and has a size limit.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ _STATES_PER_OWNER = 2
 @final
 @dataclass
 class CachedActivations:
-    """Activations of one set of examples, for one state of the frozen layers.
+    """Activations of one set of examples, for one state (digest `key`) of the frozen layers.
 
-    `key`: digest of that state. `owner`: the examples, kept alive so that no other object gets the
-    same `id`. `rows`: by index of a cached example, the tensors by slot (see ActivationCut).
-    `common`: by slot, the tensors that are the same for all examples; None until computed.
+    `owner`: the examples, kept alive so that no other object gets the same `id`. `rows`: by index
+    of an example, the tensors by slot (see ActivationCut). `common`: by slot, the tensors that are
+    the same for all examples; None until computed.
     """
 
     key: str
@@ -60,11 +61,10 @@ class CachedActivations:
 class ActivationCache:
     """Activations of frozen layers by example, in memory, shared by all clients of a process.
 
-    `open` the entry of some examples and model state, then `get` each example from that entry.
-    `megabytes` is the limit; beyond the limit, activations are computed on each `get`, and cached
-    ones stay. `room`: the limit in bytes. `used`: bytes of all cached rows. `misses`, `hits`:
-    examples computed, and read from the cache. `cuts`: the CutResult of each model class, trained
-    params and precision. Not thread-safe; nothing is written to disk.
+    Beyond the limit of `megabytes`, activations are computed on each `get`, and cached ones stay.
+    `room`: the limit in bytes. `used`: bytes of all cached rows. `misses`, `hits`: examples
+    computed, and read from the cache. `cuts`: the CutResult of each model class, trained params and
+    precision. Not thread-safe; nothing is written to disk.
     """
 
     # Clients take turns, so evicting the oldest would leave each client without its own. And
@@ -80,8 +80,8 @@ class ActivationCache:
     def open(self, examples_key: str, key: str, owner: object = None) -> CachedActivations:
         """Return the entry of some examples and one model state; created empty if missing.
 
-        `examples_key` identifies the examples, `key` the model state; `owner` is kept alive by a
-        new entry. The two most recently opened states of the examples stay; others are dropped.
+        `owner` is kept alive by a new entry. The two most recently opened states of the examples
+        stay; others are dropped.
         """
         entries = self._entries.setdefault(examples_key, [])
         entry = next((e for e in entries if e.key == key), None) or CachedActivations(key, owner)
@@ -92,10 +92,9 @@ class ActivationCache:
         return entry
 
     def get(self, entry: CachedActivations, index: int, compute: Callable[[], Tensors]) -> Tensors:
-        """Return the activations of the example at `index` by slot, on the CPU.
+        """Return the activations of the example at `index` by slot, on the CPU; do not change them.
 
-        If `entry` does not have the example, `compute()` is called, and the result is added to
-        `entry` within the limit. The tensors are those of the cache: do not change them.
+        If `entry` does not have them, `compute()` makes them, and they are added within the limit.
         """
         if (cached := entry.rows.get(index)) is not None:
             self.hits += 1
@@ -112,10 +111,7 @@ class ActivationCache:
         return computed
 
     def digests(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        """Return the digests of a model's params, in order.
-
-        A digest is remembered by name until the tensor, or the tensor's version counter, changes.
-        """
+        """Return the digests of a model's params, in order; remembered until a tensor changes."""
         digests = list[str]()
         for name, tensor in params.items():
             version = tensor._version  # pyright: ignore[reportPrivateUsage]
@@ -140,12 +136,10 @@ Shapes = tuple[dict[str, Any], dict[str, torch.Size]]
 class CutResult:
     """Where a model can be cut; found once per model class, trained params and precision.
 
-    `cut`: the cut, or None if the model cannot be cut. `reason`: why there is no cut, or empty.
-    `common`: slots (see ActivationCut) that are the same for all examples, as the texts of classes.
-    `fixed`: slots of outputs with a shape that does not depend on the batch size.
-    `inputless`: whether the trained part runs without the examples' inputs.
-    `shapes`: the Shapes of one example, by names, shapes (without dimension 0) and dtypes of the
-    batch's tensors; filled on use.
+    `cut`: the cut, or None for a `reason`. `common`: slots (see ActivationCut) that are the same
+    for all examples, as the texts of classes. `fixed`: slots of outputs with a shape that does not
+    depend on the batch size. `inputless`: the trained part runs without the examples' inputs.
+    `shapes`: the Shapes of one example, by the signature of a batch; filled on use.
     """
 
     cut: ActivationCut | None
@@ -159,10 +153,7 @@ class CutResult:
 @final
 @dataclass(frozen=True)
 class InputlessExamples:
-    """Examples whose batches leave out the model inputs; `count` is the number of examples.
-
-    For training with cached activations, which replace the inputs.
-    """
+    """Examples whose batches leave out the model inputs, which cached activations replace."""
 
     examples: SparseExamples
     count: int
@@ -179,13 +170,10 @@ class InputlessExamples:
 class FrozenPrefix:
     """The frozen part of a job's model in one turn, replaced by cached activations.
 
-    Within `forward.install()`, load batches from the property `examples` instead of the given
-    examples, and call `enter(batch, indices)` before each forward pass. `result` is the CutResult
-    of the model, with a cut; `cache` holds the activations. The constructor opens the cache entry
-    for the present values of the frozen params.
-
-    Each example runs through the frozen part alone, without padding; the activations are then
-    padded with zeros to the length of the batch. So an activation does not depend on the batch.
+    Within `forward.install()`, load batches from `examples`, and call `enter(batch, indices)`
+    before each forward pass. Each example runs through the frozen part alone, without padding; the
+    activations are then padded with zeros to the length of the batch. So an activation does not
+    depend on the batch.
     """
 
     def __init__(
@@ -213,11 +201,9 @@ class FrozenPrefix:
         return examples
 
     def enter(self, batch: Batch, indices: Tensor) -> None:
-        """Put cached activations into the model, for the next forward pass of a batch.
+        """Put the activations of the examples at `indices` into the model, for the next pass.
 
-        `indices` are the indices of the batch's examples. Activations that are not cached are
-        computed, and cached if there is room. Raises FedplanError if activations of several lengths
-        cannot be padded.
+        Raises FedplanError if activations of several lengths cannot be padded.
         """
         self.forward.on = False
         signature = tuple((name, each.shape[1:], each.dtype) for name, each in batch.items())
@@ -255,11 +241,10 @@ class FrozenPrefix:
 def frozen_prefix(job: Job, examples: Examples) -> Generator[FrozenPrefix | None]:
     """Context manager that replaces the frozen part of a job's model by cached activations.
 
-    Use within `trainable(...)`, with the model in train mode. Yields the FrozenPrefix. Yields None,
-    and does not change the model, if `train_arguments.cache_activations` is off, there are no
-    examples, or the model cannot be cut (the reason is logged). The cut is found once per model
-    class, trained params and precision, and kept in the job's activation cache. Raises FedplanError
-    if the loss differs when examples run through the frozen part one by one.
+    Use within `trainable(...)`, with the model in train mode. Yields the FrozenPrefix; or None if
+    `train_arguments.cache_activations` is off, there are no examples, or the model cannot be cut
+    (the reason is logged). Raises FedplanError if the loss differs when examples run through the
+    frozen part one by one.
     """
     if not job.train_arguments.cache_activations or not len(examples):
         yield None

@@ -64,10 +64,9 @@ class CachedForward:
     """Replaces the outputs of a model's skipped modules by cached tensors.
 
     Enter `install()` once; before each forward pass set `tensors`, `shapes`, `count` and `on`.
-    While `on` is False the model runs as usual. `cut`: the modules to skip, and the slots.
     `shapes`: by skipped module, the outputs for one example, on the meta device. `tensors`: the
-    cached tensors of the present batch by slot; `count`: the number of examples of the batch.
-    `fixed`: slots with a shape that does not depend on the batch size, as position embeddings.
+    cached tensors of the present batch by slot; `count`: its number of examples. `fixed`: slots
+    with a shape that does not depend on the batch size, as position embeddings.
     """
 
     model: nn.Module
@@ -131,8 +130,8 @@ class CachedForward:
 def map_tensors(output: Any, change: Callable[[int, Tensor], Any]) -> Any:
     """Return a copy of a module's output with each tensor replaced by `change(position, tensor)`.
 
-    `position` counts the tensors from 0, depth first. Mappings keep their class, lists become
-    tuples, and all other values None.
+    Tensors are counted from 0, depth first. Mappings keep their class, lists become tuples, and all
+    other values None.
     """
     position = iter(range(2**31))
 
@@ -191,9 +190,8 @@ def record_activations(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Run `loss_fn(batch)` without gradients and record outputs of the model's modules.
 
-    Returns (outputs of the modules `names`, on the meta device, by name; tensors of `slots`, by
-    slot, detached and not copied). The pass ends early once all are recorded; a module that does
-    not run is missing. The random state is restored.
+    Returns (outputs of the modules `names`, on the meta device, by name; tensors by slot, not
+    copied). The pass ends early once all are recorded. The random state is restored.
     """
     shapes, tensors = dict[str, Any](), dict[str, Tensor]()
     missing = {(name, ">") for name in names}
@@ -250,11 +248,9 @@ def _trace_calls(model: nn.Module, batch: Batch, loss_fn: LossFn) -> dict[str, _
 def find_cut(model: nn.Module, batch: Batch, loss_fn: LossFn) -> tuple[ActivationCut | None, str]:
     """Return (cut, "") for the frozen part of a model, or (None, reason).
 
-    requires_grad must be set for exactly the trained params; `batch` has one example. Frozen are
-    modules with params that run once, and whose inputs and outputs require no gradient. The cut
-    skips the frozen modules without changing a bit of the loss and the gradients. There is no cut
-    if that is impossible, if the frozen modules draw random numbers, or if they include no whole
-    block. Runs many passes of `loss_fn(batch)`, and leaves the model unchanged.
+    requires_grad must be set for exactly the trained params; `batch` has one example. The cut skips
+    the modules that run once before all trained ones, without changing a bit of the loss and the
+    gradients. Runs many passes of `loss_fn(batch)`, and leaves the model unchanged.
     """
     config = cast("object", vars(model).get("config"))
     settings = vars(config) if config is not None else dict[str, object]()

@@ -46,8 +46,8 @@ class Stepper:
     """Takes the optimizer steps of one turn: call `backward` for each batch, then `step`.
 
     `factor`: maps the number of a step, from 0, to the factor of the learning rate. `scaler`: the
-    gradient scaler, disabled except under float16, which skips steps with overflowing gradients.
-    `steps_taken`: steps so far, without skipped ones. `factor_sum`: sum of the factors of these.
+    gradient scaler, which skips steps with overflowing gradients under float16. `steps_taken`,
+    `factor_sum`: steps so far, without skipped ones, and the sum of their factors.
     """
 
     def __init__(

@@ -43,10 +43,9 @@ class TrainableParams:
     """The params of a model that roles train (SHARE and KEEP); created by `trainable`.
 
     Build an optimizer from `parameters()`; `release()`, or leaving the context, restores the model.
-    If a fused tensor is trained in part, the trained rows are separate parameters with their part
-    of the gradient. The frozen rows are in no optimizer, so that neither weight decay nor momentum
-    changes frozen rows. The backward pass of a fused tensor that is trained in part raises
-    FedplanError if the model was moved or cast, or `parameters()` was never called.
+    If a fused tensor is trained in part, the trained rows are separate parameters, and the frozen
+    rows are in no optimizer, so that neither weight decay nor momentum changes them. Its backward
+    pass raises FedplanError if the model was moved or cast, or `parameters()` was never called.
     """
 
     def __init__(self, model: nn.Module, roles: Roles) -> None:

@@ -43,12 +43,10 @@ def run_trainer(
 ) -> float:
     """Train the job's model by a Trainer for one turn, and return the mean loss.
 
-    The Trainer saves, reports and evaluates nothing, and uses the job's seed. The Trainer gets an
-    optimizer over `trainable_params`, unless it was given an optimizer or its class overrides
-    create_optimizer. The Trainer's own gradient clipping is turned off, and `set_max_grad_norm` is
-    called with its norm (0: no clipping). Raises FedplanError if `trainer` is no Trainer, has
-    another model, or has arguments with an unsuitable optimizer (see `_make_optimizer`). Changes
-    `trainer`, and the global random state.
+    The Trainer saves, reports and evaluates nothing, and uses the job's seed. It gets an optimizer
+    over `trainable_params`, unless it has its own. Its gradient clipping is turned off, and
+    `set_max_grad_norm` is called with its norm. Raises FedplanError if `trainer` is no Trainer, has
+    another model, or an unsuitable optimizer. Changes `trainer`, and the global random state.
     """
     from transformers import Trainer, set_seed
 
@@ -127,9 +125,8 @@ def _make_optimizer(
 class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     """A client's examples as a torch Dataset of dicts, for a DataLoader or a Trainer.
 
-    A DataLoader loads all examples of a batch by one call, which pads the examples to the same
-    length, so that any collator works. `batch(indices)` returns one batch on `device`; single
-    examples are on the CPU. `to_hf_dataset()` converts all examples.
+    A DataLoader loads all examples of a batch by one call, which pads them to the same length, so
+    that any collator works. `batch(indices)` returns one batch on `device`.
     """
 
     examples: Examples

@@ -37,9 +37,8 @@ _UNSUPPORTED = {
 class ClientOptimizer:
     """A client's optimizer as a value; `make_optimizer` creates the torch optimizer of a turn.
 
-    `name`: as in study files. `settings`: all settings but the learning rate, as text.
-    `make`: creates the torch optimizer from parameters and a learning rate. Two values with the
-    same name and settings are equal. Made by `make_client_optimizer`.
+    `settings`: all settings but the learning rate, as text. Two values with the same name and
+    settings are equal. Made by `make_client_optimizer`.
     """
 
     name: str
@@ -57,8 +56,7 @@ class ClientOptimizer:
         """Create the torch optimizer of one turn at learning rate `lr`, without earlier state.
 
         With `decay_all` False, norms and biases have no weight decay. Raises FedplanError if torch
-        rejects the settings, if the optimizer has no weight decay to restrict, or if the eps of the
-        optimizer is zero in float16 and a trained param is in float16.
+        rejects the settings, or the optimizer cannot do what is asked with these params.
         """
         params: ParamGroups = trainable_params.parameters()
         if not decay_all:
@@ -224,9 +222,8 @@ class LRSchedule:
     def factor(self, lr: float, round: int, steps: int) -> Callable[[int], float]:
         """Return a function from the number of a step in a turn, from 0, to a factor of `lr`.
 
-        `lr`: the optimizer's learning rate. `round`: number of the round, from 1. `steps`: steps of
-        the turn. Raises FedplanError if the round is beyond the schedule, or if transformers
-        rejects the settings.
+        `steps`: steps of the turn. Raises FedplanError if the round is beyond the schedule, or if
+        transformers rejects the settings.
         """
         # A pure function: there is no scheduler state to store between turns.
         if self.name == CONSTANT:

@@ -30,8 +30,7 @@ PROBE_BATCH_SIZE = 8
 class ProbeInput:
     """Inputs of a probe: the model at the start of the turn, the client's examples, and a seed.
 
-    `blocks`: the blocks to be scored. `loss`: function of a model and a batch. A probe draws
-    examples by `sample_batches` and loads each batch by `batch`.
+    `blocks`: the blocks to be scored. A probe draws examples by `sample_batches`.
     """
 
     model: nn.Module
@@ -63,8 +62,7 @@ Scorer = TypeVar("Scorer", bound=Probe)
 def data_independent(probe: Scorer) -> Scorer:
     """Decorator that marks a probe as using no examples, in place, and returns the probe.
 
-    The probe is then called without model, examples and loss (see `data_independent_input`), so
-    that the scores reveal nothing about examples.
+    The probe is then called with `data_independent_input`, so its scores reveal no examples.
     """
     probe.public = True  # pyright: ignore[reportFunctionMemberAccess]
     return probe
@@ -129,8 +127,7 @@ def fixed_probe(*numbers: int) -> Probe:
 def data_independent_input(blocks: tuple[Block, ...], seed: int) -> ProbeInput:
     """Return the inputs of a data-independent probe: only `blocks` and `seed`.
 
-    The model is empty, there are no examples; loading a batch or computing the loss raises
-    FedplanError.
+    Loading a batch or computing the loss raises FedplanError.
     """
 
     def no_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
@@ -47,7 +46,9 @@ class _TextTask(Task):
         tokenizer, texts = self.tokenizer, [self._text_column(table, c) for c in self.columns]
         limit, ids, segments = self._max_tokens(tokenizer), list[list[int]](), list[list[int]]()
         if len(texts) == 1:
-            texts = [[first_words(text, 2 * limit) for text in texts[0]]]
+            # Nearly every word has a token or more: to tokenize the rest would only take time.
+            first_words = re.compile(rf"(?:\s*\S+){{0,{2 * limit}}}")
+            texts = [[match[0] for match in map(first_words.match, texts[0]) if match]]
         for chunk in chunk_slices(len(table)):
             encoded = tokenizer(
                 *(column[chunk] for column in texts),
@@ -224,7 +225,13 @@ class TokenClassification(Task):
                         f"{self.columns[0]!r}, but {len(classes)} labels in column "
                         f"{self.label!r}: every word needs one label"
                     )
-                labels.append(label_first_tokens(encoded.word_ids(number), classes))
+                token_words: list[int | None] = encoded.word_ids(number)
+                labels.append(
+                    [
+                        NO_LABEL if word is None or word == previous else classes[word]
+                        for word, previous in zip(token_words, [None, *token_words], strict=False)
+                    ]
+                )
         require_tokens(ids, tokenizer, self.columns[0])
         return TokenSequences(
             RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
@@ -278,24 +285,3 @@ class ImageText(_ImageTask):
     """One label per image, by the similarity to a text made from each label."""
 
     cubic = True
-
-
-def first_words(text: str, max_words: int) -> str:
-    """Return a text cut after `max_words` words, to save the time of tokenizing the rest.
-
-    Nearly every word has one token or more, so twice as many words as tokens are enough.
-    """
-    match = re.match(rf"(?:\s*\S+){{0,{max_words}}}", text)
-    return match[0] if match else text
-
-
-def label_first_tokens(words: Sequence[int | None], classes: Sequence[int]) -> list[int]:
-    """Return a label for each token: the class of a word at the word's first token, else NO_LABEL.
-
-    `words` has the index of each token's word, None for special tokens; `classes` is by word.
-    """
-    previous_words = [None, *words]
-    return [
-        NO_LABEL if word is None or word == previous else classes[word]
-        for word, previous in zip(words, previous_words, strict=False)
-    ]

@@ -78,9 +78,8 @@ def make_task(
     `columns` is the input column, or two: a pair of texts, a text and its target, or a prompt and
     its response. `labels` are the labels of all clients, in any order; the task has them sorted.
     The tokenizer or image processor is that of `model`, a folder or Hub id; `tokenizer` names
-    another. All other arguments are fields of Task: `max_length`, `image_size`, `template`,
-    `one_example_per_row`, `packing`, `weights` by label, and `extra_metrics`. Raises DataError if
-    an argument is missing or does not fit the kind, or a metric does not apply.
+    another. All other arguments are fields of Task. Raises DataError if an argument is missing or
+    does not fit the kind.
     """
     cls = task_class(kind)
     columns = (columns,) if isinstance(columns, str) else tuple(columns)

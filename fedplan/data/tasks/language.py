@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
@@ -108,9 +108,9 @@ def tokenize_chat(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], l
     """Tokenize a conversation; return (token ids, labels) of equal length.
 
     A label is the token id within the assistant's messages, including their end tokens, and
-    NO_LABEL elsewhere. The first token has no label, since nothing precedes it. The tokenizer must
-    be fast and have a chat template (`ensure_chat_template`). Raises DataError, with the number
-    `row`, if the chat template fails, or renders a message differently when another one follows.
+    NO_LABEL elsewhere, and at the first token. The tokenizer must be prepared by
+    `ensure_chat_template`. Raises DataError, with the number `row`, if the chat template fails, or
+    renders a message differently when another one follows.
     """
     text, spans = _apply_template(tokenizer, chat, row), list[tuple[int, int]]()
     for number, message in enumerate(chat):
@@ -183,12 +183,12 @@ class _BlockTask(_Language):
                 "input_ids"
             ]
         require_tokens(rows, tokenizer, self.columns[0])
-        closed = rows if end is None else [[*row, end] for row in rows]
-        return RaggedArray.from_lists(
-            token_blocks(
-                closed, self._max_tokens(tokenizer), one_block_per_row=self.one_example_per_row
-            )
-        )
+        blocks, limit = list[list[int]](), self._max_tokens(tokenizer)
+        for row in rows if end is None else [[*row, end] for row in rows]:
+            # A last block of one token has nothing to predict.
+            stop = 1 if self.one_example_per_row else max(len(row) - 1, 1)
+            blocks += [row[start : start + limit] for start in range(0, stop, limit)]
+        return RaggedArray.from_lists(blocks)
 
 
 @final
@@ -406,21 +406,6 @@ def _test_halves(model: nn.Module) -> list[list[int]]:
         chosen = tokens[start::3] or tokens[:1]
         halves.append([chosen[index % len(chosen)] for index in range(_HALF)])
     return halves
-
-
-def token_blocks(
-    rows: Iterable[Sequence[int]], limit: int, *, one_block_per_row: bool
-) -> list[Sequence[int]]:
-    """Cut the tokens of each row into blocks of `limit` tokens; no block spans two rows.
-
-    A last block of one token has nothing to predict, and is left out if the row has other blocks.
-    With `one_block_per_row`, only the first block of each row is returned.
-    """
-    blocks = list[Sequence[int]]()
-    for row in rows:
-        starts = range(0, 1 if one_block_per_row else max(len(row) - 1, 1), limit)
-        blocks += [row[start : start + limit] for start in starts]
-    return blocks
 
 
 def pack_sequences(sizes: Sequence[int], limit: int) -> list[list[int]]:
