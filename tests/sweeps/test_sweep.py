@@ -223,16 +223,16 @@ def test_a_process_that_dies_takes_no_other_run_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_ctrl_c_leaves_a_sweep_that_goes_on(tmp_path: Path, parallel: int) -> None:
     study, folder = small_study(tmp_path), tmp_path / "s"
-    words = ["sweep", str(study), "--set", "train.rounds=60", "--seeds", "3", "-o", str(folder)]
+    words = ["sweep", str(study), "--set", "train.rounds=30", "--seeds", "3", "-o", str(folder)]
     command = [sys.executable, "-m", "fedplan.cli", *words, "--parallel", str(parallel)]
     command[1:3] = ["-c", "from fedplan.cli import main; main()"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as going:
-        while not list(folder.glob("*/world/*")):
+        while not list(folder.glob("*/global/*")):
             time.sleep(0.1)
         os.killpg(going.pid, signal.SIGINT)
         out, _ = going.communicate(timeout=60)
     assert going.returncode == 130 and "resumes the sweep" in out
-    found = sweep(study, {"train.rounds": [60]}, folder=folder, seeds=3)
+    found = sweep(study, {"train.rounds": [30]}, folder=folder, seeds=3)
     assert len(found.folders) == 3 and not found.failures
