@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from math import isfinite
-from typing import Any, TypeVar, cast
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Role, Roles
@@ -163,8 +165,8 @@ Record = TurnRecord | RoundRecord
 
 def read_record(line: object) -> Record:
     """Return the record of a parsed ledger line; raise RecordError if the line is invalid."""
-    values = _object(line, "a line")
-    return read_round(values) if values.get("kind") == ROUND else read_turn(values)
+    is_round = _object(line, "a line").get("kind") == ROUND
+    return read_round(line) if is_round else read_turn(line)
 
 
 def read_turn(line: object, *, max_missed: int = MAX_MISSED_TURNS) -> TurnRecord:
@@ -173,91 +175,41 @@ def read_turn(line: object, *, max_missed: int = MAX_MISSED_TURNS) -> TurnRecord
     Raises RecordError if a field is missing, unknown, of the wrong type or out of range, or if a
     missed turn has missed turns itself.
     """
-    values = _record_fields(line, TURN, {f.name for f in fields(TurnRecord)})
-    missed = _list(values, "missed")
+    values = _line_values(line, TURN)
+    missed = cast("list[object]", _typed(values.get("missed"), list, "missed"))
     if len(missed) > max_missed:
         raise RecordError(f"missed holds {len(missed)} turns, which is too many")
-    roles = _text(values, "roles")
-    if not _ROLES.fullmatch(roles):
-        raise RecordError(f"roles is {roles[:40]!r}: it has one of S, K, F and H for each param")
-    return TurnRecord(
-        round=_count(values, "round", minimum=1),
-        client=_text(values, "client"),
-        phase=_text(values, "phase"),
-        traits=_texts(values, "traits"),
-        roles=roles,
-        before=_digests(values, "before", len(roles)),
-        after=_digests(values, "after", len(roles)),
-        download_bytes=_count(values, "download_bytes"),
-        upload_bytes=_count(values, "upload_bytes"),
-        weight=_count(values, "weight", minimum=1),
-        steps=_count(values, "steps"),
-        loss=None if values["loss"] is None else _number(values["loss"], "loss"),
-        scores=None if values["scores"] is None else _scores(values, "scores"),
-        full=_typed(values["full"], bool, "full"),
-        missed=tuple(read_turn(turn, max_missed=0) for turn in missed),
-    )
+    turn = cast("TurnRecord", _read_dataclass(TurnRecord, {**values, "missed": []}, "a turn"))
+    _require(turn.round >= 1, "round", turn.round, "a whole number from 1")
+    _require(turn.weight >= 1, "weight", turn.weight, "a whole number from 1")
+    _require(_ROLES.fullmatch(turn.roles), "roles", turn.roles, "one of S, K, F, H for each param")
+    for name, text in (("before", turn.before), ("after", turn.after)):
+        fits = len(text) == 16 * len(turn.roles) and _DIGESTS.fullmatch(text)
+        _require(fits, name, text, "sixteen hex digits for each param")
+    _require_scores(turn.scores or (), "scores")
+    return replace(turn, missed=tuple(read_turn(each, max_missed=0) for each in missed))
 
 
 def read_round(line: object) -> RoundRecord:
     """Return the round of a parsed ledger line.
 
     Raises RecordError if a field is missing, unknown or of the wrong type, or if an optional field
-    is present with the empty value of OPTIONAL_FIELDS.
+    is present but empty.
     """
-    raw = _object(line, "a line")
-    empty = [name for name, default in OPTIONAL_FIELDS.items() if raw.get(name, ...) == default]
-    if empty:
-        raise RecordError(f"{empty[0]} is empty: such a line leaves it out")
-    values = _record_fields(
-        {**OPTIONAL_FIELDS, **raw}, ROUND, {f.name for f in fields(RoundRecord)}
-    )
-    drift, changed = _pairs(values, "drift", _number), _texts(values, "changed")
-    if any(len(digest) != 16 or not _DIGESTS.fullmatch(digest) for digest in changed.values()):
-        raise RecordError("changed holds a value that is not a digest")
-    return RoundRecord(
-        round=_count(values, "round", minimum=1),
-        phase=_text(values, "phase"),
-        aggregated=tuple(
-            _typed(client, str, "aggregated") for client in _list(values, "aggregated")
-        ),
-        rejected=_texts(values, "rejected"),
-        changed=changed,
-        drift=drift,
-        upload_bytes=_count(values, "upload_bytes"),
-        download_bytes=_count(values, "download_bytes"),
-        attention=None if values["attention"] is None else _scores(values, "attention"),
-        products=None if values["products"] is None else _errors(values, "products"),
-        defence=None if values["defence"] is None else _read_defence(values["defence"]),
-        secagg=None if values["secagg"] is None else _read_secagg(values["secagg"]),
-        warnings=tuple(_typed(text, str, "warnings") for text in _list(values, "warnings")),
-    )
-
-
-def _read_defence(value: object) -> DefenceRecord:
-    """Return the DefenceRecord of a JSON object; raise RecordError for other or invalid fields."""
-    values = _object(value, "defence")
-    if values.keys() != (names := {f.name for f in fields(DefenceRecord)}):
-        raise RecordError(f"defence has other fields than {', '.join(sorted(names))}")
-    excluded = _object(values["excluded"], "excluded")
-    distance = _object(values["distance"], "distance")
-    return DefenceRecord(
-        _pairs(values, "capped", _integer),
-        _pairs(values, "clipped", _number),
-        {client: _integer(count, "excluded") for client, count in excluded.items()},
-        {client: _number(ratio, "distance") for client, ratio in distance.items()},
-        _count(values, "undefended"),
-    )
-
-
-def _read_secagg(value: object) -> SecAggRecord:
-    """Return the SecAggRecord of a JSON object; raise RecordError for other or invalid fields."""
-    values = _object(value, "secagg")
-    if values.keys() != (names := {f.name for f in fields(SecAggRecord)}):
-        raise RecordError(f"secagg has other fields than {', '.join(sorted(names))}")
-    clients = tuple(_typed(client, str, "clients") for client in _list(values, "clients"))
-    threshold = _count(values, "threshold", minimum=2)
-    return SecAggRecord(threshold, clients, _texts(values, "not_unmasked"))
+    values = _line_values(line, ROUND)
+    for name, default in OPTIONAL_FIELDS.items():
+        if values.setdefault(name, ...) in (None, []):
+            raise RecordError(f"{name} is empty: such a line leaves it out")
+        values[name] = default if values[name] is ... else values[name]
+    record = cast("RoundRecord", _read_dataclass(RoundRecord, values, "a round"))
+    _require(record.round >= 1, "round", record.round, "a whole number from 1")
+    for text in record.changed.values():
+        _require(len(text) == 16 and _DIGESTS.fullmatch(text), "changed", text, "a digest")
+    _require_scores(record.attention or (), "attention")
+    _require(min(record.products or (0.0,)) >= 0, "products", record.products, "errors from 0 up")
+    threshold = record.secagg.threshold if record.secagg else 2
+    _require(threshold >= 2, "threshold", threshold, "a whole number from 2")
+    return record
 
 
 def parse_line(line: bytes) -> object:
@@ -268,112 +220,75 @@ def parse_line(line: bytes) -> object:
         raise RecordError(f"this is not JSON: {line[:60]!r}") from error
 
 
-def _record_fields(line: object, kind: str, names: set[str]) -> Mapping[str, Any]:
-    """Return the line as a dict; raise RecordError if kind, version or fields (`names`) differ."""
-    values = _object(line, "a line")
-    if values.get("kind") != kind:
-        raise RecordError(f"kind is {_short(values.get('kind'))}, not {kind!r}")
-    if type(values.get("version")) is not int or values["version"] != VERSION:
-        raise RecordError(f"version is {_short(values.get('version'))}, not {VERSION}")
-    names = names | {"kind", "version"}
-    if missing := names - values.keys():
-        raise RecordError(f"{min(missing)} is missing")
-    if unknown := values.keys() - names:
-        raise RecordError(f"{_short(min(unknown))} is no field of a {kind}")
+def _line_values(line: object, kind: str) -> dict[str, Any]:
+    """Return the fields of a line but kind and version, which are checked."""
+    values = dict(_object(line, "a line"))
+    line_kind, version = values.pop("kind", None), values.pop("version", None)
+    _require(line_kind == kind, "kind", line_kind, repr(kind))
+    _require(type(version) is int and version == VERSION, "version", version, str(VERSION))
     return values
 
 
+_field_types = cache(get_type_hints)
+"""Types of a dataclass's fields, by name."""
+
+
+def _read_dataclass(record: type, values: Mapping[str, Any], name: str) -> Any:
+    """Return a dataclass object of exactly these fields; raise RecordError if one is invalid."""
+    types = _field_types(record)
+    if missing := types.keys() - values.keys():
+        raise RecordError(f"{min(missing)} is missing")
+    if unknown := values.keys() - types.keys():
+        raise RecordError(f"{_short(min(unknown))} is no field of {name}")
+    return record(**{each: _read(kind, values[each], each) for each, kind in types.items()})
+
+
+def _read(kind: Any, value: object, name: str) -> Any:
+    """Return a JSON value as an object of a type of a record's fields; raise RecordError if none.
+
+    Numbers are finite, whole numbers from 0 and below MAX_INT; a `float` is no `int`.
+    """
+    if isinstance(kind, type) and type(value) is kind:
+        if kind is int:
+            _require(0 <= cast("int", value) < MAX_INT, name, value, "a whole number from 0")
+        if kind is float:
+            _require(isfinite(cast("float", value)), name, value, "a finite number")
+        return value
+    if is_dataclass(kind):
+        return _read_dataclass(cast("type", kind), _object(value, name), name)
+    origin, types = get_origin(kind), cast("tuple[Any, ...]", get_args(kind))
+    if origin is UnionType:
+        return None if value is None else _read(types[0], value, name)
+    if origin is dict:
+        return {key: _read(types[1], item, name) for key, item in _object(value, name).items()}
+    if origin is tuple:
+        items = cast("list[object]", _typed(value, list, name))
+        types = types[:1] * len(items) if types[-1] is ... else types
+        _require(len(items) == len(types), name, value, f"a list of {len(types)}")
+        return tuple(_read(each, item, name) for each, item in zip(types, items, strict=True))
+    return _typed(value, kind, name)
+
+
 def _object(value: object, name: str) -> dict[str, Any]:
-    """Return a dict with text keys unchanged; raise RecordError, with `name`, for other values."""
-    if type(value) is not dict:
-        raise RecordError(f"{name} is {_short(value)}, not an object")
-    items = cast("dict[Any, Any]", value)
-    if any(type(key) is not str for key in items):
-        raise RecordError(f"{name} has names that are not texts")
-    return cast("dict[str, Any]", items)
+    items = cast("dict[Any, Any]", _typed(value, dict, name))
+    _require(all(type(key) is str for key in items), name, value, "an object with texts as names")
+    return items
 
 
 def _typed(value: object, kind: type[T], name: str) -> T:
     if type(value) is not kind:
-        raise RecordError(f"{name} is {_short(value)}, not of {kind.__name__}")
+        raise RecordError(f"{name} is {_short(value)}, not of type {kind.__name__}")
     return cast("T", value)
 
 
-def _text(values: Mapping[str, Any], name: str) -> str:
-    return _typed(values[name], str, name)
+def _require_scores(scores: Scores, name: str) -> None:
+    for *_, score in scores:
+        _require(abs(score) <= MAX_SCORE, name, score, f"a score of at most {MAX_SCORE:g}")
 
 
-def _list(values: Mapping[str, Any], name: str) -> list[Any]:
-    return cast("list[Any]", _typed(values[name], list, name))
-
-
-def _count(values: Mapping[str, Any], name: str, minimum: int = 0) -> int:
-    return _integer(values[name], name, minimum)
-
-
-def _integer(value: object, name: str, minimum: int = 0) -> int:
-    number = _typed(value, int, name)
-    if not minimum <= number < MAX_INT:
-        raise RecordError(f"{name} is {_short(number)}: it is a whole number from {minimum}")
-    return number
-
-
-def _number(value: object, name: str) -> float:
-    number = _typed(value, float, name)
-    if not isfinite(number):
-        raise RecordError(f"{name} is {number}: it is a finite number")
-    return number
-
-
-def _texts(values: Mapping[str, Any], name: str) -> dict[str, str]:
-    items = _object(values[name], name)
-    return {key: _typed(value, str, name) for key, value in items.items()}
-
-
-def _pairs(
-    values: Mapping[str, Any], name: str, read: Callable[[object, str], T]
-) -> dict[str, tuple[T, T]]:
-    """Return the field `name`, an object of two-element lists, with `read` of each element.
-
-    Raises RecordError if the field has another form, or if `read` does.
-    """
-    items = _object(values[name], name)
-    pairs = {k: cast("list[Any]", _typed(v, list, name)) for k, v in items.items()}
-    if any(len(pair) != 2 for pair in pairs.values()):
-        raise RecordError(f"{name} holds a value that is not a pair")
-    return {k: (read(one, name), read(other, name)) for k, (one, other) in pairs.items()}
-
-
-def _errors(values: Mapping[str, Any], name: str) -> tuple[float, float]:
-    errors = [_number(error, name) for error in _list(values, name)]
-    if len(errors) != 2 or min(errors) < 0:
-        raise RecordError(f"{name} is {_short(errors)}: it is two errors from 0 up")
-    return errors[0], errors[1]
-
-
-def _digests(values: Mapping[str, Any], name: str, count: int) -> str:
-    text = _text(values, name)
-    if len(text) != 16 * count or not _DIGESTS.fullmatch(text):
-        raise RecordError(f"{name} has not sixteen hex digits for each param")
-    return text
-
-
-def _scores(values: Mapping[str, Any], name: str) -> Scores:
-    """Return the list of [stack, number, score] in field `name` as tuples, or raise RecordError."""
-    rows = [cast("list[Any]", _typed(row, list, name)) for row in _list(values, name)]
-    if any(len(row) != 3 for row in rows):
-        raise RecordError(f"{name} holds what is no stack, number and score")
-    return tuple(
-        (_typed(stack, str, name), _typed(number, int, name), _score(score, name))
-        for stack, number, score in rows
-    )
-
-
-def _score(value: object, name: str) -> float:
-    score = _number(value, name)
-    if abs(score) > MAX_SCORE:
-        raise RecordError(f"{name} holds {score}, and scores are at most {MAX_SCORE:g}")
-    return score
+def _require(condition: object, name: str, value: object, text: str) -> None:
+    if not condition:
+        raise RecordError(f"{name} is {_short(value)}, not {text}")
 
 
 def _short(value: object) -> str:
