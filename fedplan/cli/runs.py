@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Annotated
@@ -74,22 +74,19 @@ def run_command(
 
     With --json, rounds are printed to stderr and the final status to stdout.
     """
-    from fedplan.reports.monitoring import MonitoringConfig
     from fedplan.reports.progress import run_flower_with_progress, run_with_progress
     from fedplan.reports.status import run_snapshot
     from fedplan.runners.executors import make_pool_config
     from fedplan.studies.resume import open_study
 
     with print_errors():
-        monitoring = MonitoringConfig(metrics_port)
         console = Console(highlight=False, stderr=as_json)
         opened_study, folder = open_study(
             study, change or [], output, resume=resume, earlier=continue_from
         )
         if runner == "flower":
-            monitoring = replace(monitoring, certificates=server.absolute().parent)
             run_flower_with_progress(
-                opened_study, folder, server=server, monitoring=monitoring, console=console
+                opened_study, folder, server=server, metrics_port=metrics_port, console=console
             )
         elif runner in ("local", "pool", "ray"):
             pool = make_pool_config(runner, workers, gpus_per_worker, ray_address)
@@ -97,7 +94,7 @@ def run_command(
                 opened_study,
                 folder,
                 earlier=continue_from,
-                monitoring=monitoring,
+                metrics_port=metrics_port,
                 workers=pool,
                 console=console,
             )

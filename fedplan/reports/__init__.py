@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from fedplan.reports.explanation import Explanation, explain
     from fedplan.reports.forecasts import forecast
     from fedplan.reports.memory import TrainingStep
-    from fedplan.reports.monitoring import MonitoringConfig
     from fedplan.reports.progress import run_with_progress
     from fedplan.reports.role_figure import draw_roles
     from fedplan.reports.status import RunSnapshot, follow_run, run_snapshot, stop_run, watch
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Explanation",
     "TrainingStep",
-    "MonitoringConfig",
     "RunSnapshot",
     "follow_run",
     "draw_roles",
@@ -36,7 +34,6 @@ __getattr__, __dir__ = lazy_exports(
         "role_figure": "draw_roles",
         "forecasts": "forecast",
         "memory": "TrainingStep",
-        "monitoring": "MonitoringConfig",
         "progress": "run_with_progress",
         "status": "RunSnapshot follow_run run_snapshot stop_run watch",
     },

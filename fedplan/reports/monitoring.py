@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -40,35 +39,25 @@ Samples = list[tuple[Labels, float | None]]
 """The samples of a metric, each with its labels; None is left out."""
 
 
-@dataclass(frozen=True)
-class MonitoringConfig:
-    """How a run is monitored from outside.
-
-    `metrics_port` serves Prometheus metrics on this machine (None: not served). `certificates` is a
-    federation's folder: certificates there that expire within 30 days are reported daily (None: not
-    checked).
-    """
-
-    metrics_port: int | None = None
-    certificates: Path | None = None
-
-
 @contextmanager
-def start_monitoring(folder: Path, config: MonitoringConfig) -> Generator[EventStream]:
-    """Yield an event stream for the run in a folder, and monitor the run as `config` says.
+def start_monitoring(
+    folder: Path, metrics_port: int | None = None, certificates: Path | None = None
+) -> Generator[EventStream]:
+    """Yield an event stream for the run in a folder, and monitor the run until the context ends.
 
-    Serving metrics and checking certificates stop when the context ends. Inside of the context, in
-    the main thread, SIGTERM raises KeyboardInterrupt as Ctrl-C does. Raises FedplanError if the
-    port cannot be bound.
+    `metrics_port` serves Prometheus metrics on this machine. `certificates` is a federation's
+    folder: certificates there that expire within 30 days are reported daily. None turns either off.
+    Inside of the context, in the main thread, SIGTERM raises KeyboardInterrupt as Ctrl-C does.
+    Raises FedplanError if the port cannot be bound.
     """
     events = EventStream(folder)
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
             stack.callback(signal.signal, signal.SIGTERM, previous)
-        if config.metrics_port is not None:
-            stack.enter_context(serve_metrics(events, config.metrics_port))
-        if (certificates := config.certificates) is not None:
+        if metrics_port is not None:
+            stack.enter_context(serve_metrics(events, metrics_port))
+        if certificates is not None:
             ended = threading.Event()
 
             def check() -> None:
@@ -170,24 +159,30 @@ def prometheus_text(status: RunStatus, *, healthy: bool) -> str:
 
 def _metrics(status: RunStatus, *, healthy: bool) -> Iterator[tuple[str, str, str, Samples]]:
     """Yield (name, type, help text, samples) of each metric of a run's status."""
-    labels = {"study": status.study, "run": status.run}
-    states = _one_hot({}, status.state, tuple(RunState))
+
+    def one_hot(labels: Labels, current: str, states: Iterable[str]) -> Samples:
+        return [({**labels, "state": state}, float(state == current)) for state in states]
+
+    labels, states = {"study": status.study, "run": status.run}, one_hot({}, status.state, RunState)
     yield "run_info", "gauge", "Study and run id.", [(labels, 1.0)]
     yield "run_state", "gauge", "1 for the current state of the run.", states
-    yield "healthy", "gauge", "1 while the run makes progress.", [({}, float(healthy))]
-    yield "round", "gauge", "The last closed round.", [({}, float(status.round))]
-    yield "rounds", "gauge", "The number of rounds of the run.", [({}, float(status.rounds))]
-    yield "loss", "gauge", "The training loss of the last round.", [({}, status.loss)]
+    for name, text, value in (
+        ("healthy", "1 while the run makes progress.", float(healthy)),
+        ("round", "The last closed round.", float(status.round)),
+        ("rounds", "The number of rounds of the run.", float(status.rounds)),
+        ("loss", "The training loss of the last round.", status.loss),
+        ("round_seconds", "Seconds per round, recently.", status.round_seconds),
+        ("remaining_seconds", "Estimated seconds left.", status.seconds_left),
+        ("epsilon_spent", "Epsilon spent so far.", status.epsilon_spent),
+        ("epsilon", "Epsilon guaranteed at the end.", status.epsilon),
+    ):
+        yield name, "gauge", text, [({}, value)]
     scores: Samples = [({"name": name}, value) for name, value in status.scores.items()]
     yield "score", "gauge", "The last scores by name.", scores
-    yield "round_seconds", "gauge", "Seconds per round, recently.", [({}, status.round_seconds)]
-    yield "remaining_seconds", "gauge", "Estimated seconds left.", [({}, status.seconds_left)]
-    yield "epsilon_spent", "gauge", "Epsilon spent so far.", [({}, status.epsilon_spent)]
-    yield "epsilon", "gauge", "Epsilon guaranteed at the end.", [({}, status.epsilon)]
     if status.client_level_dp:
         return
     sites = [({"site": name}, site) for name, site in status.sites.items()]
-    states = [s for labels, site in sites for s in _one_hot(labels, site.state, tuple(SiteState))]
+    states = [s for labels, site in sites for s in one_hot(labels, site.state, SiteState)]
     yield "site_state", "gauge", "1 for the current state of each site.", states
     rounds: Samples = [(labels, float(site.round)) for labels, site in sites]
     yield "site_round", "gauge", "The last round that a site has answered.", rounds
@@ -195,11 +190,6 @@ def _metrics(status: RunStatus, *, healthy: bool) -> Iterator[tuple[str, str, st
     yield "site_upload_bytes_total", "counter", "Bytes of values uploaded by a site.", up
     down: Samples = [(labels, float(site.download_bytes)) for labels, site in sites]
     yield "site_download_bytes_total", "counter", "Bytes of values downloaded by a site.", down
-
-
-def _one_hot(labels: Labels, current: str, states: tuple[str, ...]) -> Samples:
-    """Return a sample with `labels` for each state: 1 for the current state, 0 for the others."""
-    return [({**labels, "state": state}, float(state == current)) for state in states]
 
 
 def _handler(events: EventStream) -> type[BaseHTTPRequestHandler]:

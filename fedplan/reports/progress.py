@@ -24,7 +24,7 @@ from fedplan.reports.formats import (
     simulation_line,
     sites_line,
 )
-from fedplan.reports.monitoring import MonitoringConfig, start_monitoring
+from fedplan.reports.monitoring import start_monitoring
 from fedplan.reports.status import answered_text
 from fedplan.runners.executors import PoolConfig
 from fedplan.runners.simulation import Simulation
@@ -87,19 +87,19 @@ def run_with_progress(
     folder: Path,
     *,
     earlier: str = "",
-    monitoring: MonitoringConfig | None = None,
+    metrics_port: int | None = None,
     workers: PoolConfig | None = None,
     console: Console | None = None,
 ) -> None:
     """Simulate a study in a run folder, or resume the run there; print a line for each round.
 
-    Blocks until the run has ended. `earlier` is passed to `Simulation`; `monitoring` is off and
-    `workers` (worker processes) are none by default; `console` defaults to stdout. With
-    differential privacy, writes and prints the privacy statement. Ctrl-C prints how to resume, and
-    raises SystemExit(130).
+    Blocks until the run has ended. `earlier` and `workers` are passed to `Simulation`, and
+    `metrics_port` to `start_monitoring`; `console` defaults to stdout. With differential privacy,
+    writes and prints the privacy statement. Ctrl-C prints how to resume, and raises
+    SystemExit(130).
     """
     console = console or Console(highlight=False)
-    with start_monitoring(folder, monitoring or MonitoringConfig()) as events:
+    with start_monitoring(folder, metrics_port) as events:
         simulation = Simulation(
             study, folder, earlier_run=earlier, events=events, pool_config=workers
         )
@@ -143,17 +143,18 @@ def run_flower_with_progress(
     folder: Path,
     *,
     server: Path,
-    monitoring: MonitoringConfig | None = None,
+    metrics_port: int | None = None,
     console: Console | None = None,
 ) -> None:
     """Run a study on the sites of a Flower SuperLink; print a line for each round until the end.
 
-    `folder` is the run's, `server` the federation's (with the SuperLink's address); `monitoring` is
-    off and `console` is stdout by default. Ctrl-C prints how to resume, and raises SystemExit(130).
+    `folder` is the run's, `server` the federation's (with the SuperLink's address), in a folder
+    with certificates that are checked for expiry. `metrics_port` and `console` are as in
+    `run_with_progress`. Ctrl-C prints how to resume, and raises SystemExit(130).
     """
     from fedplan.runners.flower.superlink import read_superlink, run_on_superlink
 
-    console, monitoring = console or Console(highlight=False), monitoring or MonitoringConfig()
+    console = console or Console(highlight=False)
 
     def line(closed: CommittedRound) -> str:
         return sites_line(closed.record, closed.row, primary=closed.primary)
@@ -161,7 +162,7 @@ def run_flower_with_progress(
     console.print(f"{study.name}: study {study.full_digest[:12]}, in {folder}", markup=False)
     try:
         with (
-            start_monitoring(folder, monitoring) as events,
+            start_monitoring(folder, metrics_port, server.absolute().parent) as events,
             show_rounds(events, console, study.train.rounds, line),
         ):
             run_on_superlink(read_superlink(server), study, folder, events)

@@ -26,7 +26,6 @@ from fedplan.federation.ledger.status import RunState, RunStatus, SiteState, Sit
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Timeouts
 from fedplan.reports.monitoring import (
-    MonitoringConfig,
     certificate_expiries,
     prometheus_text,
     report_expiries,
@@ -180,7 +179,7 @@ def got(port: int, path: str) -> tuple[int, str]:
 def test_metrics_and_health_are_answered_while_a_run_goes_on(here: Path) -> None:
     seen = list[tuple[tuple[int, str], tuple[int, str]]]()
     with (
-        start_monitoring(Path("out"), MonitoringConfig(metrics_port=0)) as events,
+        start_monitoring(Path("out"), metrics_port=0) as events,
         serve_metrics(events, 0) as port,
     ):
         simulation = Simulation(read_study(Path("study.toml")), Path("out"), events=events)

@@ -275,39 +275,31 @@ class Account:
             earlier = [x["content"] for x in lines if (x["request"], x["kind"]) == of_request]
             inputs = answer.content or answer.request
             content = derive_key(self._secret, "content", answer.kind, inputs).hex()[:32]
-            line = {
+            line: dict[str, Any] = {
                 "kind": answer.kind,
                 "request": answer.request,
                 "content": earlier[-1] if earlier and not answer.content else content,
                 "bytes": answer.nbytes,
                 "protected": answer.protected,
             }
-            self._require_within_limits(line, lines)
+            limits, sent = self.limits, sum(each["bytes"] for each in lines)
+            contents = {each["content"] for each in lines if each["kind"] == line["kind"]}
+            if limits.epsilon and not all(each["protected"] for each in (*lines, line)):
+                raise RequestRefused(
+                    f"{self.folder} limits epsilon, and this reply or an earlier one has no "
+                    "differential privacy: remove the limit, or name another dataset"
+                ).with_code("unprotected")
+            if limits.rounds and line["content"] not in contents and len(contents) >= limits.rounds:
+                raise RequestRefused(
+                    f"{self.folder} has {len(contents)} replies of this kind, and the limit is "
+                    f"{limits.rounds}"
+                ).with_code("limit-rounds")
+            if limits.bytes and sent + line["bytes"] > limits.bytes:
+                raise RequestRefused(
+                    f"{sent} bytes were sent from {self.folder}, and {line['bytes']} more exceed "
+                    f"the limit of {limits.bytes}"
+                ).with_code("limit-bytes")
             self._log.append(line)
-
-    def _require_within_limits(self, line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-        """Raise RequestRefused if a new line of the file exceeds a limit, given earlier `lines`.
-
-        Checks epsilon (all lines must be "protected"), the number of distinct contents of this
-        kind, and the sum of bytes, in this order; a limit of 0 is not checked. Changes nothing.
-        """
-        limits, sent = self.limits, sum(each["bytes"] for each in lines)
-        contents = {each["content"] for each in lines if each["kind"] == line["kind"]}
-        if limits.epsilon and not all(each["protected"] for each in (*lines, line)):
-            raise RequestRefused(
-                f"{self.folder} limits epsilon, and this reply or an earlier one has no "
-                "differential privacy: remove the limit, or name another dataset"
-            ).with_code("unprotected")
-        if limits.rounds and line["content"] not in contents and len(contents) >= limits.rounds:
-            raise RequestRefused(
-                f"{self.folder} has {len(contents)} replies of this kind, and the limit is "
-                f"{limits.rounds}"
-            ).with_code("limit-rounds")
-        if limits.bytes and sent + line["bytes"] > limits.bytes:
-            raise RequestRefused(
-                f"{sent} bytes were sent from {self.folder}, and {line['bytes']} more exceed the "
-                f"limit of {limits.bytes}"
-            ).with_code("limit-bytes")
 
 
 def read_replies(folder: Path) -> list[dict[str, Any]]:

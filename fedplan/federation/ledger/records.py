@@ -246,7 +246,7 @@ def _read_dataclass(record: type, values: Mapping[str, Any], name: str) -> Any:
 def _read(kind: Any, value: object, name: str) -> Any:
     """Return a JSON value as an object of a type of a record's fields; raise RecordError if none.
 
-    Numbers are finite, whole numbers from 0 and below MAX_INT; a `float` is no `int`.
+    A `float` is finite, and never an `int`; an `int` is from 0 and below MAX_INT.
     """
     if isinstance(kind, type) and type(value) is kind:
         if kind is int:
@@ -256,7 +256,7 @@ def _read(kind: Any, value: object, name: str) -> Any:
         return value
     if is_dataclass(kind):
         return _read_dataclass(cast("type", kind), _object(value, name), name)
-    origin, types = get_origin(kind), cast("tuple[Any, ...]", get_args(kind))
+    origin, types = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _read(types[0], value, name)
     if origin is dict:
@@ -266,7 +266,7 @@ def _read(kind: Any, value: object, name: str) -> Any:
         types = types[:1] * len(items) if types[-1] is ... else types
         _require(len(items) == len(types), name, value, f"a list of {len(types)}")
         return tuple(_read(each, item, name) for each, item in zip(types, items, strict=True))
-    return _typed(value, kind, name)
+    return _typed(value, cast("type[Any]", kind), name)
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
