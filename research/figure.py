@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from table import EPSILONS, GRIDS, scores
 
-from fedplan.reports.figures.drawing import Drawing
-from fedplan.reports.figures.lines import line_chart
-from fedplan.reports.figures.series import Series
+from fedplan.reports.figures import Drawing, Series, line_chart
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OUT = Path(__file__).parents[1] / "docs" / "privacy.svg"
 TITLES = {
@@ -37,22 +39,17 @@ def drawn(study: str) -> Drawing:
 
 
 def main() -> None:
-    panels = list[str]()
-    for place, study in enumerate(GRIDS):
-        made = drawn(study)
-        inner = made.svg(alone=True).replace(
-            "<svg ", f'<svg x="{place * WIDE}" y="{TOP}" width="{WIDE}" height="{HIGH - TOP}" ', 1
-        )
-        title = (
-            f'<text x="{place * WIDE + 8}" y="16" class="f-ink" font-size="13">{made.title}</text>'
-        )
-        panels += [title, inner]
-    size = f"0 0 {WIDE * len(GRIDS)} {HIGH}"
-    paper = '<rect width="100%" height="100%" class="f-paper"/>'
-    OUT.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img">{paper}'
-        f"{''.join(panels)}</svg>\n"
-    )
+    panels = [drawn(study) for study in GRIDS]
+
+    def draw(figure: Figure) -> None:
+        for place, (title, below) in enumerate(
+            zip(*figure.subfigures(2, len(panels), height_ratios=[TOP, HIGH - TOP]), strict=True)
+        ):
+            title.text(8 / WIDE, 0.35, panels[place].title, size=13)
+            panels[place].draw(below)
+
+    both = "; ".join(panel.title for panel in panels)
+    Drawing(both, WIDE * len(panels), HIGH, draw).save(OUT)
 
 
 if __name__ == "__main__":

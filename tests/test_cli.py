@@ -65,7 +65,7 @@ def test_draw_writes_a_picture(tmp_path: Path) -> None:
         (["explain", "gpt2", "share()", "--phase", "frozen=3"], ["no phase 'frozen'"]),
         (["explain", "gpt2", "share()", "--dtype", "f"], ["no dtype 'f'", "bfloat16"]),
         (["parts", "gpt2", "--task", "x"], ["no task 'x'", "causal-lm"]),
-        (["draw", "vit-tiny-16", "share()", "no/where.png"], ["cannot write no/where.png"]),
+        (["draw", "vit-tiny-16", "share()", "no/where.png"], ["no/where.png cannot be written"]),
         (["draw", "vit-tiny-16", "share()", "picture.doc"], ["cannot write picture.doc", "png"]),
     ],
 )

@@ -249,9 +249,7 @@ def report_command(
     csv: Annotated[
         Path | None, typer.Option(help="Folder for the numbers of each figure, as CSV.")
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Folder for each figure as PNG (needs matplotlib).")
-    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Folder for each figure as PNG.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML file that reports on runs, or on the data that left a site.

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.data.tables import label_sort_key
-from fedplan.reports.figures.bars import Bar, bar_chart
-from fedplan.reports.figures.bubbles import bubble_chart
+from fedplan.reports.figures.charts import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
+from fedplan.reports.figures.grids import bubble_chart
 from fedplan.studies.federated_data import compute_split
 from fedplan.studies.schema import Study, read_study
 

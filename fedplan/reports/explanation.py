@@ -20,7 +20,7 @@ from fedplan.language.plan import Plan, Role
 from fedplan.language.resolution import Participants
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Kind, Param, Params
-from fedplan.reports.figures.palette import ROLE_STYLES
+from fedplan.reports.figures.drawing import ROLE_STYLES
 from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
 from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory

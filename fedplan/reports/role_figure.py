@@ -6,17 +6,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fedplan.errors import FedplanError
 from fedplan.language.plan import Plan, Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles, resolve
 from fedplan.models.params import Kind, Param, Params
-from fedplan.reports.figures.palette import ROLE_PAINTS, light_color, text_paint
+from fedplan.reports.figures.drawing import (
+    LIGHT,
+    ROLE_PAINTS,
+    TEXT_PAINTS,
+    Drawing,
+    add_sheet,
+    replace_control_chars,
+    text_width,
+    tip,
+)
+from fedplan.reports.figures.grids import draw_box
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from fedplan.reports.figures.drawing import Canvas
 
 LEGEND = {
     Role.SHARE: "SHARE  trained, uploaded",
@@ -26,6 +37,8 @@ LEGEND = {
 }
 BEFORE = (Kind.EMBED, Kind.PROMPT)
 """Kinds drawn left of the first block; other params outside of blocks go right of the last."""
+WIDTH, ROW, HEADER, BAND_GAP, SIDE, LEFT = 760.0, 20.0, 50.0, 9.0, 58.0, 10.0
+"""Sizes in pixels: the drawing, a row, title and plan, gap between bands, side cells, margin."""
 
 
 @dataclass(frozen=True)
@@ -50,49 +63,37 @@ class RoleFigure:
 def draw_roles(figures: Sequence[RoleFigure], output: Path) -> None:
     """Draw figures one below the other into the file `output`, which is overwritten.
 
-    The suffix (.svg, .png, .pdf) sets the format. Selects matplotlib's backend "agg" for the
-    process. Raises FedplanError if matplotlib is missing or the file cannot be written.
+    The suffix (.svg, .png, .pdf) sets the format. Raises FedplanError if it cannot
+    be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        matplotlib.rcParams["svg.hashsalt"] = "fedplan"
-        from matplotlib import pyplot
-        from matplotlib.patches import Rectangle
-    except ImportError as error:
-        raise FedplanError(
-            "matplotlib is not installed; run: pip install 'fedplan[draw]'"
-        ) from error
     grids = [_Grid(figure) for figure in figures]
-    canvas, axes = pyplot.subplots(
-        len(grids),
-        1,
-        figsize=(8, sum(g.height for g in grids) * 0.24 + 0.5),
-        height_ratios=[g.height for g in grids],
-        squeeze=False,
-    )
-    for ax, grid in zip(axes[:, 0], grids, strict=True):
-        grid.draw(ax)
-    handles: list[Any] = [Rectangle((0, 0), 1, 1, color=light_color(ROLE_PAINTS[r])) for r in Role]
-    canvas.legend(handles, LEGEND.values(), loc="lower center", ncols=4, frameon=False, fontsize=8)
-    canvas.subplots_adjust(
-        left=0.02, right=0.99, top=1, bottom=0.4 / canvas.get_figheight(), hspace=0
-    )
-    try:
-        canvas.savefig(
-            output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None
-        )
-    except (OSError, ValueError) as error:
-        raise FedplanError(f"cannot write {output}: {error}") from error
-    finally:
-        pyplot.close(canvas)
+    height = sum(grid.height for grid in grids) + 30
+
+    def draw(canvas: Canvas) -> None:
+        ax, top = add_sheet(canvas), 0.0
+        for grid in grids:
+            grid.draw(ax, top)
+            top += grid.height
+        at = LEFT
+        for role, text in LEGEND.items():
+            draw_box(ax, at, height - 20, 12, 12, ROLE_PAINTS[role])
+            ax.text(at + 18, height - 10, text, size=11)
+            at += text_width(text, 11) + 28
+
+    title = "; ".join(figure.title for figure in figures)
+    rows = [
+        (grid.figure.title, param.key, role.name)
+        for grid in grids
+        for param, role in grid.roles.items()
+    ]
+    columns = ("figure", "param", "role")
+    Drawing(title, WIDTH, height, draw, columns, tuple(rows)).save(output)
 
 
 class _Grid:
     """The layout of a figure: a band per stack, with a column per block and a row per kind.
 
-    Reserve `height` rows on matplotlib axes, then call `draw`.
+    Reserve `height` pixels on a sheet, then call `draw`.
     """
 
     def __init__(self, figure: RoleFigure) -> None:
@@ -108,35 +109,40 @@ class _Grid:
         for stack, params in self.params.items():
             present = {p.kind for p in params if p.block_id or not p.depth} - {Kind.HEAD}
             self.kinds[stack] = [kind for kind in Kind if kind in present]
-        self.height = sum(len(k) + 0.5 for k in self.kinds.values()) + 2.5
+        self.height = HEADER + sum(len(k) * ROW + BAND_GAP for k in self.kinds.values()) + 6
 
-    def draw(self, ax: Axes) -> None:
-        """Draw the title, the plan and all bands onto matplotlib axes, from the top down."""
-        ax.set_axis_off()
-        ax.set_xlim(-3.7, self.depth + 1.7)
-        ax.set_ylim(-self.height, 0)
-        ax.text(-3.7, -0.9, self.figure.title, fontsize=11, fontweight="bold", va="center")
-        ax.text(-3.7, -1.8, self.figure.plan.text, fontsize=7.5, family="monospace", va="center")
-        top = -2.4
+    def draw(self, ax: Axes, top: float) -> None:
+        """Draw the title, the plan and all bands onto a sheet, from `top` down."""
+        title, plan = map(replace_control_chars, (self.figure.title, self.figure.plan.text))
+        ax.text(LEFT, top + 20, title, size=14, weight="bold")
+        ax.text(LEFT, top + 37, plan, size=10.5, family="monospace", color=LIGHT["faint"])
+        top += HEADER
+        names = {
+            (stack, kind): f"{stack} {kind}" if len(self.params) > 1 else str(kind)
+            for stack, kinds in self.kinds.items()
+            for kind in kinds
+        }
+        side = LEFT + 8 + max(92.0, *(text_width(name, 11) for name in names.values()))
+        left = side + SIDE + 6
+        step = (WIDTH - LEFT - SIDE - 6 - left) / self.depth
         for stack, params in self.params.items():
             kinds = self.kinds[stack]
-            bottom = top - len(kinds)
+            bottom = top + len(kinds) * ROW
             for i, kind in enumerate(kinds):
-                y = top - i - 1
-                label = f"{stack} {kind}" if len(self.params) > 1 else str(kind)
-                ax.text(-1.7, y + 0.5, label, fontsize=7.5, va="center", ha="right")
+                y = top + i * ROW
+                ax.text(side - 8, y + 14, names[stack, kind], size=11, ha="right")
                 for block in range(self.depth):
                     here = [p for p in params if p.kind is kind and p.block == block]
-                    self._cell(ax, here, block, y, 1, 1)
+                    self._cell(ax, here, left + block * step, y, step, ROW, f"{kind} {block}")
                 if not any(p.block_id for p in params):
-                    self._cell(ax, [p for p in params if p.kind is kind], 0, y, self.depth, 1)
+                    here = [p for p in params if p.kind is kind]
+                    self._cell(ax, here, left, y, self.depth * step, ROW, str(kind))
             outside = [p for p in params if p.block is None and p.depth]
             outside += [p for p in params if not p.stack and p.block is None]
-            left = [p for p in outside if p.kind in BEFORE]
-            self._side(ax, left, -1.5, top, bottom)
-            right = [p for p in outside if p.kind not in BEFORE]
-            self._side(ax, right, self.depth + 0.2, top, bottom)
-            top = bottom - 0.5
+            self._side(ax, [p for p in outside if p.kind in BEFORE], side, top, bottom)
+            right = left + self.depth * step + 6
+            self._side(ax, [p for p in outside if p.kind not in BEFORE], right, top, bottom)
+            top = bottom + BAND_GAP
 
     def _side(self, ax: Axes, params: list[Param], x: float, top: float, bottom: float) -> None:
         """Draw params outside of blocks at `x`, from `top` to `bottom`.
@@ -146,26 +152,32 @@ class _Grid:
         groups: dict[str, list[Param]] = {}
         for p in params:
             groups.setdefault(" ".join([*sorted(p.tags & {"common", "own"}), p.kind]), []).append(p)
+        height = (bottom - top) / max(1, len(groups))
         for i, (label, group) in enumerate(groups.items()):
-            height = (top - bottom) / len(groups)
-            y = top - (i + 1) * height
-            self._cell(ax, group, x, y, 1.3, height)
-            color = light_color(text_paint(ROLE_PAINTS[self.roles[group[0]]]))
-            text = label.replace(" ", "\n")
-            at = (x + 0.65, y + height / 2)
-            ax.text(*at, text, fontsize=6.5, ha="center", va="center", color=color)
+            y = top + i * height
+            self._cell(ax, group, x, y, SIDE, height, label)
+            paint = TEXT_PAINTS.get(ROLE_PAINTS[self.roles[group[0]]], "ink")
+            words = label.split(" ")
+            for line, word in enumerate(words):
+                baseline = y + height / 2 + 4 + 12 * (line - (len(words) - 1) / 2)
+                ax.text(x + SIDE / 2, baseline, word, size=10, ha="center", color=LIGHT[paint])
 
     def _cell(
-        self, ax: Axes, params: list[Param], x: float, y: float, width: float, height: float
+        self,
+        ax: Axes,
+        params: list[Param],
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        name: str,
     ) -> None:
-        """Draw a rectangle in the colour of the params' role; several roles split its width.
+        """Draw a box in the colour of the params' role; several roles split its width.
 
-        `x`, `y` is the lower left corner. Draws nothing without params.
+        `x`, `y` is the upper left corner. Draws nothing without params.
         """
-        from matplotlib.patches import Rectangle
-
         roles = sorted({self.roles[p] for p in params}, key=list(Role).index)
         for i, role in enumerate(roles):
-            part, color = width / len(roles), light_color(ROLE_PAINTS[role])
-            corner = (x + i * part, y)
-            ax.add_patch(Rectangle(corner, part, height, facecolor=color, edgecolor="white"))
+            part = width / len(roles)
+            gid = tip(f"{name}: {role.word}")
+            draw_box(ax, x + i * part, y, part - 1, height - 1, ROLE_PAINTS[role], gid)

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.egress import EGRESS_LOG, agreement_folders, bytes_by_part
 from fedplan.reports.explain_study import read_privacy_statement
 from fedplan.reports.explanation import sort_params
-from fedplan.reports.figures.bars import Bar, bar_chart
+from fedplan.reports.figures.charts import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
-from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid
+from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid, round_spans
 from fedplan.reports.formats import byte_unit, megabytes
-from fedplan.reports.pages.audit import audit_badge
-from fedplan.reports.pages.markup import Html, html_table, paragraphs, tag
-from fedplan.reports.pages.page import Page, PageFigure, PageSection
+from fedplan.reports.pages.page import WIDTHS, Page, PageBlock, PageFigure, PageSection, block
 from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, UNDECIDED
 from fedplan.sites.egress import (
     DatasetAccount,
@@ -33,7 +30,7 @@ from fedplan.storage.logs import utc_now
 
 MAX_LISTED = 60
 """Answers of a run that the page lists; the egress log has all."""
-LEGEND = {"share": "values of this part left in this round"}
+LEGEND = {"c0": "values of this part left in this round"}
 AUDITED = (
     "The hash chains of the egress log ({answers} answers) and of the approvals ({decisions} "
     "entries) are intact. Every update that left had a valid approval for its run, contains only "
@@ -81,8 +78,8 @@ def compliance_page(state_folder: Path) -> Page:
         for head in [read_head(state_folder / name)]
     )
     audit = (
-        audit_badge(faults, audited, "The record of this site"),
-        tag("p", f"Lengths and hashes: {'; '.join(heads)}.", class_="faint"),
+        block("audit", faults=faults, checked=audited, subject="The record of this site"),
+        block("note", text=f"Lengths and hashes: {'; '.join(heads)}."),
     )
     columns = ("time", "decision", "name", "study", "by")
     rows = [
@@ -96,20 +93,23 @@ def compliance_page(state_folder: Path) -> Page:
         for each in decisions
         if each["decision"] not in UNDECIDED
     ]
+    decided = block("table", columns=columns, rows=rows)
     return Page(
         f"Data that left {', '.join(sorted(sites)) or state_folder.name}",
         tuple(_lead(runs, accounts)),
         (
             PageSection("Audit", audit),
             *(_run_section(run, number) for number, run in enumerate(runs, 1)),
-            PageSection("Decisions on studies", (html_table(columns, rows),) if rows else ()),
+            PageSection("Decisions on studies", (decided,) if rows else ()),
         ),
         f"Written by fedplan at {_minute(utc_now())} UTC from the egress log in {state_folder}.",
         faults=faults,
     )
 
 
-def _lead(runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]) -> Iterator[Html]:
+def _lead(
+    runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]
+) -> Iterator[str | PageBlock]:
     """Yield the first paragraphs: bytes of all runs, and the epsilon of each dataset's account."""
     entries = [entry for run in runs for entry in run.record.entries]
     value_bytes, header_bytes = (
@@ -118,16 +118,16 @@ def _lead(runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]) -> Iter
     )
     update_count = sum(len(run.updates) for run in runs)
     run_count = sum(bool(run.updates) for run in runs)
-    yield tag(
-        "p",
-        tag("b", f"{value_bytes + header_bytes:,} bytes have left this site"),
-        f" in {len(entries)} answers: {value_bytes:,} bytes of model values, in {update_count} "
-        f"updates of {run_count} {'run' if run_count == 1 else 'runs'}, and {header_bytes:,} bytes "
-        "of headers, metrics and error codes.",
+    yield block(
+        "total",
+        amount=f"{value_bytes + header_bytes:,} bytes have left this site",
+        text=f" in {len(entries)} answers: {value_bytes:,} bytes of model values, in "
+        f"{update_count} updates of {run_count} {'run' if run_count == 1 else 'runs'}, and "
+        f"{header_bytes:,} bytes of headers, metrics and error codes.",
     )
     if parts := bytes_by_part(entries):
         named = ", ".join(f"{part} {count:,}" for part, count in parts.items())
-        yield tag("p", f"Bytes by part of the model: {named}. No values of other parts have left.")
+        yield f"Bytes by part of the model: {named}. No values of other parts have left."
     for account in accounts:
         fields = account.json()
         spent = (
@@ -135,10 +135,9 @@ def _lead(runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]) -> Iter
             if fields["epsilon_spent"] is not None
             else "some answers had no noise, so there is no epsilon for this dataset"
         )
-        yield tag(
-            "p",
+        yield (
             f"Dataset {fields['dataset']}, over all studies: {fields['updates']} training rounds "
-            f"and {fields['layer_scores']} sets of layer scores; {spent}.",
+            f"and {fields['layer_scores']} sets of layer scores; {spent}."
         )
 
 
@@ -162,21 +161,22 @@ def _run_section(run: RunEgress, number: int) -> PageSection:
         server = (
             f"The data went to the server with the TLS certificate {', '.join(digests)} (SHA-256)."
         )
-    texts = paragraphs(agreed, decisions, server, _privacy_text(run))
+    texts = tuple(filter(None, (agreed, decisions, server, _privacy_text(run))))
     if not run.updates:
         codes = sorted({entry["code"] for entry in record.entries if entry["code"]})
         sent = f" Error codes that were sent: {', '.join(codes)}." if codes else ""
-        return PageSection(title, (*texts, *paragraphs(f"No model values left.{sent}")))
+        return PageSection(title, (*texts, f"No model values left.{sent}"))
     parts = bytes_by_part(record.entries)
     size, unit = byte_unit(max(parts.values()))
     largest_first = sorted(parts.items(), key=lambda item: -item[1])
     bars = [Bar(part, count / size) for part, count in largest_first]
     chart = bar_chart("Bytes by part", bars, unit=unit, format_value=lambda value: f"{value:.4g}")
+    wide, narrow = (_round_grid(run, width) for width in WIDTHS)
     figures = (
-        PageFigure(f"parts-{number}", chart, "Bytes of model values, over all rounds."),
-        PageFigure(f"rounds-{number}", _round_grid(run), ROUNDS_CAPTION, wide=True),
+        PageFigure(f"parts-{number}", chart, caption="Bytes of model values, over all rounds."),
+        PageFigure(f"rounds-{number}", wide, narrow, ROUNDS_CAPTION),
     )
-    return PageSection(title, tuple(texts), figures, tuple(_answer_table(record)))
+    return PageSection(title, texts, figures, tuple(_answer_table(record)))
 
 
 def _privacy_text(run: RunEgress) -> str:
@@ -198,8 +198,8 @@ def _privacy_text(run: RunEgress) -> str:
         return f"The spent epsilon is not known: {error}."
 
 
-def _round_grid(run: RunEgress) -> Drawing:
-    """Return a grid with a row per part of the model and a column per round.
+def _round_grid(run: RunEgress, width: float) -> Drawing:
+    """Return a grid `width` pixels wide with a row per part of the model and a column per round.
 
     A cell covers consecutive rounds in each of which the same number of bytes of the part left.
     """
@@ -209,25 +209,21 @@ def _round_grid(run: RunEgress) -> Drawing:
         parts = dict.fromkeys(str(param.kind) for param in sort_params(run.agreement.params))
     rows = list[GridRow]()
     for part in parts:
-        bytes_by_round, cells = Counter[int](), list[GridCell]()
+        bytes_by_round = Counter[int]()
         for entry in run.updates:
             if count := entry["parts"].get(part, 0):
                 bytes_by_round[entry["round"]] += count
-        # In a stretch of consecutive rounds, the round minus its index is the same.
-        for (count, _), stretch in groupby(
-            enumerate(sorted(bytes_by_round)),
-            key=lambda item, sizes=bytes_by_round: (sizes[item[1]], item[1] - item[0]),
-        ):
-            rounds = [number for _, number in stretch]
-            tip = f"{count} bytes per round"
-            cells.append(GridCell(rounds[0], rounds[-1], (("share", 1.0),), "left", "✓", tip))
+        cells = (
+            GridCell(first, last, (("c0", 1.0),), "left", "✓", f"{count} bytes per round")
+            for first, last, count in round_spans(bytes_by_round)
+        )
         total = f"{megabytes(sent[part])} MB" if part in sent else "nothing left"
         rows.append(GridRow(part, tuple(cells), total))
     last_round = max(entry["round"] for entry in run.updates)
-    return cell_grid("Parts by round", rows, rounds=last_round, legend=LEGEND)
+    return cell_grid("Parts by round", rows, rounds=last_round, legend=LEGEND, width=width)
 
 
-def _answer_table(record: SiteRecord) -> Iterator[Html]:
+def _answer_table(record: SiteRecord) -> Iterator[PageBlock]:
     """Yield a heading and a table of the last answers of a run (at most MAX_LISTED), in bytes."""
     parts = list(bytes_by_part(record.entries))
     rows = [
@@ -241,11 +237,12 @@ def _answer_table(record: SiteRecord) -> Iterator[Html]:
         )
         for entry in record.entries[-MAX_LISTED:]
     ]
-    yield tag("h3", "Answers, in bytes")
+    yield block("heading", text="Answers, in bytes")
     if len(record.entries) > MAX_LISTED:
         text = f"The last {MAX_LISTED} of {len(record.entries)}: `fedplan egress` lists all."
-        yield tag("p", text, class_="faint")
-    yield html_table(("time", "answer", "round", *parts, "headers"), rows, numbers=2 + len(parts))
+        yield block("note", text=text)
+    columns = ("time", "answer", "round", *parts, "headers")
+    yield block("table", columns=columns, rows=rows, numbers=2 + len(parts))
 
 
 def _minute(time: str) -> str:

@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from fedplan.reports.figures.bars import Bar, bar_chart
-from fedplan.reports.figures.lines import line_chart
-from fedplan.reports.figures.palette import HUES
-from fedplan.reports.figures.series import Series, mean_series
-from fedplan.reports.pages.clients import drift_section
+from fedplan.reports.figures.charts import (
+    Bar,
+    Series,
+    bar_chart,
+    interval_chart,
+    line_chart,
+    mean_series,
+)
+from fedplan.reports.figures.drawing import HUES
 from fedplan.reports.pages.facts import read_run_facts
-from fedplan.reports.pages.markup import html_list, html_table, join_html, tag
-from fedplan.reports.pages.page import Page, PageFigure, PageSection
-from fedplan.reports.pages.roles import roles_section
+from fedplan.reports.pages.page import Page, PageFigure, PageSection, block
+from fedplan.reports.pages.round_grids import roles_section
+from fedplan.reports.pages.scores import drift_section
 from fedplan.studies.run import read_consistently
-from fedplan.sweeps.intervals import interval_chart
 
 if TYPE_CHECKING:
     from fedplan.sweeps.comparisons import Comparison
@@ -44,16 +47,17 @@ def comparison_page(comparison: Comparison) -> str:
     runs = sum(row.score.count for row in rows)
     lead = f"{len(rows)} groups, {runs} runs, compared by {comparison.score}."
     cells = [comparison.row_cells(row) for row in rows]
-    table = html_table(comparison.column_names, cells, numbers=len(cells[0]) - 1)
-    notes = [
-        tag("p", f"Note: {note}.", class_="faint")
+    columns = comparison.column_names
+    table = block("table", columns=columns, rows=cells, numbers=len(columns) - 1)
+    notes = (
+        block("note", text=f"Note: {note}.")
         for note in (*comparison.notes, comparison.table_explanation)
-    ]
-    sentences = [
-        join_html(tag("h3", row.group.label), html_list(row.differences))
+    )
+    sentences = (
+        block("bullets", title=row.group.label, items=row.differences)
         for row in rows
         if row.differences
-    ]
+    )
     sections = (
         PageSection("Table", intro=(table, *notes)),
         PageSection("Differences", figures=tuple(_difference_figures(comparison))),
@@ -63,7 +67,7 @@ def comparison_page(comparison: Comparison) -> str:
         PageSection("Differences in words", intro=tuple(sentences)),
     )
     title = f"Comparison: {comparison.baseline.first.study.name}"
-    return Page(title, (tag("p", lead),), sections, "Written by fedplan compare.").html()
+    return Page(title, (lead,), sections, "Written by fedplan compare.").html()
 
 
 def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
@@ -78,7 +82,8 @@ def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
             f"is to the {better}. Where a line crosses zero, the seeds show no detectable "
             "difference."
         )
-        yield PageFigure("differences", interval_chart(title, finite), caption)
+        intervals = [(label, each.mean, each.low, each.high) for label, each in finite]
+        yield PageFigure("differences", interval_chart(title, intervals), caption=caption)
 
 
 def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
@@ -101,7 +106,7 @@ def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
         if all(each.points for each in series):
             has_band = any(each.band for each in series)
             caption = BAND_CAPTION if has_band and name == comparison.score else ""
-            yield PageFigure(name, line_chart(title, series, y=name), caption)
+            yield PageFigure(name, line_chart(title, series, y=name), caption=caption)
 
 
 def _cost_figures(comparison: Comparison) -> Iterator[PageFigure]:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import csv
+import re
+import subprocess
+import sys
 from io import StringIO
 from itertools import pairwise
 from math import isfinite
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedplan.errors import FedplanError
 from fedplan.reports.figures import (
     Bar,
     Drawing,
@@ -25,12 +29,10 @@ from fedplan.reports.figures import (
     line_chart,
     mean_series,
     palette_css,
-    save_png,
     small_multiples,
 )
-from fedplan.reports.figures.lines import spread_labels
-from fedplan.reports.figures.palette import PALETTE
-from fedplan.reports.figures.scales import make_scale
+from fedplan.reports.figures.charts import axis_ticks, spread_labels, tick_labels
+from fedplan.reports.figures.drawing import LIGHT, PALETTE
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 LENGTHS = st.lists(NUMBERS, max_size=8)
@@ -46,12 +48,15 @@ def series_of(lines: list[tuple[str, list[float]]]) -> list[Series]:
 def sound(drawing: Drawing) -> ElementTree.Element:
     """The figure as it is read back; every place on it is a number on its sheet."""
     found = ElementTree.fromstring(drawing.svg(alone=True))
-    for text in found.iter("{http://www.w3.org/2000/svg}text"):
-        assert isfinite(float(text.attrib["x"])) and isfinite(float(text.attrib["y"]))
-        assert -1 <= float(text.attrib["y"]) <= drawing.height + 1
-    for box in found.iter("{http://www.w3.org/2000/svg}rect"):
-        left, wide = float(box.attrib["x"]), float(box.attrib["width"])
-        assert wide >= 0 and left + wide <= drawing.width + 1
+    for element in found.iter():
+        places = [float(element.attrib[k]) for k in ("x", "y", "cx", "cy") if k in element.attrib]
+        places += map(float, re.findall(r"-?[0-9.]+", element.attrib.get("d", "")))
+        for x, y in zip(places[::2], places[1::2], strict=True):
+            assert isfinite(x) and -1 <= y <= drawing.height + 1, element.attrib
+            assert -20 <= x <= drawing.width + 1, element.attrib
+        assert not {"id", "href"} & set(element.attrib)
+        colours = {element.attrib.get(k) for k in ("fill", "stroke")}
+        assert colours <= {None, "none"}, "every colour is of the palette"
     return found
 
 
@@ -66,9 +71,9 @@ def test_lines_of_any_numbers_and_names_are_sound(
 @given(st.lists(st.tuples(NAMES, st.floats(0, 1e12)), max_size=9), st.integers(1, 400))
 def test_bars_and_grids_are_sound(bars: list[tuple[str, float]], rounds: int) -> None:
     sound(bar_chart("bars", [Bar(name, x, (x / 2, x)) for name, x in bars], unit="MB"))
-    cells = (GridCell(1, rounds, (("share", 0.5), ("keep", 0.5)), "shared and kept", "SK"),)
+    cells = (GridCell(1, rounds, (("c0", 0.5), ("keep", 0.5)), "shared and kept", "SK"),)
     rows = [GridRow(name, cells, name) for name, _ in bars]
-    sound(cell_grid("grid", rows, rounds=rounds, legend={"share": "shared", "keep": "kept"}))
+    sound(cell_grid("grid", rows, rounds=rounds, legend={"c0": "shared", "keep": "kept"}))
 
 
 def test_a_name_stays_a_text() -> None:
@@ -88,12 +93,27 @@ def test_names_at_the_ends_of_lines_never_lie_over_each_other(wanted: list[float
 
 
 @given(st.lists(FINITE, min_size=1), st.booleans())
-def test_a_scale_holds_every_number_in_their_order(numbers: list[float], whole: bool) -> None:
+def test_an_axis_holds_every_number_and_its_ticks_ascend(numbers: list[float], whole: bool) -> None:
     numbers = [float(round(n)) for n in numbers] if whole else numbers
-    scale = make_scale(numbers, 0.0, 100.0, whole=whole)
-    places = [scale(n) for n in sorted(numbers)]
-    assert places == sorted(places) and places[0] >= -1e-6 and places[-1] <= 100 + 1e-6
-    assert len(scale.ticks) <= 12 and all(b > a for a, b in pairwise(scale.ticks))
+    (low, high), ticks, log = axis_ticks(numbers, whole=whole)
+    smallest = 0.0 if log else 1e-100
+    assert low <= min(numbers) + smallest and max(numbers) - smallest <= high and low < high
+    assert 1 <= len(ticks) <= 12 and all(b > a for a, b in pairwise(ticks))
+    assert len(tick_labels(ticks, log=log)) == len(ticks)
+
+
+def test_an_axis_of_bytes_begins_at_zero() -> None:
+    chart = line_chart("x", [Series("a", ((1, 1000.0), (2, 5.0)))], y="kB", from_zero=True)
+    assert "log" not in chart.svg() and ">0</text>" in chart.svg()
+
+
+def test_a_figure_has_the_same_bytes_whatever_the_settings_of_the_process() -> None:
+    import matplotlib
+
+    chart = bar_chart("x", [Bar("a", 3.0), Bar("b", 2.0)])
+    with matplotlib.rc_context({"font.size": 30, "axes.grid": False, "svg.fonttype": "path"}):
+        other = chart.svg()
+    assert other == chart.svg()
 
 
 def test_a_table_has_the_numbers_and_no_formula() -> None:
@@ -110,6 +130,7 @@ def test_the_mean_of_seeds_is_where_all_have_a_point() -> None:
 
 
 def test_every_paint_has_a_rule_on_light_and_on_dark() -> None:
+    assert len(set(LIGHT.values())) == len(LIGHT), "a drawn colour tells its paint"
     light, _, dark = palette_css().partition("@media")
     for name, (one, other) in PALETTE.items():
         assert (
@@ -135,5 +156,15 @@ def test_a_picture_is_png(tmp_path: Path) -> None:
     forms = [
         Series(f"${n}", ((1, float(n)), (2, n + 0.5)), ((n, n), (n, n + 1.0))) for n in range(6)
     ]
-    save_png(line_chart("x", forms, limit=("limit", 3.0)), tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    chart = line_chart("x", forms, limit=("limit", 3.0))
+    for suffix, begins in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<svg")):
+        chart.save(tmp_path / f"x{suffix}")
+        assert (tmp_path / f"x{suffix}").read_bytes().startswith(begins)
+    with pytest.raises(FedplanError, match=r"cannot write .*x\.doc"):
+        chart.save(tmp_path / "x.doc")
+
+
+def test_matplotlib_is_imported_when_a_chart_is_drawn() -> None:
+    modules = "figures.charts, fedplan.reports.figures.grids, fedplan.reports.role_figure"
+    said = f"import fedplan.reports.{modules}, sys; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", said], check=True)

@@ -17,16 +17,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import STUDY, run
+from jinja2 import UndefinedError
 
 import fedplan as fp
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.records import TurnRecord
 from fedplan.federation.ledger.status import STATUS, RunState, RunStatus
-from fedplan.reports.pages.curves import group_runs
-from fedplan.reports.pages.facts import RunFacts, read_run_facts
-from fedplan.reports.pages.markup import Html, tag
-from fedplan.reports.pages.participation import MAX_CLIENTS, participation_section, turn_outcome
-from fedplan.reports.pages.roles import roles_section
+from fedplan.reports.pages.facts import RunFacts, group_runs, read_run_facts
+from fedplan.reports.pages.page import Page, PageBlock, PageSection, block
+from fedplan.reports.pages.round_grids import (
+    MAX_CLIENTS,
+    participation_section,
+    roles_section,
+    turn_outcome,
+)
 from fedplan.reports.pages.run_report import report_page, watch_report
 from fedplan.reports.pages.traffic import count_traffic
 from fedplan.storage.locks import current_process
@@ -94,7 +98,7 @@ def test_a_report_is_one_file_that_fetches_and_runs_nothing(place: Path) -> None
     seen = Seen(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(seen.elements)
     assert not seen.fetched and "url(" not in text and "@import" not in text
-    assert "default-src &#x27;none&#x27;" in text and files(place / "a") == before
+    assert "default-src 'none'" in text and files(place / "a") == before
     assert headings(text) == [
         *("Roles of model parts", "Learning curves", "Clients", "Client drift"),
         *("Upload and download", "Participation", "Audit"),
@@ -104,11 +108,25 @@ def test_a_report_is_one_file_that_fetches_and_runs_nothing(place: Path) -> None
 def test_a_client_of_any_name_stays_a_text(place: Path) -> None:
     text = report_page([place / "a"]).html()
     assert "<script" not in text and BAD in "".join(Seen(text).words)
-    assert tag("p", BAD, title=BAD) == (
-        '<p title="&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;">'
-        "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;</p>"
+
+
+def test_every_kind_of_block_escapes_its_texts() -> None:
+    bad = f"{BAD}\u202e"
+    blocks = (
+        bad,
+        block("note", text=bad),
+        block("heading", text=bad),
+        block("total", amount=bad, text=bad),
+        block("bullets", title=bad, items=[bad]),
+        block("table", columns=[bad], rows=[[bad]], numbers=1),
+        block("audit", faults=[bad] * 30, checked=bad, subject=bad),
+        block("audit", faults=[], checked=bad),
     )
-    assert tag("p", tag("b", "x"), Html("<i>")) == "<p><b>x</b><i></p>"
+    text = Page(bad, blocks, (PageSection(bad, blocks, after=blocks),), bad).html()
+    assert "<script" not in text and "\u202e" not in text
+    assert text.count("&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;\ufffd") == 3 * 31 + 4
+    with pytest.raises(UndefinedError):
+        Page("x", (PageBlock("unknown", {}),), ()).html()
 
 
 def test_where_clients_are_hidden_no_page_and_no_table_names_one(place: Path) -> None:
@@ -250,7 +268,7 @@ def test_of_many_clients_those_that_were_missing_are_shown(place: Path) -> None:
     assert [told[f"client {n}"] for n in range(6)] == [
         *("late", "dropped", "refused", "failed", "rejected", "aggregated")
     ]
-    assert "<script" not in section.html()
+    assert "<script" not in Page("x", (), (section,)).html()
 
 
 def test_every_reason_of_a_ledger_has_a_state() -> None:

@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of rows over rounds: coloured cells, with a word where there is room."""
+"""Charts of rows and columns: coloured cells over rounds, and bubbles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby, pairwise
+from math import sqrt
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedplan.reports.figures.drawing import (
-    Box,
+    LIGHT,
+    TEXT_PAINTS,
     Drawing,
-    Shape,
-    TextLabel,
+    add_sheet,
     text_width,
+    tip,
     truncate_text,
 )
-from fedplan.reports.figures.palette import text_paint
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from fedplan.reports.figures.drawing import Canvas
+
+T = TypeVar("T")
 ROW_HEIGHT, GAP, HEADER = 22.0, 3.0, 22.0
 """The height of a row, the gap between rows, and the height of the round numbers."""
 MAX_LABEL_WIDTH = 170.0
 """The most room for names and for notes of rows."""
+MIN_COLUMN, MAX_COLUMN, SUM_WIDTH = 14.0, 84.0, 64.0
+"""The least and most width of a column of bubbles, and the room for sums at the right."""
+SMALL: dict[str, Any] = {"size": 11.0, "color": LIGHT["faint"]}
+"""The style of text beside the cells."""
 
 
 @dataclass(frozen=True)
@@ -58,76 +70,143 @@ def cell_grid(
     x: str = "round",
     width: float = 960,
 ) -> Drawing:
-    """Return a drawing of rows of cells over rounds 1 to `rounds`, with a legend.
+    """Return a chart of rows of cells over rounds 1 to `rounds`, with a legend.
 
     `legend` maps paints to texts; `row` names the first column of the CSV, `x` the axis; `width` is
     in pixels.
     """
-    left = min(MAX_LABEL_WIDTH, 18 + max((text_width(line.name) for line in rows), default=0.0))
+    widest = min(MAX_LABEL_WIDTH, width / 4)
+    left = min(widest, 18 + max((text_width(line.name) for line in rows), default=0.0))
     notes = max((text_width(line.note, 11) for line in rows), default=0.0)
-    right = min(MAX_LABEL_WIDTH, 12 + notes) if notes else 2.0
+    right = min(widest, 12 + notes) if notes else 2.0
     step = (width - left - right) / max(1, rounds)
-    keys, top = _legend(legend, left, width)
-    shapes = [*keys, *_round_numbers(rounds, left, step, top, x)]
-    for number, line in enumerate(rows):
-        y = top + HEADER + number * (ROW_HEIGHT + GAP)
-        name = truncate_text(line.name, left - 10)
-        shapes.append(TextLabel(left - 8, y + 15, name, anchor="end"))
-        shapes += [shape for cell in line.cells for shape in _cell(cell, line.name, left, step, y)]
-        if line.note:
-            note = truncate_text(line.note, right - 8, 11)
-            shapes.append(TextLabel(width - right + 8, y + 15, note, "faint", size=11))
-    height = top + HEADER + len(rows) * (ROW_HEIGHT + GAP)
+    keys, x_key, y_key = list[tuple[str, str, float, float]](), left, 0.0
+    for paint, text in legend.items():
+        room = 34 + text_width(text, 11)
+        if x_key > left and x_key + room > width:
+            x_key, y_key = left, y_key + 18
+        keys.append((paint, text, x_key, y_key))
+        x_key += room
+    top = HEADER + (y_key + 20 if legend else 0.0)
+    intervals = (size * 10**power for power in count() for size in (1, 2, 5))
+    interval = next(n for n in intervals if n * step >= 26 or n >= rounds)
+    numbers = sorted({1, *range(interval, rounds + 1, interval)} - ({interval} & {2}))
+
+    def draw(figure: Canvas) -> None:
+        ax = add_sheet(figure)
+        for paint, text, at, y in keys:
+            draw_box(ax, at, y, 12, 12, paint)
+            ax.text(at + 18, y + 10, text, **SMALL)
+        ax.text(left - 8, top - 8, x, ha="right", **SMALL)
+        for number in numbers:
+            ax.text(left + (number - 0.5) * step, top - 8, str(number), ha="center", **SMALL)
+        for place, line in enumerate(rows):
+            y = top + place * (ROW_HEIGHT + GAP)
+            ax.text(left - 8, y + 15, truncate_text(line.name, left - 10), ha="right")
+            ax.text(width - right + 8, y + 15, truncate_text(line.note, right - 8, 11), **SMALL)
+            for cell in line.cells:
+                _cell(ax, cell, line.name, left + (cell.first - 1) * step, y, step)
+
     table = [(r.name, c.first, c.last, c.word, c.tip) for r in rows for c in r.cells]
-    return Drawing(
-        title, width, height, tuple(shapes), (row, "first", "last", "value", "note"), tuple(table)
-    )
+    columns = (row, "first", "last", "value", "note")
+    height = top + len(rows) * (ROW_HEIGHT + GAP)
+    return Drawing(title, width, height, draw, columns, tuple(table))
 
 
-def _cell(cell: GridCell, name: str, left: float, step: float, y: float) -> Iterator[Shape]:
-    """Yield the boxes and the text of a cell in the row called `name`.
+def bubble_chart(
+    title: str,
+    amounts: Mapping[str, Mapping[str, int]],
+    *,
+    columns: Sequence[str],
+    sums: Mapping[str, int],
+    row: str = "row",
+    column: str = "column",
+    width: float = 720,
+) -> Drawing:
+    """Return a chart with a dot for each amount above 0; the dot's area shows the amount.
 
-    `left` is the x of round 1, `step` the width of a round, `y` the top of the row.
+    `amounts` are by row name, then by column name. `columns` are all column names in order; `sums`
+    are the numbers written at the ends of rows, by row name. `row` and `column` are headers of the
+    CSV, `width` is in pixels. If column names are too long, the columns are numbered, and the names
+    listed below.
     """
-    x, width = left + (cell.first - 1) * step, (cell.last - cell.first + 1) * step
-    width = max(0.6, width - min(2.0, step / 6))
+    left = min(150.0, 18 + max((text_width(name) for name in amounts), default=0.0))
+    step = min(MAX_COLUMN, max(MIN_COLUMN, (width - left - SUM_WIDTH) / max(1, len(columns))))
+    fits = all(text_width(name, 11) + 6 <= step for name in columns)
+    top, end = (22.0 if columns else 4.0), left + len(columns) * step
+    width = max(width, end + SUM_WIDTH)
+    key = [] if fits else [f"{n} {name}" for n, name in enumerate(columns, 1)]
+    lines, bottom = list(_wrap(key, width)), top + len(amounts) * ROW_HEIGHT
+    largest = max((n for counts in amounts.values() for n in counts.values()), default=0) or 1
+    widest = min(ROW_HEIGHT, step) - 2
+
+    def draw(figure: Canvas) -> None:
+        ax = add_sheet(figure)
+        for number, name in enumerate(columns):
+            if fits or number == 0 or not (number + 1) % (5 if step < 22 else 1):
+                text = name if fits else str(number + 1)
+                ax.text(left + (number + 0.5) * step, 14, text, ha="center", **SMALL)
+        for place, (name, counts) in enumerate(amounts.items()):
+            y = top + (place + 0.5) * ROW_HEIGHT
+            ax.text(left - 8, y + 4, truncate_text(name, left - 10), ha="right")
+            ax.text(end + 8, y + 4, f"{sums[name]:,}", **SMALL)
+            for number, each in enumerate(columns):
+                if amount := counts.get(each, 0):
+                    size = max(2.0, widest * sqrt(amount / largest))
+                    ax.plot([left + (number + 0.5) * step], [y], "o", color=LIGHT["c0"],
+                            markersize=size, markeredgewidth=0, clip_on=False,
+                            gid=tip(f"{name}, {each}: {amount}"))  # fmt: skip
+        for number, line in enumerate(lines, 1):
+            ax.text(8, bottom + 16 * number, truncate_text(line, width, 11), **SMALL)
+
+    rows = [(name, each, n) for name, counts in amounts.items() for each, n in counts.items()]
+    height = bottom + 16 * len(lines) + 8
+    return Drawing(title, width, height, draw, (row, column, "count"), tuple(rows))
+
+
+def _cell(ax: Axes, cell: GridCell, name: str, x: float, y: float, step: float) -> None:
+    """Draw a cell of the row called `name` at `x`, `y`; `step` is the width of a round."""
+    width = max(0.6, (cell.last - cell.first + 1) * step - min(2.0, step / 6))
     when = f"{cell.first}" if cell.first == cell.last else f"{cell.first} to {cell.last}"
-    tip = f"{name}, {when}: {cell.tip or cell.word}"
     total, top = sum(share for _, share in cell.paints), y
     for paint, share in cell.paints:
         height = ROW_HEIGHT * share / total
-        yield Box(x, top, width, height, paint, tip)
+        draw_box(ax, x, top, width, height, paint, tip(f"{name}, {when}: {cell.tip or cell.word}"))
         top += height
     for text in (cell.word, cell.letter):
-        if text and text_width(text, 11) + 4 <= width:
-            paint = text_paint(cell.paints[0][0]) if len(cell.paints) == 1 else "ink"
-            if len(cell.paints) > 1:
-                # Text over two paints gets a background.
-                half = text_width(text, 11) / 2 + 2
-                yield Box(x + width / 2 - half, y + 4, 2 * half, ROW_HEIGHT - 8, "paper")
-            yield TextLabel(x + width / 2, y + 15, text, paint, "middle", 11)
+        half = text_width(text, 11) / 2 + 2
+        if text and 2 * half <= width:
+            paint = TEXT_PAINTS.get(cell.paints[0][0], "ink")
+            if len(cell.paints) > 1:  # text over two paints gets a background
+                paint = "ink"
+                draw_box(ax, x + width / 2 - half, y + 4, 2 * half, ROW_HEIGHT - 8, "paper")
+            ax.text(x + width / 2, y + 15, text, ha="center", size=11, color=LIGHT[paint])
             return
 
 
-def _legend(legend: Mapping[str, str], left: float, width: float) -> tuple[list[Shape], float]:
-    """Return the shapes of a legend, wrapped into lines from `left` to `width`, and the y below."""
-    shapes, x, y = list[Shape](), left, 0.0
-    for paint, text in legend.items():
-        width_needed = 18 + text_width(text, 11) + 16
-        if x > left and x + width_needed > width:
-            x, y = left, y + 18
-        shapes += [Box(x, y, 12, 12, paint), TextLabel(x + 18, y + 10, text, "faint", size=11)]
-        x += width_needed
-    return shapes, y + 20 if legend else 0.0
+def draw_box(
+    ax: Axes, x: float, y: float, width: float, height: float, paint: str, gid: str | None = None
+) -> None:
+    """Draw a filled rectangle with its top left corner at `x`, `y`."""
+    from matplotlib.patches import Rectangle
+
+    ax.add_artist(Rectangle((x, y), width, height, color=LIGHT[paint], gid=gid, clip_on=False))
 
 
-def _round_numbers(rounds: int, left: float, step: float, top: float, x: str) -> Iterator[Shape]:
-    """Yield the axis name `x` and as many round numbers as fit, at `top`.
+def _wrap(texts: Sequence[str], width: float) -> Iterator[str]:
+    """Yield texts joined by commas, in lines that fit into a width in pixels."""
+    line = ""
+    for text, following in pairwise([*texts, ""]):
+        line += text + (", " if following else "")
+        if text_width(line + following, 11) > width - 16 or not following:
+            yield line
+            line = ""
 
-    `left` is the x of round 1 and `step` the width of a round.
-    """
-    yield TextLabel(left - 8, top + 14, x, "faint", "end", 11)
-    intervals = (size * 10**power for power in count() for size in (1, 2, 5))
-    interval = next(n for n in intervals if n * step >= 26 or n >= rounds)
-    for number in sorted({1, *range(interval, rounds + 1, interval)} - ({interval} & {2})):
-        yield TextLabel(left + (number - 0.5) * step, top + 14, str(number), "faint", "middle", 11)
+
+def round_spans(by_round: Mapping[int, T]) -> Iterator[tuple[int, int, T]]:
+    """Yield (first, last, value) for each run of consecutive rounds with the same value."""
+    order = enumerate(sorted(by_round))
+    # In consecutive rounds the difference of round and index stays the same.
+    for (value, _), run in groupby(order, key=lambda each: (by_round[each[1]], each[1] - each[0])):
+        numbers = [number for _, number in run]
+        yield numbers[0], numbers[-1], value

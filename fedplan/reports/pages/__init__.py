@@ -6,26 +6,24 @@ from typing import TYPE_CHECKING
 from fedplan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fedplan.reports.pages.markup import Html, tag
-    from fedplan.reports.pages.page import Page, PageFigure, PageSection
+    from fedplan.reports.pages.page import Page, PageBlock, PageFigure, PageSection, block
     from fedplan.reports.pages.run_report import report, report_page, watch_report
 
 __all__ = [
-    "Html",
+    "PageBlock",
     "Page",
-    "PageSection",
     "PageFigure",
-    "report_page",
+    "PageSection",
+    "block",
     "report",
-    "tag",
+    "report_page",
     "watch_report",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "markup": "Html tag",
-        "page": "Page PageSection PageFigure",
-        "run_report": "report_page report watch_report",
+        "page": "PageBlock Page PageFigure PageSection block",
+        "run_report": "report report_page watch_report",
     },
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of one run for a report, read from its folder once."""
+"""The data of runs for a report, read from their folders once; runs by their seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, isfinite
@@ -17,8 +17,9 @@ from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
 from fedplan.reports.explain_study import full_participation
-from fedplan.reports.figures.series import Series
+from fedplan.reports.figures.charts import Series, mean_series
 from fedplan.reports.forecasts import Forecast, forecast
+from fedplan.reports.groups import group_by_seed
 from fedplan.reports.status import RunSnapshot, run_snapshot
 from fedplan.studies.run import RunReader
 from fedplan.studies.schema import Study
@@ -180,3 +181,44 @@ def read_run_facts(run: RunReader) -> RunFacts:
                 f"{len(run.params)} params, so there is no report; run: fedplan verify {run.folder}"
             )
     return RunFacts(run, run_snapshot(run.folder), run.metrics, tuple(rounds), tuple(turns))
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """Runs that differ only in their seed, under a name that labels their common line in charts."""
+
+    name: str
+    runs: tuple[RunFacts, ...]
+
+    def series(self, of: Callable[[RunFacts], Series]) -> Series:
+        """Return the mean of `of(run)` over the runs that have points, with a band of its range."""
+        return mean_series(self.name, [series for run in self.runs if (series := of(run)).points])
+
+
+def group_runs(runs: Sequence[RunFacts]) -> list[SeedGroup]:
+    """Group runs that differ only in their seed, under distinct names, in order of first runs."""
+    groups = group_by_seed(
+        runs, lambda facts: (facts.study, facts.agreement.method.plan.text, facts.run.folder)
+    )
+    return [SeedGroup(name, tuple(group)) for name, group in groups]
+
+
+def run_names(runs: Sequence[RunFacts]) -> list[str]:
+    """Return a distinct name for each run: the name of its group, as "fedavg".
+
+    The seed is added if the group has several runs, the folder if names are still equal. A single
+    run has an empty name.
+    """
+    if len(runs) == 1:
+        return [""]
+    group_by_run = {id(run): group for group in group_runs(runs) for run in group.runs}
+    names = list[str]()
+    for run in runs:
+        group = group_by_run[id(run)]
+        seed = f", seed {run.study.seed}" if len(group.runs) > 1 else ""
+        names.append(f"{group.name}{seed}")
+    duplicates = {name for name in names if names.count(name) > 1}
+    return [
+        f"{name} in {run.run.folder}" if name in duplicates else name
+        for name, run in zip(names, runs, strict=True)
+    ]

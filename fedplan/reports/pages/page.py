@@ -5,60 +5,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from fedplan.reports.figures.drawing import Drawing
-from fedplan.reports.figures.png import save_png
-from fedplan.reports.pages.markup import Html, tag
-from fedplan.reports.pages.style import STYLE
+from fedplan.reports.figures.drawing import FONTS, PALETTE, Drawing, palette_css
 from fedplan.storage.files import make_folder, write_atomic
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The content security policy of a page: no scripts and no requests, only the inline style."""
+WIDTHS = (960.0, 480.0)
+"""The widths in pixels of a figure over the full page: on wide screens, and on narrow ones."""
+
+
+@dataclass(frozen=True)
+class PageBlock:
+    """A part of a page that is more than a paragraph.
+
+    `kind` is a macro of `templates/blocks.html.j2`, and `values` are its arguments.
+    """
+
+    kind: str
+    values: dict[str, Any]
+
+
+def block(kind: str, **values: Any) -> PageBlock:
+    """Return a block of a kind with its values."""
+    return PageBlock(kind, values)
 
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A drawing on a page, with a caption below.
+    """A drawing on a page, with a caption below; `name` is the stem of its CSV and PNG files.
 
-    `name` is the stem of its exported CSV and PNG files; `wide` takes the full width of the page.
+    With a `narrow` version for narrow screens, it takes the full width of the page.
     """
 
     name: str
     drawing: Drawing
+    narrow: Drawing | None = None
     caption: str = ""
-    wide: bool = False
-
-    def html(self) -> Html:
-        """Return the figure element with title and caption."""
-        sheet = tag("div", Html(self.drawing.svg()), class_="sheet")
-        caption = [tag("figcaption", self.caption)] if self.caption else []
-        kind = "whole" if self.wide else "half"
-        return tag("figure", tag("h3", self.drawing.title), sheet, *caption, class_=kind)
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page: `title`, `intro` above the figures, and text `after` the figures.
+    """A section of a page: `title`, `intro` above the figures, and blocks `after` the figures.
 
-    A section without content is false, and omitted from pages.
+    A text is a paragraph. A page omits sections without content.
     """
 
     title: str
-    intro: tuple[Html, ...] = ()
+    intro: tuple[str | PageBlock, ...] = ()
     figures: tuple[PageFigure, ...] = ()
-    after: tuple[Html, ...] = ()
+    after: tuple[str | PageBlock, ...] = ()
 
-    def __bool__(self) -> bool:
-        """Whether the section has content; a page omits empty sections."""
+    @property
+    def has_content(self) -> bool:
+        """Whether there is more than the title."""
         return bool(self.intro or self.figures or self.after)
-
-    def html(self) -> Html:
-        """Return the section element."""
-        figures = [tag("div", *(each.html() for each in self.figures), class_="figures")]
-        content = [*self.intro, *(figures if self.figures else []), *self.after]
-        return tag("section", tag("h2", self.title), *content)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Page:
     """
 
     title: str
-    lead: tuple[Html, ...]
+    lead: tuple[str | PageBlock, ...]
     sections: tuple[PageSection, ...]
     foot: str = ""
     refresh_seconds: int = 0
@@ -78,24 +80,18 @@ class Page:
 
     def html(self) -> str:
         """Return the page as one HTML document without scripts or external resources."""
-        refresh = [tag("meta", http_equiv="refresh", content=str(self.refresh_seconds))]
-        head = tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            *(refresh if self.refresh_seconds else []),
-            tag("title", self.title),
-            tag("style", Html(STYLE)),
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        environment = Environment(
+            loader=PackageLoader("fedplan.reports.pages"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            finalize=_printable,
+            trim_blocks=True,
         )
-        body = tag(
-            "body",
-            tag("header", tag("h1", self.title), *self.lead),
-            tag("main", *(each.html() for each in self.sections if each)),
-            tag("footer", self.foot),
-        )
-        return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+        kinds = environment.get_template("blocks.html.j2").module
+        values = {"palette": PALETTE, "palette_css": palette_css(), "fonts": FONTS}
+        return environment.get_template("page.html.j2").render(page=self, kinds=kinds, **values)
 
     def figures(self) -> Iterator[PageFigure]:
         """Yield a copy of each figure, with a distinct `name` that is safe as a file name."""
@@ -103,21 +99,28 @@ class Page:
         for figure in (each for section in self.sections for each in section.figures):
             name = re.sub(r"[^a-z0-9]+", "-", figure.name.lower()).strip("-") or "figure"
             counts[name] = number = counts.get(name, 0) + 1
-            name = f"{name}-{number}" if number > 1 else name
-            yield PageFigure(name, figure.drawing, figure.caption, figure.wide)
+            yield replace(figure, name=f"{name}-{number}" if number > 1 else name)
 
     def write(self, file: Path, *, csv: Path | None = None, png: Path | None = None) -> None:
         """Write the page to a file, and its figures to the folders `csv` and `png` if given.
 
-        Folders are created, and files overwritten atomically. Raises FedplanError if `png` is given
-        without matplotlib.
+        Folders are created, and files overwritten atomically.
         """
         write_atomic(file, self.html())
-        for folder in (csv, png):
-            if folder is not None:
-                make_folder(folder)
+        for folder in filter(None, (csv, png)):
+            make_folder(folder)
         for figure in self.figures():
             if csv is not None:
                 write_atomic(csv / f"{figure.name}.csv", figure.drawing.csv())
             if png is not None:
-                save_png(figure.drawing, png / f"{figure.name}.png")
+                figure.drawing.save(png / f"{figure.name}.png")
+
+
+def _printable(value: object) -> object:
+    """Replace control characters except newlines in text; some could reverse the text beside it."""
+    from markupsafe import Markup
+
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    mark = "\N{REPLACEMENT CHARACTER}"
+    return "".join(char if char.isprintable() or char == "\n" else mark for char in value)

@@ -5,28 +5,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
+from inspect import getdoc
 from pathlib import Path
 from typing import Protocol
 
+from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
-from fedplan.reports.formats import megabytes
-from fedplan.reports.pages.audit import audit_section
-from fedplan.reports.pages.clients import clients_section, drift_section
-from fedplan.reports.pages.curves import curves_section, group_runs, run_names
-from fedplan.reports.pages.facts import RunFacts, read_run_facts
-from fedplan.reports.pages.markup import Html, html_table, tag
-from fedplan.reports.pages.page import Page, PageSection
-from fedplan.reports.pages.participation import participation_section
-from fedplan.reports.pages.privacy import privacy_section
-from fedplan.reports.pages.roles import roles_section
-from fedplan.reports.pages.summary import run_summary
+from fedplan.federation.identity import RUN_FILE
+from fedplan.federation.ledger.status import RunState
+from fedplan.language.plan import Role
+from fedplan.methods.registry import METHOD_REGISTRY
+from fedplan.reports.explanation import sort_params
+from fedplan.reports.forecasts import StageForecast
+from fedplan.reports.formats import duration, megabytes, millions
+from fedplan.reports.pages.facts import RunFacts, group_runs, read_run_facts, run_names
+from fedplan.reports.pages.page import Page, PageBlock, PageSection, block
+from fedplan.reports.pages.round_grids import participation_section, roles_section
+from fedplan.reports.pages.scores import (
+    clients_section,
+    curves_section,
+    drift_section,
+    privacy_section,
+)
 from fedplan.reports.pages.traffic import traffic_section
 from fedplan.storage.logs import utc_now
 from fedplan.studies.run import read_consistently
+from fedplan.tensors.devices import AUTO
 
 REFRESH_SECONDS = 10
 """Seconds after which a browser reloads the page of a run in progress."""
+ROLE_PHRASES = {
+    Role.SHARE: "clients train and upload",
+    Role.KEEP: "each client trains its personal",
+    Role.HOLD: "each client has its own frozen",
+    Role.FREEZE: "frozen for all:",
+}
+"""The beginning of a phrase on the params of each role."""
+MAX_STAGES = 4
+"""The most classes of clients, and stages of a plan, described in words; the figure shows all."""
 
 
 class HasFolder(Protocol):
@@ -53,7 +72,7 @@ def report(
 
     Runs may be in progress and are not changed. `csv` and `png` are folders for the numbers and the
     images of the figures, created if missing; files there are overwritten. Raises FedplanError if
-    `runs` is empty, a folder has no run, or matplotlib is missing for `png`.
+    `runs` is empty or a folder has no run.
     """
     page = report_page(runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
     file = Path(file)
@@ -107,7 +126,7 @@ def watch_report(
         time.sleep(seconds)
 
 
-def _lead(facts: Sequence[RunFacts]) -> Iterator[Html]:
+def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
     """Yield a table of the runs, if there are several, and a summary of each group's first run.
 
     A group is the runs that differ only in their seed. Under client-level differential privacy the
@@ -126,11 +145,12 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[Html]:
         rows.append((name, each.snapshot.state, rounds, *texts, *sizes))
     if rows:
         columns = ("run", "state", "rounds", f"global {score}", f"personal {score}")
-        yield html_table((*columns, "upload MB", "download MB"), rows, numbers=5)
+        columns = (*columns, "upload MB", "download MB")
+        yield block("table", columns=columns, rows=rows, numbers=5)
     for group in groups:
         if len(groups) > 1:
-            yield tag("h3", group.name)
-        yield from run_summary(group.runs[0])
+            yield block("heading", text=group.name)
+        yield _summary(group.runs[0])
 
 
 def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
@@ -144,17 +164,165 @@ def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
         yield _add_name(roles_section(group.runs[0], name), name)
     yield curves_section(facts)
     for name, each in zip(run_names(facts), facts, strict=True):
-        yield _add_name(clients_section(each), name)
-        yield _add_name(drift_section(each, name), name)
-        for make_section in (
-            traffic_section,
-            privacy_section,
-            participation_section,
-            audit_section,
+        for section in (
+            clients_section(each),
+            drift_section(each, name),
+            traffic_section(each),
+            privacy_section(each),
+            participation_section(each),
+            _audit_section(each),
         ):
-            yield _add_name(make_section(each), name)
+            yield _add_name(section, name)
 
 
 def _add_name(section: PageSection, name: str) -> PageSection:
     """Return a section with `name` added to its title; unchanged for an empty name."""
     return replace(section, title=f"{section.title}, {name}") if name else section
+
+
+def _audit_section(facts: RunFacts) -> PageSection:
+    """Verify a run and return the section with the result; empty if the run ended in round 1.
+
+    For a run in progress, the section only says that the run is verified later. An error of the
+    verification counts as a fault. Under client-level differential privacy no client is named.
+    """
+    title, folder = "Audit", facts.run.folder
+    if facts.snapshot.live:
+        return PageSection(title, ("The run is in progress. It is verified when it has ended.",))
+    if not facts.run.round:
+        return PageSection(title)
+    try:
+        faults, checked = verify_run(folder)
+    except FedplanError as error:
+        faults, checked = [str(error)], ""  # a run that cannot be checked is not verified
+    if facts.client_level_dp:
+        # The clients that were sampled, and their number, are a secret of the server.
+        count = f"{len(faults)} in all: fedplan verify {folder} lists them"
+        faults = [count] if faults else []
+        checked = (
+            f"{facts.run.round} rounds: no frozen tensor changed, every byte is explained by the "
+            f"plan {facts.agreement.method.plan.fingerprint}, and no personal param was uploaded."
+        )
+    return PageSection(title, (block("audit", faults=faults, checked=checked),))
+
+
+def _summary(facts: RunFacts) -> PageBlock:
+    """Return the block on state, study, plan, privacy, folder and main numbers of a run."""
+    study, guarantee, snapshot = facts.study, facts.agreement.guarantee, facts.snapshot
+    live, done = snapshot.live, snapshot.state == RunState.DONE
+    clients, fraction, params = len(facts.roster), study.clients.fraction, facts.agreement.params
+    count = f"{clients} {'client' if clients == 1 else 'clients'}" if clients else "clients"
+    sampling = f", with {fraction:.0%} of the clients in each round," if fraction < 1 else ""
+    model = study.model.type or study.model.path or "a model from Python"
+    if study.model.vision or study.model.text:
+        model = f"{study.model.vision} with {study.model.text}"
+    numel, size = sum(p.numel for p in params), sum(p.nbytes for p in params)
+    score, higher = facts.score
+    training = (
+        f"for {study.train.rounds} rounds{sampling} with seed {study.seed}. The model has "
+        f"{millions(numel)} params, {megabytes(size)} MB; the task is {study.task.kind}, measured "
+        f"by {score} ({'higher' if higher else 'lower'} is better)."
+    )
+    about = ""
+    if method := study.method.name:
+        with suppress(FedplanError):  # a method may be unknown here
+            about = (getdoc(METHOD_REGISTRY.find(method).value) or "").partition("\n")[0]
+    privacy = "Differential privacy: off."
+    if guarantee is not None:
+        privacy = (
+            f"Differential privacy: {guarantee.unit}-level, epsilon {guarantee.epsilon:g} at delta "
+            f"{guarantee.delta:g}, noise multiplier {guarantee.noise_multiplier:.3g}."
+        )
+    device = "the best available device" if study.device == AUTO else f"the device {study.device}"
+    return block(
+        "summary",
+        state=snapshot.state,
+        state_class="live" if live else "good" if done else "bad",
+        progress=_progress(facts),
+        study=study.name,
+        clients=count,
+        model=model,
+        training=training,
+        method=method,
+        about=about.replace("`", ""),
+        plan=facts.agreement.method.plan.text,
+        fingerprint=facts.agreement.method.plan.fingerprint,
+        stages=" ".join(_stages(facts)),
+        privacy=f"{privacy} It trains on {device}.",
+        folder=str(facts.run.folder),
+        run=f", run {facts.run.identity.id}" if facts.run.round else "",
+        numbers=list(_numbers(facts)),
+    )
+
+
+def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of a run's main numbers: scores, traffic, epsilon and time per round.
+
+    Numbers that are unknown, or that differential privacy protects, are left out.
+    """
+    score, seconds = facts.score[0], facts.snapshot.status.round_seconds
+    scores = {
+        f"global {score}": facts.global_scores(""),
+        f"personal {score}, mean": facts.personal_scores(""),
+    }
+    if not facts.privacy_unit:
+        scores[f"personal {score}, worst client"] = facts.personal_scores("", worst=True)
+    for name, series in scores.items():
+        if series.last is not None:
+            yield name, f"{series.last:.3g}"
+    if not facts.client_level_dp and facts.rounds:
+        yield "upload MB", megabytes(sum(record.upload_bytes for record in facts.rounds))
+        yield "download MB", megabytes(sum(record.download_bytes for record in facts.rounds))
+    if facts.agreement.guarantee is not None and facts.run.round:
+        spent = facts.agreement.guarantee.forecast_epsilon(facts.run.round)
+        yield f"epsilon spent of {facts.agreement.guarantee.epsilon:g}", f"{spent:.3g}"
+    if seconds is not None:
+        yield "time per round", duration(seconds)
+
+
+def _progress(facts: RunFacts) -> str:
+    """Return the closed rounds, the reason of a stop, and when the run began and was updated."""
+    snapshot, status = facts.snapshot, facts.snapshot.status
+    closed = f"{facts.run.round} of {facts.study.train.rounds} rounds are done."
+    why = f" {status.reason}." if status.reason and not facts.client_level_dp else ""
+    began = _format_time(status.started_at)
+    if not began:  # a run from Python has no status: its id was written at the start
+        try:
+            when = (facts.run.folder / RUN_FILE).stat().st_mtime
+            began = _format_time(datetime.fromtimestamp(when, UTC).isoformat())
+        except OSError:
+            began = "at an unknown time"
+    updated = _format_time(status.updated_at) if status.updated_at and not snapshot.live else ""
+    return f"{closed}{why} Started {began}" + (f", last updated {updated}." if updated else ".")
+
+
+def _format_time(iso: str) -> str:
+    """Return an ISO time in UTC as `2026-11-16 at 09:00 UTC`; empty for an empty text."""
+    return f"{iso[:10]} at {iso[11:16]} UTC" if iso else ""
+
+
+def _stages(facts: RunFacts) -> Iterator[str]:
+    """Yield sentences on the stages of a run's plan for each class of clients, and on its codec."""
+    clients = facts.forecast.clients
+    for client in clients[:MAX_STAGES]:
+        label = f"For {client.client_class}: " if len(clients) > 1 else ""
+        yield label + " ".join(map(_stage, client.stages[:MAX_STAGES]))
+        if len(client.stages) > MAX_STAGES:
+            yield "The figure shows all further stages."
+    if facts.forecast.wire_cost.text:
+        yield f"Compression: {facts.forecast.wire_cost.text}."
+
+
+def _stage(stage: StageForecast) -> str:
+    """Return a sentence on the kinds of params that have each role in a stage of the plan."""
+    kinds = dict[Role, dict[str, None]]()
+    for param in sort_params(tuple(stage.permitted)):
+        kinds.setdefault(stage.permitted[param], {})[str(param.kind)] = None
+    phrases = [
+        f"{phrase} {'all params' if len(kinds) == 1 else ', '.join(kinds[role])}"
+        for role, phrase in ROLE_PHRASES.items()
+        if role in kinds
+    ]
+    chosen = any(stage.certain[p] is not stage.permitted[p] for p in stage.permitted)
+    choice = "; of these, layer scores choose some blocks" if chosen else ""
+    return f"In {stage.name}, {'; '.join(phrases)}{choice}."

@@ -11,14 +11,11 @@ from fedplan.federation.ledger.records import ROLE_BY_LETTER, RoundRecord, TurnR
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
-from fedplan.reports.figures.bars import Bar, bar_chart
+from fedplan.reports.figures.charts import Bar, Series, bar_chart, line_chart
 from fedplan.reports.figures.drawing import Drawing
-from fedplan.reports.figures.lines import line_chart
-from fedplan.reports.figures.series import Series
 from fedplan.reports.forecasts import ByteRange
 from fedplan.reports.formats import byte_unit, megabytes
 from fedplan.reports.pages.facts import RunFacts
-from fedplan.reports.pages.markup import paragraphs
 from fedplan.reports.pages.page import PageFigure, PageSection
 from fedplan.tensors.named import param_key
 
@@ -95,7 +92,7 @@ def traffic_section(facts: RunFacts) -> PageSection:
             f"Forecast for a client that is sampled in all {facts.forecast.rounds} rounds: upload "
             f"at most {megabytes(up)} MB, download at most {megabytes(down)} MB."
         )
-        return PageSection(title, tuple(paragraphs(text)))
+        return PageSection(title, (text,))
     traffic, band = count_traffic(facts), _forecast_band(facts, "up").band
     limits = (band[record.round - 1] for record in facts.rounds)
     pairs = zip(limits, facts.turns, strict=True)
@@ -108,14 +105,15 @@ def traffic_section(facts: RunFacts) -> PageSection:
         f" in {turns} turns over {len(facts.rounds)} rounds. {compared}"
     )
     up_bars = _bars("Upload by part", traffic.up, turns, _forecast_uploads(facts))
+    down_bars = _bars("Download by part", traffic.down, turns, {})
     figures = (
-        PageFigure("upload-by-part", up_bars, UP),
-        PageFigure("download-by-part", _bars("Download by part", traffic.down, turns, {}), DOWN),
-        PageFigure("upload-by-round", _rounds(facts, "up"), ROUNDS),
-        PageFigure("download-by-round", _rounds(facts, "down"), ROUNDS),
+        PageFigure("upload-by-part", up_bars, caption=UP),
+        PageFigure("download-by-part", down_bars, caption=DOWN),
+        PageFigure("upload-by-round", _rounds(facts, "up"), caption=ROUNDS),
+        PageFigure("download-by-round", _rounds(facts, "down"), caption=ROUNDS),
     )
-    notes = [f"On the forecast: {note}." for note in facts.forecast.notes]
-    return PageSection(title, tuple(paragraphs(text)), figures, tuple(paragraphs(*notes)))
+    notes = tuple(f"On the forecast: {note}." for note in facts.forecast.notes)
+    return PageSection(title, (text,), figures, notes)
 
 
 UP = "Mean per turn. Black marks: the forecast."
@@ -189,6 +187,7 @@ def _rounds(facts: RunFacts, direction: str) -> Drawing:
         [Series("mean turn", tuple((number, count / size) for number, count in means))],
         y=unit,
         expected=_forecast_band(facts, direction, size),
+        from_zero=True,
     )
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of a report on scores: learning curves, clients, drift, and differential privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isnan
+
+from fedplan.errors import FedplanError
+from fedplan.reports.explain_study import read_privacy_statement
+from fedplan.reports.figures.charts import Series, line_chart, small_multiples
+from fedplan.reports.pages.facts import RunFacts, SeedGroup, group_runs
+from fedplan.reports.pages.page import PageFigure, PageSection
+
+MAX_CLIENTS = 24
+"""The most clients in the figure: those with the worst scores."""
+EPSILON_POINTS = 12
+"""About the number of rounds at which epsilon is computed, as each takes a while."""
+
+
+def curves_section(runs: Sequence[RunFacts]) -> PageSection:
+    """Return the section with scores and training loss of runs by round; empty without metrics.
+
+    Runs that differ only in their seed are one line. A single group gets its global, personal and
+    worst-client scores in one figure; several groups get a figure for each score.
+    """
+    groups = group_runs(runs)
+    score, caption = groups[0].runs[0].score[0], _score_caption(groups)
+    kinds: dict[str, Callable[[RunFacts], Series]] = {
+        "global": lambda facts: facts.global_scores(""),
+        "personal, mean": lambda facts: facts.personal_scores(""),
+    }
+    if len(groups) == 1:
+        if not groups[0].runs[0].privacy_unit:
+            kinds["worst client"] = lambda facts: facts.personal_scores("", worst=True)
+        series = [SeedGroup(name, groups[0].runs).series(of) for name, of in kinds.items()]
+        drawing = line_chart(f"{score.capitalize()} by round", series, y=score)
+        figures, groups = (
+            [PageFigure("scores", drawing, caption=caption)],
+            [SeedGroup("loss", groups[0].runs)],
+        )
+    else:
+        lines = [[group.series(of) for group in groups] for of in kinds.values()]
+        drawing = line_chart(f"Global {score} by round", lines[0], y=score)
+        personal = line_chart(f"Personal {score} by round, mean", lines[1], y=score)
+        figures = [
+            PageFigure("scores", drawing, caption=caption),
+            PageFigure("personal", personal, caption=caption),
+        ]
+    losses = [group.series(lambda facts: facts.column("", "loss")) for group in groups]
+    caption = "Mean over the training examples of the clients that report their loss."
+    drawing = line_chart("Training loss by round", losses, y="loss")
+    figures.append(PageFigure("loss", drawing, caption=caption))
+    return PageSection("Learning curves", figures=tuple(f for f in figures if f.drawing.rows))
+
+
+def clients_section(facts: RunFacts) -> PageSection:
+    """Return the section on each client's personal score by round, with the worst client marked.
+
+    It is empty if no client was measured. Under differential privacy, a sentence says that single
+    clients are not shown.
+    """
+    title, scores, (score, higher) = "Clients", facts.client_scores, facts.score
+    if not scores:
+        return PageSection(title)
+    if facts.privacy_unit:
+        level = f"{facts.privacy_unit}-level differential privacy"
+        text = f"Not shown: {level} protects the scores of single clients."
+        return PageSection(title, (text,))
+
+    def rank(series: Series) -> tuple[bool, float]:
+        last = series.points[-1][1]
+        return not isnan(last), last if higher else -last  # NaN (diverged) is the worst
+
+    order = sorted(scores.values(), key=rank)
+    worst, mean = order[0], facts.personal_scores("mean of all clients")
+    last, average = ("none" if x is None else f"{x:.3f}" for x in (worst.last, mean.last))
+    text = (
+        f"Worst client: {worst.name}, with {score} {last}; mean of all "
+        f"{len(scores)} clients: {average}."
+    )
+    drawn, narrow = (
+        small_multiples(
+            f"Personal {score} of each client by round",
+            order[:MAX_CLIENTS] if len(order) > MAX_CLIENTS else list(scores.values()),
+            marked={worst.name: "worst client"},
+            behind=mean,
+            y=score,
+            columns=columns,
+        )
+        for columns in (6, 3)
+    )
+    some = f"The {MAX_CLIENTS} worst of {len(scores)} clients. "
+    caption = (some if len(scores) > MAX_CLIENTS else "") + (
+        "Each client's personal model on its own examples, all on one scale, with the last "
+        f"{score}. Dashed: mean of all clients."
+    )
+    figure = PageFigure("clients", drawn, narrow, caption)
+    return PageSection(title, (text,), (figure,))
+
+
+def drift_section(facts: RunFacts, name: str = "") -> PageSection:
+    """Return the section on client drift in a run: the share of updates lost in averaging, by kind.
+
+    Empty if the ledger has no drift. `name` is added to the figure's title.
+    """
+    shares = dict[str, list[tuple[float, float]]]()
+    for record in facts.rounds:
+        for kind, (spread, step) in record.drift.items():
+            if spread + step > 0:
+                shares.setdefault(kind, []).append((record.round, spread / (spread + step)))
+    if not shares:
+        return PageSection("Client drift")
+    series = [Series(kind, tuple(points)) for kind, points in shares.items()]
+    series.sort(key=lambda each: -(each.last or 0.0))
+    title = f"Client drift by kind of param{f', {name}' if name else ''}"
+    drawn = line_chart(title, series, y="share lost", size=(480, 280))
+    caption = (
+        "The share of the clients' updates that cancels out in the average: 0 if all updates are "
+        "equal, near 1 if they point in different directions. Only shared params are averaged."
+    )
+    return PageSection("Client drift", figures=(PageFigure("drift", drawn, caption=caption),))
+
+
+def privacy_section(facts: RunFacts) -> PageSection:
+    """Return the section on a run's epsilon by round; empty if privacy is off or before round 1.
+
+    It begins with the privacy statement, or a note that only the sites have the accounts.
+    """
+    title, guarantee, rounds = "Differential privacy", facts.agreement.guarantee, facts.run.round
+    if guarantee is None or not rounds:
+        return PageSection(title)
+    try:
+        text = read_privacy_statement(facts.run.folder).text().partition("\nNot covered")[0]
+    except FedplanError as error:
+        text = (
+            f"Differential privacy is {guarantee.unit}-level. Each site has the account of its own "
+            f"spent epsilon ({error})."
+        )
+    step = max(1, rounds // EPSILON_POINTS)
+    numbers = sorted({1, *range(step, rounds + 1, step), rounds})
+    spent = Series("spent", tuple((float(n), guarantee.forecast_epsilon(n)) for n in numbers))
+    limit = ("guarantee", guarantee.epsilon)
+    drawn = line_chart("Epsilon by round", [spent], y="epsilon", limit=limit)
+    caption = f"{guarantee.unit.capitalize()}-level, at delta {guarantee.delta:g}."
+    figures = [PageFigure("epsilon", drawn, caption=caption)]
+    score, scores = facts.score[0], dict(facts.global_scores("global").points)
+    reached = Series("global", tuple((e, scores[n]) for n, e in spent.points if n in scores))
+    if reached.points:
+        by_epsilon = f"Global {score} by epsilon spent"
+        drawn = line_chart(by_epsilon, [reached], x="epsilon", y=score, whole=False)
+        caption = "The global model after the same rounds."
+        figures.append(PageFigure("score-by-epsilon", drawn, caption=caption))
+    return PageSection(title, (text,), tuple(figures))
+
+
+def _score_caption(groups: Sequence[SeedGroup]) -> str:
+    """Return the caption of the figures of scores of these groups."""
+    score, higher = groups[0].runs[0].score
+    sentences = [f"{score}: {'higher' if higher else 'lower'} is better."]
+    several = [len(group.runs) for group in groups if len(group.runs) > 1]
+    if several:
+        count = f"{min(several)}" if min(several) == max(several) else "several"
+        sentences.append(
+            f"A line is the mean of {count} runs with different seeds; its band is from the lowest "
+            "to the highest."
+        )
+    sentences.append(
+        "Global: the global model. Personal: each client's model on its own held-out examples."
+    )
+    if any(run.privacy_unit for group in groups for run in group.runs):
+        sentences.append(
+            "Scores on clients' examples exist in a simulation only; epsilon does not cover them."
+        )
+    return " ".join(sentences)
