@@ -84,7 +84,7 @@ def floors(arrows: dict[Pair, int]) -> list[list[str]]:
         return max((1 + height(each) for each in below[name]), default=0)
 
     far = {name for pair in arrows if height(pair[0]) - height(pair[1]) > 1 for name in pair}
-    rows: list[list[str]] = [[] for _ in range(height(ROOF) + 1)]
+    rows: list[list[str]] = [[] for _ in range(1 + max(map(height, names)))]
     for name in sorted(names, key=lambda each: (each in far, each)):
         rows[height(name)].append(name)
     return [[GROUND], *rows]

@@ -161,12 +161,15 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(source(module).read_text(encoding="utf-8"))
 
 
-def shown(module: str) -> dict[str, str]:
-    """What a face shows, and the module that each name is from; of a package, itself."""
-    tree = tree_of(module)
+def shown(package: str) -> dict[str, str]:
+    """Names that a package has for users, `__all__` of its stub, and the module of each."""
+    tree = ast.parse(source(package).with_suffix(".pyi").read_text(encoding="utf-8"))
     listed = next(n.value for n in tree.body if isinstance(n, ast.Assign) and named(n) == "__all__")
     froms = origins(tree)
-    return {name: froms[name] for name in sorted(ast.literal_eval(listed), key=str.lower)}
+    return {
+        name: f"{package}.{froms[name]}".rstrip(".")
+        for name in sorted(ast.literal_eval(listed), key=str.lower)
+    }
 
 
 def origins(tree: ast.Module) -> dict[str, str]:
@@ -262,50 +265,36 @@ def first(node: ast.FunctionDef) -> str:
     return prose(ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
 
 
-def packages() -> dict[str, list[str]]:
-    """Each package with the packages in it that have a face; commands have a page of their own."""
-    faces = sorted(
-        ".".join(f.parent.relative_to(ROOT).parts)
-        for f in (ROOT / "fedplan").rglob("__init__.py")
-        if not {"templates", "cli"} & {*f.parts} and "__all__" in f.read_text(encoding="utf-8")
-    )
-    found: dict[str, list[str]] = {}
-    for package in faces:
-        found.setdefault(".".join(package.split(".")[:2]), []).append(package)
-    return found
+PACKAGES = (
+    *("fedplan", "fedplan.data", "fedplan.language", "fedplan.methods", "fedplan.models"),
+    *("fedplan.runners.flower", "fedplan.tensors", "fedplan.training"),
+)
+"""Packages with names for users. The others are for the maintainers of fedplan."""
 
 
-def page_of_package(faces: list[str]) -> str:
-    """The page of a package and of the packages in it."""
-    said = [MADE]
-    for package in faces:
-        said += [
-            f"{'#' if package == faces[0] else '##'} {package}",
-            prose(ast.get_docstring(tree_of(package)) or ""),
-        ]
-        for name, module in shown(package).items():
-            head = "##" if package == faces[0] else "###"
-            place = ROOT.joinpath(*module.split("."), name)
-            told = (
-                f"The package [`fedplan.{name}`]({name}.md)."
-                if place.is_dir()
-                else entry(module, name)
-            )
-            said += [f"{head} {name}", told]
+def page_of_package(package: str) -> str:
+    """The page of a package."""
+    said = [MADE, f"# {package}", prose(ast.get_docstring(tree_of(package)) or "")]
+    for name, module in shown(package).items():
+        place = ROOT.joinpath(*module.split("."), name)
+        told = (
+            f"The package [`fedplan.{name}`]({name}.md)." if place.is_dir() else entry(module, name)
+        )
+        said += [f"## {name}", told]
     return "\n\n".join(said) + "\n"
 
 
 def list_of_packages() -> str:
     """The page that leads to all packages."""
     rows = [
-        f"| [`{package}`]({package.split('.')[-1]}.md) | {ast.get_docstring(tree_of(faces[0])) or ''} |"
-        for package, faces in packages().items()
+        f"| [`{package}`]({package.split('.')[-1]}.md) | {ast.get_docstring(tree_of(package)) or ''} |"
+        for package in PACKAGES
     ]
     head = [
         MADE,
         "# Python, package by package",
-        "Each page lists the public names of a package. [Architecture](../architecture.md) describes the packages\n"
-        "and their dependencies; [Python](../tutorials/python.md) is the tutorial.",
+        "Each page lists the names that a package has for users. [Architecture](../architecture.md) describes all\n"
+        "packages and their dependencies; [Python](../tutorials/python.md) is the tutorial.",
     ]
     return "\n\n".join([*head, "\n".join(["| package | content |", "|---|---|", *rows])]) + "\n"
 
@@ -321,8 +310,8 @@ def pages() -> dict[str, str]:
         "site.md": page_of(SITE, {"site.toml": Site, "policy.toml": Policy}),
         "index.md": list_of_packages(),
     }
-    for package, faces in packages().items():
-        made[f"{package.split('.')[-1]}.md"] = page_of_package(faces)
+    for package in PACKAGES:
+        made[f"{package.split('.')[-1]}.md"] = page_of_package(package)
     return made
 
 

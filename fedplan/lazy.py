@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy exports: a package's public names, each imported from its module on first use."""
+"""Lazy packages: the names in a package's stub `__init__.pyi`, each imported on first use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(
-    package: str, names_by_module: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package that imports public names on first use.
+def attach_stub(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for the package with this `__init__.py` file.
 
-    `names_by_module` maps a module, relative to the package, to its public names, separated by
-    spaces. Names under "" are subpackages. The returned `__getattr__` imports the module and
-    returns its attribute; it raises AttributeError for a name that is in no module's list.
+    The names are those that the stub beside `file` imports by `from .module import name`. The
+    returned `__getattr__` raises AttributeError for any other name.
     """
     module_of = {
-        name: module for module, names in names_by_module.items() for name in names.split()
+        alias.name: f".{node.module}" if node.module else ""
+        for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
 
     def get_attribute(name: str) -> Any:
@@ -26,9 +30,6 @@ def lazy_exports(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if not module_of[name]:
             return import_module(f"{package}.{name}")
-        return getattr(import_module(f"{package}.{module_of[name]}"), name)
+        return getattr(import_module(package + module_of[name]), name)
 
-    def list_attributes() -> list[str]:
-        return sorted({*vars(import_module(package)), *module_of})
-
-    return get_attribute, list_attributes
+    return get_attribute, lambda: sorted(module_of), sorted(module_of)

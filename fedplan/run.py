@@ -16,7 +16,7 @@ from torch import nn
 
 from fedplan.data.custom_task import CustomTask, model_loss
 from fedplan.data.examples import Loss
-from fedplan.data.tasks import Task
+from fedplan.data.tasks.definition import Task
 from fedplan.federation.client import TrainSetup
 from fedplan.federation.ledger.callbacks import LOWER_IS_BETTER
 from fedplan.federation.ledger.events import Callback, CommittedRound
@@ -27,7 +27,7 @@ from fedplan.federation.server import STUDY
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.reports.pages.run_report import report
-from fedplan.runners.executors import make_pool_config
+from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import load_run_model
 from fedplan.studies.federation_sections import (

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedplan.runners.executors import make_pool_config
+from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study, resolve_paths, study_from_dict
 from fedplan.tensors.named import digests

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from table import EPSILONS, GRIDS, scores
 
-from fedplan.reports.figures import Drawing, Series, line_chart
+from fedplan.reports.figures.charts import Series, line_chart
+from fedplan.reports.figures.drawing import Drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from typing import Any
 from study import variants
 from words import translate_metrics
 
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.sweeps.comparisons import markdown_table as written
 from fedplan.sweeps.statistics import mean_interval
 

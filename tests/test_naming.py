@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedplan.cli import app
 from fedplan.data.metrics import METRIC_NAMES, metric_named
-from fedplan.data.tasks import TASK_NAMES, task_class
+from fedplan.data.tasks.kinds import TASK_NAMES, task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.callbacks import TRACKER_NAMES
 from fedplan.methods import METHODS, fedavg, method_by_name, register_method

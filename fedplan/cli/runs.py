@@ -76,7 +76,7 @@ def run_command(
     """
     from fedplan.reports.progress import run_flower_with_progress, run_with_progress
     from fedplan.reports.status import run_snapshot
-    from fedplan.runners.executors import make_pool_config
+    from fedplan.runners.executors.executor import make_pool_config
     from fedplan.studies.resume import open_study
 
     with print_errors():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
 from fedplan.data.tables import DataError
-from fedplan.data.tasks import Task
+from fedplan.data.tasks.definition import Task
 from fedplan.language.canonical import canonical_text
 from fedplan.tensors.devices import eval_mode, model_device, to_device
 from fedplan.tensors.named import Batch

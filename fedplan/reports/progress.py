@@ -26,7 +26,7 @@ from fedplan.reports.formats import (
 )
 from fedplan.reports.monitoring import start_monitoring
 from fedplan.reports.status import answered_text
-from fedplan.runners.executors import PoolConfig
+from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study
 

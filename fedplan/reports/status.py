@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.data.custom_task import CUSTOM_KIND as OWN_TASK
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import (

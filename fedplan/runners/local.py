@@ -24,7 +24,7 @@ from fedplan.federation.server import Server
 from fedplan.language.predicates import Turn
 from fedplan.models.values import get_values
 from fedplan.runners.clients import Clients, Faults
-from fedplan.runners.executors import Executor, SerialExecutor
+from fedplan.runners.executors.executor import Executor, SerialExecutor
 from fedplan.tensors.devices import move_model
 from fedplan.training.activation_cache import ActivationCache
 

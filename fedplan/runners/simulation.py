@@ -25,7 +25,8 @@ from fedplan.federation.participation import Timeouts
 from fedplan.models.attention import attention_shift
 from fedplan.models.values import set_values
 from fedplan.runners.clients import study_faults
-from fedplan.runners.executors import PoolConfig, PoolExecutor, start_pool
+from fedplan.runners.executors.executor import PoolConfig
+from fedplan.runners.executors.pool import PoolExecutor, start_pool
 from fedplan.runners.local import Federation
 from fedplan.studies.experiment import (
     build_experiment,

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.tasks import Task
+from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.endpoint import only_run_folder, read_personal_model
 from fedplan.federation.global_state import global_values, personal_values

@@ -33,7 +33,8 @@ from fedplan.data.tables import (
     matches_any,
     select_rows,
 )
-from fedplan.data.tasks import Task, make_task, task_class
+from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.kinds import make_task, task_class
 from fedplan.federation.ledger.digests import examples_digest
 from fedplan.studies.schema import Study
 

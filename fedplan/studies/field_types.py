@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import metric_named
 from fedplan.data.partition import PARTITION_KINDS
-from fedplan.data.tasks import TASK_NAMES, task_class
+from fedplan.data.tasks.kinds import TASK_NAMES, task_class
 from fedplan.errors import FedplanError
 from fedplan.methods.lora import parse_product_rule
 from fedplan.methods.registry import METHOD_REGISTRY, METHODS, SERVER_OPTIMIZER_REGISTRY

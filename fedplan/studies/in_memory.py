@@ -13,7 +13,8 @@ from torch import nn
 from fedplan.data.custom_task import CustomTask
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_named
-from fedplan.data.tasks import Task, adapt_task
+from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.kinds import adapt_task
 from fedplan.language.canonical import canonical_text
 from fedplan.methods.method import Method
 from fedplan.studies.federated_data import NO_TEST, FederatedData

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedplan import seeds
-from fedplan.data.tasks import Task
+from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.language import require_attention_mask, require_packing_support
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse_part

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
-from fedplan.data.tasks import Task
+from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import METRIC_NAMES
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import TrainSetup
 from fedplan.models.catalog import is_hub_id

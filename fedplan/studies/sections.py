@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic._internal._model_construction import ModelMetaclass
 
 from fedplan.data.partition import Partition
-from fedplan.data.tasks import Task
+from fedplan.data.tasks.definition import Task
 from fedplan.methods.method import Method
 from fedplan.models.values import QUANTIZATIONS
 from fedplan.studies.field_types import (

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from fedplan.data.infer_schema import TableSchema, infer_schema
 from fedplan.data.tables import DataError
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.models.catalog import SHORT_NAMES, is_hub_id, load_model_config

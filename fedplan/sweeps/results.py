@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.data.custom_task import CUSTOM_KIND, CustomTask
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.callbacks import (
     COHORT_PREFIXES,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from fedplan.reports.figures import Drawing, Series, line_chart, mean_series
+from fedplan.reports.figures.charts import Series, line_chart, mean_series
+from fedplan.reports.figures.drawing import Drawing
 from research.decide.question import QuestionFile
 from research.decide.results import Played, fault_of, read_results
 

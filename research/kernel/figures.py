@@ -10,7 +10,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from fedplan.reports.figures import Drawing, Series, line_chart
+from fedplan.reports.figures.charts import Series, line_chart
+from fedplan.reports.figures.drawing import Drawing
 
 STEPS = {1: "one step", 2: "2 steps", 5: "5 steps", 10: "10 steps", 20: "20 steps"}
 TALLEST = 2.5

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fedplan.data.examples import NO_LABEL, PackedSequences
 from fedplan.data.metrics import METRICS, Metric, metric_named
 from fedplan.data.tables import DataError
-from fedplan.data.tasks import TASK_KINDS, Task, make_task
+from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.kinds import TASK_KINDS, make_task
 from fedplan.data.tasks.language import PLAIN_TEMPLATE, require_packing_support
 from fedplan.errors import FedplanError
 

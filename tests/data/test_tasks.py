@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import SeededExamples
 from fedplan.data.tables import DataError, label_names, load_table
-from fedplan.data.tasks import Task, make_task
+from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.kinds import make_task
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind, Param

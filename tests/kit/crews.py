@@ -14,7 +14,8 @@ from typing import Any
 from commands import STUDY, TIMES
 
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.runners.executors import PoolConfig, pool
+from fedplan.runners.executors import pool
+from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.executors.worker import Worker
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study, parse_toml, resolve_paths, study_from_dict

@@ -12,7 +12,7 @@ from torch import nn
 from zoo import TEXT, VISION
 
 from fedplan.data.examples import ImageExamples
-from fedplan.data.tasks import make_task
+from fedplan.data.tasks.kinds import make_task
 from fedplan.models.dual_encoder import DualEncoder, make_dual_encoder
 
 NAMES = ("cat", "ice_cream", "big_old_dog")

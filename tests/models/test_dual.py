@@ -24,7 +24,7 @@ from zoo import VISION
 from fedplan.data.examples import ImageExamples
 from fedplan.data.tables import column_values, select_rows
 from fedplan.data.tables import load_table as load_site_table
-from fedplan.data.tasks import make_task
+from fedplan.data.tasks.kinds import make_task
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.language.parser import parse_part

@@ -32,7 +32,7 @@ from fedplan.data.examples import (
     TokenSequences,
     block_seeds,
 )
-from fedplan.data.tasks import make_task
+from fedplan.data.tasks.kinds import make_task
 from fedplan.errors import PrivacyError
 from fedplan.language.parser import parse
 from fedplan.language.parts import query

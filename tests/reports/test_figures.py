@@ -18,21 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedplan.errors import FedplanError
-from fedplan.reports.figures import (
+from fedplan.reports.figures.charts import (
     Bar,
-    Drawing,
-    GridCell,
-    GridRow,
     Series,
+    axis_ticks,
     bar_chart,
-    cell_grid,
     line_chart,
     mean_series,
-    palette_css,
     small_multiples,
+    spread_labels,
+    tick_labels,
 )
-from fedplan.reports.figures.charts import axis_ticks, spread_labels, tick_labels
-from fedplan.reports.figures.drawing import LIGHT, PALETTE
+from fedplan.reports.figures.drawing import LIGHT, PALETTE, Drawing, palette_css
+from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 LENGTHS = st.lists(NUMBERS, max_size=8)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fedplan.data.metrics import METRICS, score_spread
-from fedplan.data.tasks import TASK_KINDS
+from fedplan.data.tasks.kinds import TASK_KINDS
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import RunStatus
 from fedplan.reports.formats import SCORE_LABELS, simulation_line, sites_line

@@ -29,7 +29,8 @@ from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.private import ClientDPAggregator
 from fedplan.federation.aggregation.robust import BufferedAggregator
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.runners.executors import PoolConfig, ProcessTransport, make_pool_config
+from fedplan.runners.executors.executor import PoolConfig, make_pool_config
+from fedplan.runners.executors.processes import ProcessTransport
 from fedplan.runners.executors.worker import Worker
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.journal import client_state_folder

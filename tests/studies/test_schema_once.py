@@ -15,7 +15,8 @@ from datasets import Dataset
 
 from fedplan.data.partition import PARTITION_KINDS, Partition
 from fedplan.data.tables import DataError
-from fedplan.data.tasks import TASK_KINDS, Task, make_task
+from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.kinds import TASK_KINDS, make_task
 from fedplan.federation.aggregation.defence import RULES, Defence
 from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.participation import Participation, Timeouts

@@ -15,7 +15,7 @@ from commands import run
 from scipy import stats
 from sweeps import small_study
 
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.status import ask_to_stop

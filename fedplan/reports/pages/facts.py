@@ -9,7 +9,7 @@ from functools import cached_property
 from math import fsum, isfinite
 
 from fedplan.data.custom_task import CUSTOM_KIND
-from fedplan.data.tasks import task_class
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.history import Metrics

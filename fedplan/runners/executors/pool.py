@@ -47,7 +47,7 @@ class SumOverflow(FedplanError):
 
 
 @dataclass
-class Task:
+class WorkerTask:
     """A worker's work; `do` is its action, as in `Worker.reply`.
 
     `client` is empty, and `request` (the server's request to the client) None, for actions without
@@ -72,10 +72,10 @@ class WorkerHandle:
     the tasks whose updates are in the worker's partial sum.
     """
 
-    task: Task | None
+    task: WorkerTask | None
     batch: int = 0
     versions: dict[str, int] = field(default_factory=dict[str, int])
-    turns: list[Task] = field(default_factory=list[Task])
+    turns: list[WorkerTask] = field(default_factory=list[WorkerTask])
 
 
 class PoolExecutor:
@@ -107,7 +107,7 @@ class PoolExecutor:
         """Start the missing workers, without waiting: workers build the study in the background."""
         for number in range(self.transport.count):
             if number not in self.workers:
-                self.workers[number] = WorkerHandle(Task("begin"))
+                self.workers[number] = WorkerHandle(WorkerTask("begin"))
                 self.transport.start(number, {"do": "begin", **self.begin})
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class PoolExecutor:
         order of `names`) of `round_state`; updates of `late` clients are recorded only. If partial
         sums overflow, all turns run again in this process, in the order of `names`.
         """
-        step_count, tasks = self.server.agreement.train_arguments.step_count, list[Task]()
+        step_count, tasks = self.server.agreement.train_arguments.step_count, list[WorkerTask]()
         for name in names:
             task = self._make_task("turn", round_state, name)
             steps = step_count(len(self.clients.examples[name]))
@@ -162,10 +162,14 @@ class PoolExecutor:
 
         Returns the scores by client in the order of `names`, and the reason of each refusal.
         """
-        tasks, agreement, state = list[Task](), self.server.agreement, self.server.global_state
+        tasks, agreement, state = (
+            list[WorkerTask](),
+            self.server.agreement,
+            self.server.global_state,
+        )
         for name in names:
             make = partial(make_eval_request, agreement, state, name, self.server.roster[name])
-            tasks.append(Task("scores", name, make(), partial(make, full=True)))
+            tasks.append(WorkerTask("scores", name, make(), partial(make, full=True)))
         replies = self._work(tasks)
         scores = {name: replies[name]["scores"] for name in names if "scores" in replies[name]}
         refusals = {
@@ -177,20 +181,20 @@ class PoolExecutor:
 
     def personal_scores(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return the metrics of each client's personal model on the client's own test examples."""
-        replies = self._work([Task("personal_scores", name) for name in names])
+        replies = self._work([WorkerTask("personal_scores", name) for name in names])
         return {name: replies[name]["scores"] for name in names}
 
-    def _make_task(self, do: str, round_state: RoundState, name: str) -> Task:
+    def _make_task(self, do: str, round_state: RoundState, name: str) -> WorkerTask:
         """Return a task with the client's request of the round."""
 
         def make_full() -> Request:
             self.server.resend_all(round_state, name)
             return round_state.cohort[name]
 
-        return Task(do, name, round_state.cohort[name], make_full)
+        return WorkerTask(do, name, round_state.cohort[name], make_full)
 
     def _work(
-        self, tasks: Sequence[Task], total_sum: Aggregator | None = None
+        self, tasks: Sequence[WorkerTask], total_sum: Aggregator | None = None
     ) -> dict[str, JsonObject]:
         """Run tasks on the workers; return the replies by client.
 
@@ -210,7 +214,7 @@ class PoolExecutor:
                     if worker.task is None and queue:
                         self._send(number, queue.pop(), total_sum)
                     elif worker.task is None and worker.turns:
-                        self._send(number, Task("sum"), None)
+                        self._send(number, WorkerTask("sum"), None)
                 running = [each.task.do for each in self.workers.values() if each.task is not None]
                 if not queue and set(running) <= {"begin"}:
                     return replies
@@ -226,7 +230,7 @@ class PoolExecutor:
             self.close()  # else their late replies would be taken for those of another round
             raise
 
-    def _send(self, number: int, task: Task, total_sum: Aggregator | None) -> None:
+    def _send(self, number: int, task: WorkerTask, total_sum: Aggregator | None) -> None:
         """Send a task to worker `number`.
 
         The first task of a batch comes with the global values that changed since the worker's last
@@ -268,7 +272,7 @@ class PoolExecutor:
         received: TensorsAndJson,
         replies: dict[str, JsonObject],
         total_sum: Aggregator | None,
-    ) -> list[Task]:
+    ) -> list[WorkerTask]:
         """Put the reply of worker `number` into `replies`, or merge its sum into `total_sum`.
 
         Returns the task if it must run again, with a full request. Raises FedplanError if the reply
@@ -302,7 +306,7 @@ class PoolExecutor:
             replies[task.client] = reply
         return []
 
-    def _replace_worker(self, number: int) -> list[Task]:
+    def _replace_worker(self, number: int) -> list[WorkerTask]:
         """Start a new worker in place of the dead worker `number`; return the tasks to run again.
 
         These are the worker's task, and the turns in the lost partial sum. Raises FedplanError

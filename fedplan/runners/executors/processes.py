@@ -197,7 +197,7 @@ def unshared_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def error_reply(error: Exception) -> JsonObject:
+def worker_error(error: Exception) -> JsonObject:
     """Return the fields of the reply to a message that failed unexpectedly; print the traceback."""
     traceback.print_exception(error)
     return {"error": f"{type(error).__name__}: {error}"}
@@ -253,7 +253,7 @@ def run_worker_process(pipe: Connection, handler: Handler, folder: Path, number:
                 answer = json.dumps([fields, str(target) if tensors else None])
                 del tensors
             except Exception as error:
-                answer = json.dumps([error_reply(error), None])
+                answer = json.dumps([worker_error(error), None])
             pipe.send_bytes(answer.encode())
     except (KeyboardInterrupt, OSError):
         os._exit(1)

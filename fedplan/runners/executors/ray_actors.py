@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.runners.executors.processes import error_reply, unshared_tensors
+from fedplan.runners.executors.processes import unshared_tensors, worker_error
 from fedplan.runners.executors.worker import Worker
 from fedplan.tensors.named import Tensors
 
@@ -41,7 +41,7 @@ class RayWorker:
             tensors, fields = self._worker.reply(json.loads(message), _from_bytes(data))
             return json.dumps(fields).encode(), _to_bytes(tensors) if tensors else None
         except Exception as error:
-            return json.dumps(error_reply(error)).encode(), None
+            return json.dumps(worker_error(error)).encode(), None
 
 
 class RayTransport:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnusedImport=false
+from .custom_task import CUSTOM_KIND, CustomTask, model_loss
+from .examples import (
+    Examples,
+    ImageExamples,
+    Loss,
+    RaggedArray,
+    SeededExamples,
+    SparseExamples,
+    TokenSequences,
+    epoch_steps,
+    prefetch,
+    split_step,
+    token_lengths,
+)
+from .infer_schema import TableSchema, infer_schema
+from .metrics import METRIC_NAMES, Metric, metric_named, metric_spread
+from .partition import (
+    PARTITION_KINDS,
+    Partition,
+    example_digests,
+    partition_examples,
+    partition_table,
+    sample_rows,
+    training_mask,
+)
+from .tables import (
+    DataError,
+    class_names,
+    column_values,
+    filter_rows,
+    label_names,
+    label_sort_key,
+    label_text,
+    label_values,
+    load_table,
+    matches_any,
+    select_rows,
+)
+from .tasks.definition import Task
+from .tasks.kinds import TASK_NAMES, adapt_task, make_task, task_class
+from .tasks.language import require_attention_mask, require_packing_support
+
+__all__ = [
+    "DataError",
+    "Examples",
+    "ImageExamples",
+    "Loss",
+    "Metric",
+    "Partition",
+    "RaggedArray",
+    "Task",
+    "TokenSequences",
+    "load_table",
+    "make_task",
+    "metric_named",
+    "partition_examples",
+]

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnusedImport=false
+from .accounting.accountant import NOISE_MULTIPLIERS
+from .accounting.budget import Budget, Unit, read_budget_unit
+from .dpsgd.fit import require_train_arguments
+from .guarantee import Guarantee
+from .guard import CHARGES_FILE, SECRET_FILE, ClientGuard, DistributedGuard, Guard, ServerGuard
+from .mechanisms.clipping import CLIPPING_NORMS, capped_weight
+from .mechanisms.gaussian import Change, GaussianMechanism
+from .mechanisms.noise import derive_key, load_or_create_secret, read_secret
+from .mechanisms.vote import make_ballot
+from .statement import SPENT, Statement

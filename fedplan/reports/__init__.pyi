@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnusedImport=false
+from .data_distribution import data_distribution
+from .explain_study import explain_study, read_privacy_statement, write_privacy_statement
+from .explanation import explain_plan, parts_table, sort_params
+from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, mean_series
+from .figures.drawing import HUES, Drawing, replace_control_chars, spreadsheet_safe
+from .figures.grids import GridCell, GridRow, cell_grid, round_spans
+from .forecasts import Forecast, StageForecast, forecast
+from .formats import byte_unit, duration, format_log_entry, megabytes, millions, parse_since
+from .groups import differing_fields, group_by_seed, study_fields
+from .memory import TrainingStep
+from .pages.facts import read_run_facts
+from .pages.page import WIDTHS, Page, PageBlock, PageFigure, PageSection, block
+from .pages.round_grids import roles_section
+from .pages.run_report import report, watch_report
+from .pages.scores import drift_section
+from .progress import run_flower_with_progress, run_with_progress
+from .role_figure import RoleFigure, draw_roles
+from .status import follow_run, make_console, run_snapshot, stop_run, watch

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnusedImport=false
+from .append_log import (
+    AppendLog,
+    CommittedLog,
+    DamagedLog,
+    LogHead,
+    head_file,
+    read_head,
+    read_json_lines,
+    timestamp,
+)
+from .encryption import Encryption
+from .files import (
+    failpoint,
+    file_size_and_digest,
+    make_folder,
+    safe_folder_name,
+    validate_client_names,
+    validate_study_name,
+    wrap_disk_errors,
+    write_atomic,
+    write_if_changed,
+)
+from .journal import Journal, client_state_folder
+from .locks import (
+    FolderLock,
+    Process,
+    acquire_folder_lock,
+    current_process,
+    locked_folder,
+    sync_folder,
+)
+from .logs import Log, LogEntry, follow_log, read_log, utc_now
+from .store import Store, TensorsAndMeta

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportUnusedImport=false
+from .experiment import (
+    Experiment,
+    build_experiment,
+    make_eval_set,
+    make_method,
+    make_participation,
+    make_scoring,
+    outline_agreement,
+    privacy_guarantee,
+    privacy_statement,
+    require_usable_batches,
+)
+from .export import export_run, load_run_model
+from .federated_data import compute_split, load_federated_data
+from .federation_sections import (
+    AggregationConfig,
+    ClientsConfig,
+    DefenceConfig,
+    EvaluateConfig,
+    PrivacyConfig,
+)
+from .field_types import Count, DeviceName, as_value_error, named_objects
+from .in_memory import InMemoryInputs
+from .resume import continue_study, has_progress, import_kept_params, open_study, prepare_folder
+from .run import (
+    RunAdvanced,
+    RunReader,
+    claim_run_folder,
+    read_consistently,
+    read_run,
+    read_run_agreement,
+    read_run_study,
+    update_run_files,
+    write_run_files,
+    write_task_file,
+)
+from .schema import (
+    ConfigError,
+    Study,
+    flatten_fields,
+    parse_toml,
+    parse_toml_value,
+    read_study,
+    read_study_values,
+    resolve_paths,
+    set_field,
+    study_from_dict,
+    unserializable_reason,
+)
+from .sections import Section, TrainConfig
+from .starter import StudyOptions, new_study
