@@ -77,9 +77,13 @@ def show_rounds(
             bar.update(task, completed=event.round)
             console.print(line(event))
 
+    earlier = events.subscribers
     events.subscribe(show)
-    with bar:
-        yield bar
+    try:
+        with bar:
+            yield bar
+    finally:  # else `line` keeps the run, and the lock on its folder, alive
+        events.subscribers = earlier
 
 
 def run_with_progress(

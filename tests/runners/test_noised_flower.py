@@ -151,7 +151,8 @@ def test_an_account_counts_by_one_unit_alone(limited: Watched) -> None:
 
 def test_a_site_that_nothing_gives_noise_takes_no_part(limited: Watched, tmp_path: Path) -> None:
     run, name = limited.run, "client-0"
-    alone = replace(run.endpoints[name].site, noise_guard=None)
+    site = run.endpoints[name].site
+    alone = replace(site, privacy=replace(site.privacy, noise_guard=None))
     with pytest.raises(RequestRefused, match="cannot add its noise share"):
         SecAggClient(
             *(run.server.agreement, alone, node(name), directory(NAMES), tmp_path),

@@ -95,7 +95,9 @@ def played(
         said.pop("model", tower()),
         clients,
         said.pop("loss", loss),
-        train=fp.TrainConfig(rounds=rounds, batch_size=4, lr=lr),
+        train=fp.TrainConfig(
+            **{"rounds": rounds, "batch_size": 4, "lr": lr, **said.pop("train", {})}
+        ),
         options=fp.RunOptions(folder=folder, **options),
         **{**usual, **said},
     )
