@@ -68,12 +68,12 @@ FUNCTIONS = {
     "propose": "fedplan.models.propose_layer_map",
     "verify": "fedplan.verify_run",
     "export": "fedplan.export_run",
-    "privacy": "fedplan.reports.explain_study.read_privacy_statement",
+    "privacy": "fedplan.reports.study_explanation.read_privacy_statement",
     "egress": "fedplan.sites.egress.read_egress_report",
     "faults": "fedplan.federation.ledger.faults.read_faults",
     "digest": "fedplan.studies.build_experiment",
     "methods": "fedplan.methods.registry.method_info",
-    "data": "fedplan.reports.data_distribution.data_distribution",
+    "data": "fedplan.reports.data_distribution",
     "draw": "fedplan.reports.draw_roles",
     "keys": "fedplan.runners.flower.keys.make_keys",
     "new study": "fedplan.studies.starter.new_study",
@@ -133,7 +133,9 @@ def section(words: str, command: Any) -> str:
     rows = "\n".join(row(param) for param in command.params)
     about = " ".join((command.help or "").split())
     table = f"| parameter | meaning | default |\n| --- | --- | --- |\n{rows}\n\n" if rows else ""
-    return f"\n## {words}\n\n{about} In Python: `{FUNCTIONS[words.removeprefix('fedplan ')]}`.\n\n{table}{CHECKED}\n\n```bash\n{examples}\n```\n"
+    function = FUNCTIONS.get(words.removeprefix("fedplan "), "")
+    about += f" In Python: `{function}`." if function else ""
+    return f"\n## {words}\n\n{about}\n\n{table}{CHECKED}\n\n```bash\n{examples}\n```\n"
 
 
 def written() -> str:

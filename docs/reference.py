@@ -265,11 +265,12 @@ def first(node: ast.FunctionDef) -> str:
     return prose(ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
 
 
-PACKAGES = (
-    *("fedplan", "fedplan.data", "fedplan.language", "fedplan.methods", "fedplan.models"),
-    *("fedplan.runners.flower", "fedplan.tensors", "fedplan.training"),
+PACKAGES = sorted(
+    ".".join(stub.parent.relative_to(ROOT).parts)
+    for stub in (ROOT / "fedplan").rglob("__init__.pyi")
+    if "__all__" in stub.read_text(encoding="utf-8")
 )
-"""Packages with names for users. The others are for the maintainers of fedplan."""
+"""Packages with names for users: those whose stub has `__all__`."""
 
 
 def page_of_package(package: str) -> str:

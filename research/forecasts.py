@@ -19,7 +19,7 @@ from study import FACTS, LAB, in_place
 from words import translate_study
 
 from fedplan.errors import FedplanError
-from fedplan.reports.explain_study import explain_experiment, read_privacy_statement
+from fedplan.reports.study_explanation import explain_experiment, read_privacy_statement
 from fedplan.run import run_study
 from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import read_study, study_from_dict

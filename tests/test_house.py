@@ -124,6 +124,10 @@ def test_a_face_is_one_sentence_and_names_that_exist(file: Path) -> None:
     package = importlib.import_module(f"fedplan.{name_of(file)}")
     for name in getattr(package, "__all__", ()):
         assert getattr(package, name) is not None, name
+        place = file.parent / name
+        is_module = isinstance(getattr(package, name), type(fedplan))
+        hidden = place.is_dir() or place.with_suffix(".py").exists()
+        assert is_module == hidden, f"a module hides {name}, once it is imported"
 
 
 def test_no_two_public_classes_have_one_name() -> None:

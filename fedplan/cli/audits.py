@@ -53,7 +53,7 @@ def privacy_command(
 
     Lists what the guarantee does not cover, too.
     """
-    from fedplan.reports.explain_study import read_privacy_statement
+    from fedplan.reports.study_explanation import read_privacy_statement
 
     with print_errors():
         statement = read_privacy_statement(place)

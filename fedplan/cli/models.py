@@ -135,7 +135,7 @@ def _explain_study(file: Path, *, as_json: bool) -> None:
 
     With `as_json` prints one JSON object. Errors are printed and end the process.
     """
-    from fedplan.reports.explain_study import explain_study
+    from fedplan.reports.study_explanation import explain_study
 
     with print_errors():
         explanation, statement = explain_study(file)

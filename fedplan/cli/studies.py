@@ -75,7 +75,7 @@ def data_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show the data of each client: examples, labels, and how much the clients differ."""
-    from fedplan.reports.data_distribution import data_distribution
+    from fedplan.reports.client_data import data_distribution
     from fedplan.storage.files import write_atomic
 
     with print_errors():

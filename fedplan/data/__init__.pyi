@@ -14,7 +14,6 @@ from .examples import (
     split_step,
     token_lengths,
 )
-from .infer_schema import TableSchema, infer_schema
 from .metrics import METRIC_NAMES, Metric, metric_named, metric_spread
 from .partition import (
     PARTITION_KINDS,
@@ -25,6 +24,7 @@ from .partition import (
     sample_rows,
     training_mask,
 )
+from .schema_inference import TableSchema, infer_schema
 from .tables import (
     DataError,
     class_names,

@@ -25,11 +25,15 @@ Classes and tokens are indices of the task's labels or of the vocabulary; labels
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: `function` of (true, predicted) arrays, and the `answer_kinds` it applies to."""
+    """A metric: `function` of (true, predicted) arrays, and the `answer_kinds` it applies to.
+
+    With fewer than `min_rows` rows there is no value.
+    """
 
     name: str
     function: MetricFunction
     answer_kinds: tuple[AnswerKind, ...] = ("class", "labels", "number", "tokens")
+    min_rows: int = 1
 
 
 def _sklearn(function: str, **settings: Any) -> MetricFunction:
@@ -76,8 +80,8 @@ _BUILT_IN = (
     Metric("mae", _sklearn("mean_absolute_error"), ("number",)),
     Metric("rmse", _sklearn("root_mean_squared_error"), ("number",)),
     Metric("max_error", _sklearn("max_error"), ("number",)),
-    Metric("r2", _sklearn("r2_score"), ("number",)),
-    Metric("pearson", _pearson, ("number",)),
+    Metric("r2", _sklearn("r2_score"), ("number",), min_rows=2),
+    Metric("pearson", _pearson, ("number",), min_rows=2),
 )
 METRICS = {metric.name: metric for metric in _BUILT_IN}
 """Built-in metrics of `evaluate.metrics`, by name."""
@@ -100,12 +104,12 @@ def metric_named(name: str) -> Metric:
 def compute_metrics(metrics: Sequence[Metric], truth: Any, predictions: Any) -> dict[str, float]:
     """Return the value of each metric by name, from arrays of `truth` and `predictions`.
 
-    A single row has no r2 and no pearson: these are left out. Raises FedplanError if a metric
-    returns no number.
+    A metric that needs more rows (`min_rows`) is left out. Raises FedplanError if a metric returns
+    no number.
     """
     values = dict[str, float]()
     for metric in metrics:
-        if len(truth) < 2 and metric.name in ("r2", "pearson"):
+        if len(truth) < metric.min_rows:
             continue
         value = metric.function(truth, predictions)
         try:

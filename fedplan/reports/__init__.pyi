@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
-from .data_distribution import data_distribution
-from .explain_study import explain_study, read_privacy_statement, write_privacy_statement
+from .client_data import data_distribution
 from .explanation import explain_plan, parts_table, sort_params
 from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, mean_series
 from .figures.drawing import HUES, Drawing, replace_control_chars, spreadsheet_safe
@@ -18,3 +17,6 @@ from .pages.scores import drift_section
 from .progress import run_flower_with_progress, run_with_progress
 from .role_figure import RoleFigure, draw_roles
 from .status import follow_run, make_console, run_snapshot, stop_run, watch
+from .study_explanation import explain_study, read_privacy_statement, write_privacy_statement
+
+__all__ = ["data_distribution", "draw_roles", "run_snapshot", "stop_run"]

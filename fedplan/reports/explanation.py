@@ -390,7 +390,7 @@ def explain_plan(
             "setting of the method, for example --setting warmup=20"
         )
     if method:
-        from fedplan.reports.explain_study import explain_method
+        from fedplan.reports.study_explanation import explain_method
 
         return explain_method(
             model,

@@ -15,7 +15,6 @@ from rich.text import Text
 from fedplan.federation.ledger.events import CommittedRound, Event
 from fedplan.federation.ledger.status import RunStatus
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.reports.explain_study import write_privacy_statement
 from fedplan.reports.formats import (
     HEADING,
     duration,
@@ -26,6 +25,7 @@ from fedplan.reports.formats import (
 )
 from fedplan.reports.monitoring import start_monitoring
 from fedplan.reports.status import answered_text
+from fedplan.reports.study_explanation import write_privacy_statement
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import Study

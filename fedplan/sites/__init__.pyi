@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
-from .approvals import Approvals, site_approvals
+from .approvals import Approvals, Inbox, site_approvals
 from .compliance_report import compliance_page
 from .doctor import check_site, doctor_table
 from .egress import is_site_state, read_egress_report
 from .gateway import allow_rejoin, serve_site
+from .policy import read_policy
+from .review import review_study
+
+__all__ = ["Approvals", "Inbox", "read_policy", "review_study"]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.egress import EGRESS_LOG, agreement_folders, bytes_by_part
-from fedplan.reports.explain_study import read_privacy_statement
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.figures.charts import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
 from fedplan.reports.figures.grids import GridCell, GridRow, cell_grid, round_spans
 from fedplan.reports.formats import byte_unit, megabytes
 from fedplan.reports.pages.page import WIDTHS, Page, PageBlock, PageFigure, PageSection, block
+from fedplan.reports.study_explanation import read_privacy_statement
 from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, UNDECIDED
 from fedplan.sites.egress import (
     DatasetAccount,

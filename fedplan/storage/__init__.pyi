@@ -33,3 +33,5 @@ from .locks import (
 )
 from .logs import Log, LogEntry, follow_log, read_log, utc_now
 from .store import Store, TensorsAndMeta
+
+__all__ = ["read_log"]

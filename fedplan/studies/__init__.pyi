@@ -51,3 +51,5 @@ from .schema import (
 )
 from .sections import Section, TrainConfig
 from .starter import StudyOptions, new_study
+
+__all__ = ["build_experiment"]

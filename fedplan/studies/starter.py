@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.data.infer_schema import TableSchema, infer_schema
+from fedplan.data.schema_inference import TableSchema, infer_schema
 from fedplan.data.tables import DataError
 from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError

@@ -24,9 +24,9 @@ from fedplan.federation.ledger.status import RunState, read_status
 from fedplan.federation.server import STUDY
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind
-from fedplan.reports.explain_study import read_privacy_statement
 from fedplan.reports.formats import millions
 from fedplan.reports.groups import differing_fields, study_fields
+from fedplan.reports.study_explanation import read_privacy_statement
 from fedplan.studies.run import RunReader, read_consistently, read_run
 from fedplan.studies.schema import Study
 from fedplan.sweeps.records import is_sweep, read_failures, read_sweep_spec

@@ -17,7 +17,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.ledger.status import read_status, read_stop_request
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.reports.explain_study import write_privacy_statement
+from fedplan.reports.study_explanation import write_privacy_statement
 from fedplan.runners.executors.processes import ProcessTransport
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.files import wrap_disk_errors

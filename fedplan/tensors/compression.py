@@ -150,8 +150,11 @@ def pipe(*codecs: Codec) -> Codec:
         raise CodecError(f"delta comes after {names[0]}: put it first, next to the base")
     if "topk" in names and "prune" in names[names.index("topk") :]:
         raise CodecError("prune comes after topk, which leaves no rows: put prune first")
-    if "int8" in names[:-1]:
-        raise CodecError("int8 comes before another codec, and codecs take floats: put it last")
+    for codec, name in zip(flat[:-1], names, strict=False):
+        if not codec.coded_specs(TensorSpec((1,), torch.float32))[""].dtype.is_floating_point:
+            raise CodecError(
+                f"{name} comes before another codec, and codecs take floats: put it last"
+            )
     return flat[0] if len(flat) == 1 else Pipeline(tuple(flat))
 
 

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
-from sklearn.metrics import f1_score
 
-from fedplan.data.metrics import METRICS, score_spread
+from fedplan.data.metrics import METRICS, Metric, score_spread
 from fedplan.errors import FedplanError
+from fedplan.federation.ledger.callbacks import LOWER_IS_BETTER
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
-PAIRS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30)
 
 
 @settings(max_examples=often(200))
@@ -41,13 +40,26 @@ def test_a_client_that_diverged_is_the_worst() -> None:
         assert isnan(found["worst"]) and isnan(found["mean"]) and found["best"] == 1.0
 
 
-@settings(max_examples=often(200))
-@given(PAIRS)
-def test_macro_f1_is_what_scikit_learn_says(pairs: list[tuple[int, int]]) -> None:
-    truth, guess = [t for t, _ in pairs], [g for _, g in pairs]
-    assert isclose(
-        METRICS["f1_macro"].function(truth, guess), f1_score(truth, guess, average="macro")
-    )
+def answers(kind: str, seed: int) -> np.ndarray:
+    """Answers of a kind, as a task gives them."""
+    draw = np.random.default_rng(seed)
+    if kind == "number":
+        return draw.normal(size=9)
+    return draw.integers(0, 2, (9, 3)) if kind == "labels" else draw.integers(0, 4, 9)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+@given(st.integers(0, 2**31))
+def test_no_answer_beats_the_truth_and_the_order_of_rows_does_not_count(
+    metric: Metric, seed: int
+) -> None:
+    sign, order = -1 if metric.name.endswith(LOWER_IS_BETTER) else 1, np.arange(9)[::-1]
+    for kind in metric.answer_kinds:
+        truth, guess = answers(kind, seed), answers(kind, seed + 1)
+        score = metric.function(truth, guess)
+        assert sign * score <= sign * metric.function(truth, truth)
+        assert isclose(score, metric.function(truth[order], guess[order]), abs_tol=1e-12)
 
 
 def test_nothing_to_put_together_is_said() -> None:

@@ -62,12 +62,10 @@ DEFENCES = [
     Defence(rule="multi-krum", max_norm_ratio=1.5),
     Defence(rule="median"),
     Defence(max_weight=7),
-    Defence(rule="krum"),
-    Defence(rule="trimmed-mean"),
     Defence(max_weight_fraction=0.3),
     Defence(max_norm_ratio=1.5),
-    Defence(rule="multi-krum"),
-    *(Defence(rule=rule, max_norm_ratio=1.5) for rule in RULES[1:-1]),
+    *(Defence(rule=rule) for rule in RULES if rule not in ("mean", "median")),
+    *(Defence(rule=r, max_norm_ratio=1.5) for r in RULES if r not in ("mean", "multi-krum")),
 ]
 Sent = dict[str, dict[str, Tensor]]
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from commands import run
 
-from fedplan.reports.data_distribution import ClientData, DataDistribution, data_distribution
+from fedplan.reports.client_data import ClientData, DataDistribution, data_distribution
 from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.schema import read_study
 

@@ -17,7 +17,7 @@ from often import often
 from torch import Tensor
 
 from fedplan.reader import MAX_DEPTH
-from fedplan.tensors.codecs import Codec, CodecError
+from fedplan.tensors.codecs import Codec, CodecError, TensorSpec
 from fedplan.tensors.compression import (
     CODECS,
     bf16,
@@ -35,20 +35,29 @@ FRACTIONS = st.sampled_from([0.01, 0.1, 1 / 3, 0.5, 1.0]) | st.floats(1e-9, 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-INNER = [make for name, make in CODECS.items() if name not in ("plain", "delta", "int8", "pipe")]
-"""The codecs that may stand anywhere in a pipe; a new one is tried in every order."""
-
-
 def made(codec: Callable[..., Codec], fraction: float) -> Codec:
     """A codec, with a fraction if it takes one."""
     return codec(fraction) if signature(codec).parameters else codec()
+
+
+def sends_floats(codec: Callable[..., Codec]) -> bool:
+    """Whether another codec may follow in a pipe."""
+    specs = made(codec, 0.3).coded_specs(TensorSpec((2, 2), torch.float32))
+    return specs[""].dtype.is_floating_point
+
+
+MIDDLE = [make for name, make in CODECS.items() if name not in ("plain", "delta", "pipe")]
+LAST = [make for make in MIDDLE if not sends_floats(make)]
+INNER = [make for make in MIDDLE if make not in LAST]
+"""The codecs that may stand anywhere in a pipe; a new one is tried in every order."""
 
 
 def orders() -> list[Codec]:
     """Every pipe of different codecs in every order that a pipe allows."""
     middle, sizes = [made(codec, 0.3) for codec in INNER], range(len(INNER) + 1)
     inner = [each for size in sizes for each in permutations(middle, size) if allowed(each)]
-    ends = [(a, b) for a in ((), (delta(),)) for b in ((), (int8(),))]
+    lasts = [(), *((made(codec, 0.3),) for codec in LAST)]
+    ends = [(a, b) for a in ((), (delta(),)) for b in lasts]
     return [pipe(*first, *each, *last) for each in inner for first, last in ends]
 
 
@@ -67,7 +76,7 @@ def codecs(draw: st.DrawFn) -> Codec:
     middle = [made(codec, draw(FRACTIONS)) for codec in INNER]
     inner = draw(st.lists(st.sampled_from(middle), max_size=4, unique=True).filter(allowed))
     first = [delta()] if draw(st.booleans()) else []
-    last = [int8()] if draw(st.booleans()) else []
+    last = [made(draw(st.sampled_from(LAST)), draw(FRACTIONS))] if draw(st.booleans()) else []
     return pipe(*first, *inner, *last)
 
 

@@ -16,11 +16,11 @@ from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
-from fedplan.reports.explain_study import full_participation
 from fedplan.reports.figures.charts import Series, mean_series
 from fedplan.reports.forecasts import Forecast, forecast
 from fedplan.reports.groups import group_by_seed
 from fedplan.reports.status import RunSnapshot, run_snapshot
+from fedplan.reports.study_explanation import full_participation
 from fedplan.studies.run import RunReader
 from fedplan.studies.schema import Study
 

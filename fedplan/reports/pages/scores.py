@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from math import isnan
 
 from fedplan.errors import FedplanError
-from fedplan.reports.explain_study import read_privacy_statement
 from fedplan.reports.figures.charts import Series, line_chart, small_multiples
 from fedplan.reports.pages.facts import RunFacts, SeedGroup, group_runs
 from fedplan.reports.pages.page import PageFigure, PageSection
+from fedplan.reports.study_explanation import read_privacy_statement
 
 MAX_CLIENTS = 24
 """The most clients in the figure: those with the worst scores."""
