@@ -15,15 +15,18 @@ def attach_stub(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for the package with this `__init__.py` file.
 
-    The names are those that the stub beside `file` imports by `from .module import name`. The
-    returned `__getattr__` raises AttributeError for any other name.
+    The stub beside `file` imports names by `from .module import name`; its `__all__`, by default
+    all of these, is for users. The returned `__getattr__` raises AttributeError for other names.
     """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     module_of = {
         alias.name: f".{node.module}" if node.module else ""
-        for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
+        for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+    listed = [ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign)]
+    public: list[str] = listed[0] if listed else sorted(module_of)
 
     def get_attribute(name: str) -> Any:
         if name not in module_of:
@@ -32,4 +35,4 @@ def attach_stub(
             return import_module(f"{package}.{name}")
         return getattr(import_module(package + module_of[name]), name)
 
-    return get_attribute, lambda: sorted(module_of), sorted(module_of)
+    return get_attribute, lambda: sorted(public), public

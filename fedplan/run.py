@@ -45,11 +45,11 @@ from fedplan.studies.sections import TrainConfig
 from fedplan.tensors.devices import AUTO
 
 _MOVED = {
-    "rounds lr epochs steps batch_size": "train=fp.TrainConfig({}=...)",
-    "fraction traits": "participation=fp.ClientsConfig({}=...)",
+    " ".join(TrainConfig.model_fields): "train=fp.TrainConfig({}=...)",
+    " ".join(ClientsConfig.model_fields): "participation=fp.ClientsConfig({}=...)",
     "collate metrics primary": "task=fp.CustomTask({}=...)",
     "client_tests": 'clients={{"north": {{"train": ..., "test": ...}}}}',
-    "folder resume name seed device deterministic": "options=fp.RunOptions({}=...)",
+    "folder resume start name seed device deterministic": "options=fp.RunOptions({}=...)",
     "run": "options=fp.RunOptions(start=False)",
     "runner workers": "fp.run_study, with a study file",
 }
@@ -257,11 +257,18 @@ def simulate(
         hint = f": use {place.format(word)}" if place else ""
         raise TypeError(f"simulate() has no argument {word!r}{hint}")
     if not isinstance(method, Method | Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"the method is {method!r}: give a plan, or one as fp.methods.fedper()")
-    if not all(map(callable, callbacks)):
         raise ConfigError(
-            "callbacks has an item that is not callable: give functions of a committed round"
+            f"the method is {method!r}: give a plan, as fp.parse('share()'), or a method, as "
+            "fp.methods.fedper()"
         )
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"the model is {model!r}: give an nn.Module, as Classifier()")
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise ConfigError(f"callbacks is {callbacks!r}: give a list of functions of a round")
+    if not isinstance(options, RunOptions | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"options is {options!r}: give fp.RunOptions(...)")
+    if options and options.resume and not options.folder:
+        raise ConfigError("resume is True without a folder: give the folder of the run, too")
     method = method if isinstance(method, Method) else Method(method)
     if privacy and privacy.vote_noise_multiplier:
         method = replace(method, joint_choice=True)

@@ -38,7 +38,7 @@ import functools
 import torch
 from os import system
 from fedplan.data.metrics import METRIC_NAMES, metric_named
-from fedplan.data.tasks import Task
+from fedplan.data import Task
 from fedplan.training import FitResult, attach, attention_probe
 
 looks = attention_probe(examples=3)

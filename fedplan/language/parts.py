@@ -156,7 +156,7 @@ class On(PartAtom):
 def require_part(value: Any, name: str) -> Part:
     """Return `value` if it is a part; otherwise raise PlanError, naming the function `name`."""
     if not isinstance(value, Predicate) or value.subject_type != "part":
-        raise PlanError(f"{name} takes a part such as query | key, not {value!s}")
+        raise PlanError(f"{name} takes a part such as query | key, not {value!r}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -297,5 +297,5 @@ def by(trait: str, cases: Mapping[str, Plan], otherwise: Plan | None = None) -> 
 def require_plan(value: Any, name: str) -> Plan:
     """Return `value` if it is a plan; otherwise raise PlanError, naming the function `name`."""
     if not isinstance(value, Plan):
-        raise PlanError(f"{name} takes a plan such as share(head), not {value!s}")
+        raise PlanError(f"{name} takes a plan such as share(head), not {value!r}")
     return value

@@ -174,7 +174,7 @@ def from_json(kind: type[M], data: object, terms: Terms | None = None) -> M:
     """
     try:
         return _value_from_json(kind, data, terms)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise SerializationError(
             f"this is not a message of secure aggregation: {str(error)[:80]}"
         ) from error

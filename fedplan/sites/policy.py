@@ -34,8 +34,6 @@ from fedplan.studies.field_types import Count, as_value_error
 from fedplan.studies.schema import ConfigError, Study, parse_toml, unserializable_reason
 from fedplan.studies.sections import Section
 
-POLICY = "policy.toml"
-"""Name of the policy file in a site's folder."""
 RULE_APPROVER = "rule"
 """Recorded as the approver of a study that the policy approved without a person."""
 

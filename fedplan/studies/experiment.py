@@ -135,7 +135,7 @@ def require_study_from_files(study: Study) -> None:
         raise ConfigError(
             f"{study.name} got its model and data from Python: continue it with "
             "fedplan.simulate(..., options=RunOptions(folder=..., resume=True)), with the same "
-            "objects; its models are run.global_model() and run.personal_model(name)"
+            "objects: the run that it returns has the models"
         )
 
 
@@ -180,7 +180,8 @@ def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
             lines = str(error).strip().splitlines() or [""]
             raise ConfigError(
                 f"the model cannot use the examples of {owner}: {type(error).__name__}: "
-                f"{lines[0][:300]}; check [model] and [task]"
+                f"{lines[0][:300]}; check [model] and [task], or in "
+                "Python the model, the loss and the data"
             ) from error
         count = 2
 

@@ -49,6 +49,11 @@ class InMemoryInputs:
             raise ConfigError(
                 f"clients is a {type(self.clients).__name__}: give a dict from client names to data"
             )
+        if isinstance(self.test, Mapping):
+            raise ConfigError(
+                "test is a mapping: give one dataset, and a client's own as clients={name: "
+                '{"train": ..., "test": ...}}'
+            )
         if not self.clients:
             raise ConfigError("clients is empty: give the data of at least one client, by its name")
         for name, data in self.clients.items():
@@ -107,7 +112,8 @@ class InMemoryInputs:
         for name, section in sections.items():
             if section is not None and not isinstance(section, Section):  # pyright: ignore[reportUnnecessaryIsInstance]
                 config = f"fp.{name.capitalize()}Config(...)"
-                raise ConfigError(f"{name} is a {type(section).__name__}: give {config}")
+                argument = "participation" if name == "clients" else name
+                raise ConfigError(f"{argument} is {section!r}: give {config}")
             if section is not None:
                 values[name] = section.model_dump()
         if values["clients"].get("names"):

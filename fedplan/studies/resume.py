@@ -68,7 +68,10 @@ def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
     A folder with progress (see `has_progress`) needs `resume` and the same study; else raises
     ConfigError. A run without progress stays only with `resume` and the same study.
     """
-    busy = f"{folder} holds a run: continue it with --resume, or name another folder"
+    busy = (
+        f"{folder} holds a run: continue it with --resume (Python: resume=True), or name another "
+        "folder"
+    )
     if has_progress(folder):
         if not resume:
             raise ConfigError(busy)

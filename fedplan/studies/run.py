@@ -282,8 +282,8 @@ def claim_run_folder(folder: Path, study: Study, params: Params, data: Federated
     The files of a started run are left for `update_run_files`. Raises ConfigError if the folder has
     a run of another study, StoreError if another process has the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with wrap_disk_errors(f"{folder} cannot be locked", "name a folder that you may write to"):
+        folder.mkdir(parents=True, exist_ok=True)
         claim = acquire_folder_lock(folder)
     if (folder / STUDY).exists() and read_run_study(folder).digest != study.digest:
         raise ConfigError(f"{folder} holds a run of another study: name another folder")

@@ -241,12 +241,13 @@ class Study(Section):
         return self
 
 
-def read_study(file: Path, overrides: list[str] | None = None) -> Study:
+def read_study(file: Path | str, overrides: list[str] | None = None) -> Study:
     """Read and validate a study file (TOML).
 
     `overrides`: texts such as "train.rounds=5", applied before validation. Relative paths become
     absolute, from the file's folder. Raises ConfigError for an unreadable or invalid study.
     """
+    file = Path(file)
     values = apply_overrides(read_study_values(file), overrides)
     return resolve_paths(study_from_dict(values), file.parent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, dataclass_transform
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic._internal._model_construction import ModelMetaclass
@@ -42,6 +42,7 @@ from fedplan.training.optimizers import (
 )
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class _SectionType(ModelMetaclass):
     """Type of sections, whose constructors raise ConfigError in place of a ValidationError."""
 

@@ -41,7 +41,7 @@ from fedplan.models.params import Block, Kind, Param
 from fedplan.runners.clients import Faults
 from fedplan.runners.local import Federation
 from fedplan.secagg.config import SecAggConfig, check_secagg_support
-from fedplan.secagg.messages import KeyAdvert, from_json
+from fedplan.secagg.messages import KeyAdvert, UnmaskShares, from_json
 from fedplan.secagg.round import ClientInput, simulate_secagg_round
 from fedplan.secagg.server import UnmaskedSums
 from fedplan.secagg.terms import MAX_CLIENT_WEIGHT, Slot, Terms
@@ -433,3 +433,14 @@ def test_bits_of_slots_that_there_are_not_are_refused(bits: str) -> None:
     assert from_json(KeyAdvert, said | {"slots": "0x5"}, told).slots == ("x", "z")
     with pytest.raises(SerializationError, match=r"bit|invalid"):
         from_json(KeyAdvert, said | {"slots": bits}, told)
+
+
+def test_a_message_of_any_depth_is_refused_and_does_not_end_the_server() -> None:
+    """At one depth JSON can be read, but not be written again into an error."""
+    for depth in range(900, 1020):
+        inner: Any = 1
+        for _ in range(depth):
+            inner = {"a": inner}
+        shares = {"terms": "00", "client": "a", "masking_key_shares": {}}
+        with pytest.raises(SerializationError):
+            from_json(UnmaskShares, shares | {"self_mask_shares": {"g": {"c": inner}}})

@@ -22,6 +22,7 @@ from fedplan.federation.ledger.records import (
     RoundRecord,
     TurnRecord,
     read_record,
+    read_round,
 )
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
@@ -191,3 +192,7 @@ def test_a_record_with_any_field_changed_is_told_or_reads_as_it_says(
         assert read_record(changed).json() == changed
     except RecordError as error:
         assert str(error)
+
+
+def test_a_round_whose_attention_could_not_be_measured_is_a_round() -> None:
+    assert read_round({**ROUND.json(), "attention": []}).json() == ROUND.json()

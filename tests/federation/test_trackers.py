@@ -25,6 +25,7 @@ from fedplan.federation.ledger.callbacks import (
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import RoundRecord
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.naming import UnknownName
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.schema import read_study
@@ -182,3 +183,21 @@ def test_single_clients_are_told_to_no_tracker() -> None:
         "round": 1.0,
         "loss": 0.5,
     }
+
+
+class Unreachable(Tracker):
+    """A tracker whose server is gone when the run ends."""
+
+    def __call__(self, closed: CommittedRound) -> str | None:
+        return None
+
+    def close(self) -> None:
+        raise ConnectionError("the tracking server does not answer")
+
+
+def test_a_run_is_done_though_a_tracker_cannot_be_closed(here: Path) -> None:
+    study, folder = read_study(here / "study.toml"), here / "out"
+    run = Simulation(study, folder, callbacks=[Unreachable()], events=EventStream(folder))
+    with pytest.raises(ConnectionError):
+        run.run()
+    assert json.loads((folder / "status.json").read_text())["state"] == "done"

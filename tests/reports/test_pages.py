@@ -281,6 +281,10 @@ def test_what_cannot_be_reported_is_named(place: Path, tmp_path: Path) -> None:
     assert code == 2 and "is not the folder of a run" in said and str(tmp_path) in said
     with pytest.raises(FedplanError, match="at least one run"):
         fp.report([], tmp_path / "x.html")
+    ledger = (place / "a/ledger.jsonl").read_bytes()
+    with pytest.raises(fp.FedplanError, match=r"ending in \.html"):
+        fp.report(place / "a", place / "a/ledger.jsonl")
+    assert (place / "a/ledger.jsonl").read_bytes() == ledger
     code, said = run("report", str(place / "a"), "-o", str(tmp_path / "no" / "x.html"))
     assert code == 2 and "cannot be written" in said
     assert not list(tmp_path.iterdir())

@@ -370,7 +370,7 @@ SCRIPT = """
 import os
 import torch
 from echoes import Echo
-from fedplan.runners.executors import ProcessTransport
+from fedplan.runners.executors.processes import ProcessTransport
 workers = ProcessTransport(1, Echo)
 workers.start(0, {})
 shared = workers.share({"x": torch.arange(3)})

@@ -352,7 +352,7 @@ def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> No
         ({"task": make_task("text-classification", columns="x", label="y", labels="ab")}, "give a task, or a loss"),
         ({"task": fp.CustomTask(metrics=right, primary="f2"), "tests": {"north": table(5)}}, "primary is 'f2', but the metrics are loss, "),
         ({"test": None, "callbacks": [EarlyStopping("global.loss")]}, "has no global metrics"),
-        ({"callbacks": [None]}, "an item that is not callable"),
+        ({"callbacks": [None]}, "give a list of functions"),
         ({"method": "fedavg"}, "give a plan"),
         ({"evaluate": {"every": 2}}, r"evaluate is a dict: give fp.EvaluateConfig\(...\)"),
         ({"participation": fp.ClientsConfig(names=["north"])}, "the clients are those with data"),

@@ -198,7 +198,7 @@ def read_round(line: object) -> RoundRecord:
     """
     values = _line_values(line, ROUND)
     for name, default in OPTIONAL_FIELDS.items():
-        if values.setdefault(name, ...) in (None, []):
+        if values.setdefault(name, ...) == default:
             raise RecordError(f"{name} is empty: such a line leaves it out")
         values[name] = default if values[name] is ... else values[name]
     record = cast("RoundRecord", _read_dataclass(RoundRecord, values, "a round"))

@@ -221,11 +221,16 @@ class EventStream:
             if self._server is not None and self._server() is server:  # else resumed meanwhile
                 self.emit(RunChanged(state, reason))
 
+        def end_normally() -> None:
+            is_done = server.global_state.round >= server.rounds
+            end(*((RunState.DONE, "") if is_done else (RunState.STOPPED, self.stop_text)))
+
         try:
             with nullcontext() if has_examples else self._capture_warnings():
                 yield
         except StopRequested as error:
             self.stop_text = str(error)
+            end_normally()
         except Exception as error:
             if not isinstance(error, retried_errors):
                 # Texts of other errors than FedplanError may leak data.
@@ -239,12 +244,12 @@ class EventStream:
         except BaseException:
             end(RunState.STOPPED, "interrupted")
             raise
-        finally:
+        else:
+            end_normally()
+        finally:  # after the end is reported: a tracker may fail to close
             for callback in callbacks:
                 if isinstance(callback, Tracker):
                     callback.close()
-        is_done = server.global_state.round >= server.rounds
-        end(*((RunState.DONE, "") if is_done else (RunState.STOPPED, self.stop_text)))
 
     def _first_status(self, server: Server, study: str) -> RunStatus:
         """Return the status of a run that this process opens."""

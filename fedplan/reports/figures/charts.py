@@ -15,6 +15,7 @@ from fedplan.reports.figures.drawing import (
     Drawing,
     add_axes,
     is_drawable,
+    replace_control_chars,
     text_width,
     tip,
     truncate_text,
@@ -383,7 +384,8 @@ def _scale(
     limits, ticks, log = axis_ticks(numbers, **options)
     labels = tick_labels(ticks, log=log)
     labels = [
-        names[int(t)] if 0 <= t < len(names) else s for t, s in zip(ticks, labels, strict=True)
+        replace_control_chars(names[int(t)]) if 0 <= t < len(names) else s
+        for t, s in zip(ticks, labels, strict=True)
     ]
     ax.set(**{f"{axis}scale": "log" if log else "linear", f"{axis}lim": limits})
     (ax.set_xticks if axis == "x" else ax.set_yticks)(ticks, labels)

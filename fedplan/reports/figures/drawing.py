@@ -153,14 +153,15 @@ class Drawing:
         """Return the numbers as CSV with a header; no cell can be read as a spreadsheet formula."""
         out = StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows([spreadsheet_safe(each) for each in row] for row in self.rows)
+        rows = (self.columns, *self.rows)
+        writer.writerows([spreadsheet_safe(each) for each in row] for row in rows)
         return out.getvalue()
 
     def _rendered(self, kind: str, **options: Any) -> bytes:
         """Return the chart in a format of matplotlib, by its defaults and STYLE alone."""
         from matplotlib import style
         from matplotlib.figure import Figure
+        from matplotlib.text import Text
 
         out = BytesIO()
         with style.context(["default", STYLE]), warnings.catch_warnings():
@@ -169,6 +170,8 @@ class Drawing:
             warnings.filterwarnings("ignore", "Matplotlib currently does not support")
             figure = Figure(figsize=(self.width / 72, self.height / 72), dpi=72)
             self.draw(figure)
+            for text in figure.findobj(Text):
+                text.set_text(replace_control_chars(text.get_text()))
             figure.savefig(out, format=kind or None, **options)
         return out.getvalue()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedplan.errors import FedplanError
 from fedplan.reports.figures.drawing import FONTS, PALETTE, Drawing, palette_css
 from fedplan.storage.files import make_folder, write_atomic
 
@@ -104,8 +105,11 @@ class Page:
     def write(self, file: Path, *, csv: Path | None = None, png: Path | None = None) -> None:
         """Write the page to a file, and its figures to the folders `csv` and `png` if given.
 
-        Folders are created, and files overwritten atomically.
+        Folders are created, and files overwritten atomically. Raises FedplanError if the file's
+        name does not end in .html: a page must not replace a file of the run.
         """
+        if file.suffix.lower() not in (".html", ".htm"):
+            raise FedplanError(f"a page cannot be written to {file}: give a name ending in .html")
         write_atomic(file, self.html())
         for folder in filter(None, (csv, png)):
             make_folder(folder)

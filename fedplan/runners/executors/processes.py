@@ -18,6 +18,7 @@ import traceback
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,6 +27,7 @@ from queue import Queue
 from tempfile import mkdtemp
 from typing import Any, Protocol, cast
 
+import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
@@ -145,7 +147,7 @@ class ProcessTransport:
     def share(self, tensors: Tensors) -> SharedFile:
         """Write tensors to a file that every worker can map."""
         self._files += 1
-        return SharedFile(self._folder / f"world-{self._files}", tensors)
+        return SharedFile(self._folder / f"shared-{self._files}", tensors)
 
     def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
         """Send a message, and the tensors `shared` (from `share`), to the started worker `number`.
@@ -153,7 +155,7 @@ class ProcessTransport:
         Blocks while the pipe is full. For a dead worker nothing is raised; `receive` reports it.
         """
         file = str(shared.file) if isinstance(shared, SharedFile) else None
-        with suppress(OSError):
+        with suppress(KeyError, OSError):
             self._running[number][1].send_bytes(json.dumps([dict(message), file]).encode())
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
@@ -192,7 +194,7 @@ def unshared_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor.detach().contiguous()
         if owners.setdefault(tensor.untyped_storage().data_ptr(), name) == name
-        else tensor.detach().clone()
+        else tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
 
@@ -242,9 +244,9 @@ def run_worker_process(pipe: Connection, handler: Handler, folder: Path, number:
             os._exit(0)
 
     threading.Thread(target=read_messages, daemon=True).start()
-    target = folder / f"answer-{number}"
     try:
-        while True:
+        for turn in count():  # a name of its own: the parent may not have read the last answer
+            target = folder / f"answer-{number}-{turn}"
             message, file = json.loads(messages.get())
             try:
                 tensors, fields = handler.reply(message, load_file(file) if file else {})
