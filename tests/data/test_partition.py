@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
 
+from fedplan.data import partition as module
 from fedplan.data.partition import Partition, example_digests, partition_examples, split_holdout
 from fedplan.data.tables import DataError, filter_rows, label_names, load_table
 from fedplan.errors import UnknownModel
@@ -389,6 +390,26 @@ def test_what_cannot_be_divided_says_why() -> None:
         )
     with pytest.raises(DataError, match="the training fraction is 0"):
         split_holdout(table, fraction=0, seed=0)
+
+
+def test_as_many_draws_are_tried_as_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_DRAWS", 1)
+    table = numbered(list(range(40)))
+    assert len(partition_examples(table, Partition("iid", 2), seed=0)) == 2
+    with pytest.raises(DataError, match="in 1 draws, no partition of 40 examples"):
+        partition_examples(table, Partition("iid", 40), seed=0)
+
+
+def test_a_row_has_a_client_where_shares_sum_to_less_than_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By rounding, the last bound of a draw may lie below the largest number of a row."""
+    largest = 1 - 2.0**-53
+    monkeypatch.setattr(module, "uniform_numbers", lambda rows, *_: np.full(len(rows), largest))
+    partition = Partition("dirichlet", 7, alpha=1.0, min_examples=0)
+    for seed in range(40):
+        clients = module.partition_table(numbered(["a"]), partition, seed=seed, label="label")
+        assert sum(map(len, clients.values())) == 1, seed
 
 
 @pytest.mark.parametrize("name", ["none.parquet", "none", "a.txt", "broken.json", "broken.parquet"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -104,3 +105,12 @@ def test_a_tree_of_edges_gives_the_bits_of_one_sum(kind: str) -> None:
         draw, names = Random(seed), list(updates)
         draw.shuffle(names)
         assert bits(tree(total, updates, names, draw)) == expected
+
+
+def test_clients_of_every_edge_count_as_unchanged_where_they_sent_nothing() -> None:
+    plain, updates = made("plain")
+    assert isinstance(plain, MeanAggregator)
+    method = replace(plain.agreement.method, absent=True)
+    total = MeanAggregator(replace(plain.agreement, method=method), plain.base, CLIENTS)
+    expected = bits(summed(total.empty(), updates, list(updates)))
+    assert bits(tree(total, updates, list(updates), Random(0))) == expected

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from clients import GUARANTEES, few, loss
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from liars import let_lie
 from often import first, often
@@ -165,6 +165,13 @@ def test_krum_takes_nothing_of_who_is_far(seed: int, far: float, liars: int) -> 
         assert set(made.excluded) >= false or "krum" not in rule
 
 
+def test_krum_sums_the_distances_to_all_but_the_liars_and_two() -> None:
+    """Of five with a liar, to the two nearest: by one more or one less another is taken."""
+    places = {"a": 9.0, "b": 3.0, "c": 8.0, "d": 2.0, "e": 4.0}
+    values = {name: {"x": torch.tensor([place])} for name, place in places.items()}
+    assert select_by_krum(values, ["x"], liars=1, count=1) == ["b"]
+
+
 def test_the_median_is_krums_neighbour_where_all_agree() -> None:
     """What all send alike is what every rule makes of it, to the bit."""
     values = {name: BASE for name in NAMES}
@@ -176,6 +183,7 @@ WEIGHTS = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 2**27), min_siz
 
 
 @given(WEIGHTS, st.floats(0.01, 0.99))
+@example({"a": 2, "b": 1, "c": 1}, 0.5)  # just at its share
 @settings(max_examples=often(1000))
 def test_no_weight_is_above_its_share_and_none_is_cut_without_need(
     weights: dict[str, int], share: float

@@ -188,6 +188,16 @@ def test_an_update_is_counted_once(good: tuple[Federation, dict[str, Update]]) -
     assert "has an update in this round already" in round_state.rejected["client-0"]
 
 
+def test_what_was_sent_in_vain_is_counted_of_each_client(tmp_path: Path) -> None:
+    fed = federation(tmp_path)
+    fed.commit(fed.run_round())
+    round_state = fed.server.begin_round()
+    sent = [round_state.cohort[name].nbytes for name in ("client-0", "client-1")]
+    for name in ("client-0", "client-1"):
+        fed.server.resend_all(round_state, name)
+    assert min(sent) > 0 and round_state.wasted_bytes == sum(sent)
+
+
 def test_updates_in_any_order_make_the_same_world(
     good: tuple[Federation, dict[str, Update]],
 ) -> None:

@@ -20,6 +20,7 @@ from scipy.special import ndtr
 from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import (
     ACCOUNTANTS,
+    MAX_STEPS,
     Charge,
     DPSGDSteps,
     Event,
@@ -340,6 +341,12 @@ def epsilon_of_plain(event: Event) -> float:
 def test_what_is_no_event_is_told(data: object) -> None:
     with pytest.raises(PrivacyError):
         event_from_json(data)
+
+
+def test_more_steps_than_can_be_counted_are_told() -> None:
+    assert DPSGDSteps(1.0, 0.1, MAX_STEPS).steps == MAX_STEPS
+    with pytest.raises(PrivacyError, match="10000001: give a whole number from 1 to 10000000"):
+        DPSGDSteps(1.0, 0.1, MAX_STEPS + 1)
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, 1, None])

@@ -20,7 +20,7 @@ from often import often
 
 from fedplan.errors import FedplanError, PrivacyError
 from fedplan.privacy.accounting.accountant import Charge, DPSGDSteps, Event, Release, epsilon
-from fedplan.privacy.accounting.budget import Budget
+from fedplan.privacy.accounting.budget import Budget, EpsilonCap
 from fedplan.storage.append_log import head_file
 from fedplan.storage.files import POINTS, VARIABLE, reset_failpoints
 
@@ -83,6 +83,16 @@ def test_what_would_pass_the_limit_is_refused_and_not_written(tmp_path: Path) ->
         each.charge(SUM, "round 3")  # what was paid may go out again
     assert found.file.read_bytes() == before
     budget(tmp_path, limit + 1).charge(SUM, f"round {rounds}")
+
+
+def test_a_cap_is_at_its_own_delta_and_the_limit_at_the_files(tmp_path: Path) -> None:
+    cap = EpsilonCap(epsilon([SUM] * 2, 1e-3), 1e-3, "run/")
+    found = budget(tmp_path, cap=cap)
+    for name in ("run/1", "run/2"):  # at the delta of the file, two would cost more than the cap
+        found.charge(SUM, name)
+    assert found.epsilon_spent_under(cap) == cap.epsilon < found.epsilon_spent()
+    with pytest.raises(PrivacyError, match="was promised"):
+        found.charge(SUM, "run/3")
 
 
 def test_the_same_again_is_free_another_event_an_error_another_content_a_charge(

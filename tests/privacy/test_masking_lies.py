@@ -385,6 +385,22 @@ def test_more_sites_than_twice_the_threshold_are_refused() -> None:
         assert "two halves" in refusal(lambda notes=notes, told=told: notes.share_secrets(told))
 
 
+def test_a_threshold_is_more_than_half_of_the_sites() -> None:
+    agreed = terms(SLOTS, threshold=3)
+    agreed.require_client_count(5)
+    assert "take 4 at least" in refusal(lambda: agreed.require_client_count(6))
+
+
+def test_the_server_takes_no_signature_of_other_survivors() -> None:
+    """Else one site that lies would make all others refuse to open the sum."""
+    made = whole()
+    made.play(until=4)
+    held = made.server._signatures["bea"]
+    false = replace(held, signature=made.server._signatures["ada"].signature)
+    assert "has signed other survivors" in refusal(lambda: made.server.accept_signature(false))
+    assert made.server._signatures["bea"] == held
+
+
 def test_no_site_is_laid_open_by_two_answers() -> None:
     """Of no site does anybody give a share of its mask and a share of its key."""
     dice = random.Random(5)

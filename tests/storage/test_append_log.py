@@ -178,6 +178,33 @@ def test_a_kill_between_a_line_and_its_head_loses_neither(
     assert AppendLog(file, chained=True).head.lines == 4
 
 
+def test_one_line_past_its_head_is_of_a_kill_and_two_are_damage(tmp_path: Path) -> None:
+    file = copied(tmp_path, 3)
+    heads = [LogHead()]
+    for line in file.read_bytes().splitlines(keepends=True):
+        heads.append(heads[-1].extended_by(line))
+    for known in (2, 1):
+        head_file(file).write_text(heads[known].text)
+        if known == 2:
+            assert len(AppendLog(file, chained=True).read()) == 3
+            continue
+        for act in (AppendLog.read, lambda log: log.append({})):
+            with pytest.raises(DamagedLog, match=r"has 3 lines, and .* knows of 1"):
+                act(AppendLog(file, chained=True))
+
+
+def test_a_line_whose_write_failed_is_taken_back_from_a_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = AppendLog(copied(tmp_path, 2), chained=True)
+    log.append({"number": 2})
+    reset_failpoints()
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="No space left"):
+        patch.setenv(VARIABLE, "log.written:enospc@1")
+        log.append({"number": 3})
+    assert [line["number"] for line in AppendLog(log.file, chained=True).read()] == [0, 1, 2]
+
+
 def test_a_full_disk_leaves_a_chain_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = made(tmp_path, 2)
 

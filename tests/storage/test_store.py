@@ -444,6 +444,41 @@ def test_a_failing_disk_leaves_one_or_the_other(
     assert is_checkpoint(store.read_newest(), number) and len(list(tmp_path.iterdir())) == 4
 
 
+def test_every_file_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut leaves a manifest, and of its tensors the name alone."""
+    events, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        fsync(descriptor)
+
+    def renamed(file: Path, target: Path) -> Path:
+        events.append(f"{file.name} renamed")
+        return rename(file, target)
+
+    store = Store(tmp_path / "store")
+    store.make_folder()
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    write(store, 1)
+    files_in_order = ("1.safetensors.tmp", "1.json.tmp")
+    assert events == [each for n in files_in_order for each in (n, f"{n} renamed", "store")]
+
+
+def test_who_relies_on_a_checkpoint_first_syncs_the_name_that_a_kill_may_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(tmp_path)
+    synced = list[Path]()
+    monkeypatch.setattr(
+        os, "fsync", lambda each: synced.append(Path(f"/proc/self/fd/{each}").resolve())
+    )
+    assert is_checkpoint(Store(tmp_path, read_only=True).read_newest(), 2) and not synced
+    assert is_checkpoint(Store(tmp_path).read_newest(), 2) and synced == [tmp_path.resolve()]
+
+
 def test_leftovers_of_a_killed_write_go_with_the_next(tmp_path: Path) -> None:
     store = two(tmp_path)
     left = ("3.json.tmp", "3.safetensors.tmp", ".tmpAb3_x9", f"3.{'0' * 16}.safetensors")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from fedplan.storage import tensor_file
 from fedplan.storage.tensor_file import all_tensors, no_tensors, parse_tensors, read_tensors
 
 WHOLE = {
@@ -52,3 +53,13 @@ def test_what_is_cut_off_has_no_tensors_and_a_digest_still(tmp_path: Path, count
     assert not tensors and fault and sha256 == hashlib.sha256(content).hexdigest()
     with pytest.raises(ValueError):
         parse_tensors(content, all_tensors)
+
+
+def test_a_header_over_the_limit_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(1)}, file)
+    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 8)
+    tensors, _, fault = read_tensors(file, all_tensors)
+    assert not tensors and "its header would take" in fault

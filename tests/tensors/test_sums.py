@@ -19,7 +19,7 @@ from often import often
 from torch import Tensor
 
 from fedplan.errors import FedplanError
-from fedplan.tensors import accumulator, chunks, sums
+from fedplan.tensors import accumulator, chunks, ring, sums
 from fedplan.tensors.sums import MAX_WEIGHT, ExactSum, SumError
 
 Update = tuple[dict[str, Tensor], int]
@@ -227,7 +227,6 @@ REFUSED: dict[str, tuple[object, object, str]] = {
     "negative weight": (GOOD, -1, "weight -1 is not"),
     "real weight": (GOOD, 1.0, "weight 1.0 is not"),
     "true weight": (GOOD, True, "weight True is not"),
-    "large weight": (GOOD, MAX_WEIGHT + 1, "weight 134217729 is not"),
     "overflow": (torch.tensor([2.0**40, 0.0]), 2**11, "the sum of b could pass 2251799813685248"),
 }
 
@@ -256,6 +255,22 @@ def test_a_sum_is_exact_up_to_the_moment_it_refuses(value: float, weight: int) -
         assert abs(total.mean()["x"].item() - value) <= value * 2.0**-51 + 2.0**-48
 
 
+def test_no_weight_above_the_limit_is_added_or_read() -> None:
+    total = total_of([({"a": GOOD}, MAX_WEIGHT)])
+    with pytest.raises(SumError, match="weight 134217729 is not an int from 1 to 134217728"):
+        total.add({"a": GOOD}, MAX_WEIGHT + 1)
+    tensors, facts = total.to_tensors()
+    facts["a"] |= {"weight": MAX_WEIGHT + 1}  # pyright: ignore
+    with pytest.raises(SumError, match="a is not part of a sum"):
+        ExactSum.from_tensors(tensors, facts)
+
+
+def test_a_peak_bounds_a_value_that_is_rounded_up_to_a_step() -> None:
+    values = {"a": torch.tensor([1.75], dtype=torch.float64) * sums.GRID}
+    tensors, facts = total_of([(values, 1)]).to_tensors()
+    assert int(tensors["a.lower"]) == 2 == facts["a"]["reach"]  # pyright: ignore
+
+
 def test_a_refused_merge_leaves_both_as_they_were() -> None:
     near = ({"a": GOOD, "b": torch.full((2,), 2.0**40)}, 1500)
     for first, second in (
@@ -268,6 +283,19 @@ def test_a_refused_merge_leaves_both_as_they_were() -> None:
         with pytest.raises(SumError):
             mine.merge(theirs)
         assert (content(mine), content(theirs)) == before
+
+
+def test_merged_sums_carry_before_their_lower_counts_overflow() -> None:
+    quarter = ({"x": torch.tensor([16.0])}, 2**10)  # 2**61 steps, and the lower counts hold 2**63
+    total = ExactSum()
+    for _ in range(5):
+        total.merge(total_of([quarter]))
+    assert content(total) == content(total_of([quarter] * 5))
+
+
+def test_a_sum_carries_before_its_lower_counts_reach_their_end() -> None:
+    total = total_of([({"x": torch.tensor([16.0])}, 2**11)] * 2)  # 2**63 steps
+    assert total.mean()["x"].tolist() == [16.0]
 
 
 def test_a_merged_sum_is_a_copy() -> None:
@@ -332,6 +360,17 @@ def test_what_is_not_a_sum_is_not_read(case: str) -> None:
     SPOILED[case](tensors, facts["a"])  # pyright: ignore
     with pytest.raises(SumError, match="a is not part of a sum"):
         ExactSum.from_tensors(tensors, facts)
+
+
+@given(st.integers(-(2**127), 2**127 - 1), st.integers(-(2**127), 2**127 - 1))
+@example(2**64, 2**64)
+@example(2**64, 1)
+@example(2**64 - 1, 1)
+def test_words_are_added_and_subtracted_as_integers_that_wrap_around(one: int, other: int) -> None:
+    for change, exact in ((ring.add_words, one + other), (ring.subtract_words, one - other)):
+        words = ring.words_from_ints([one])
+        change(words, ring.words_from_ints([other]))
+        assert (ring.ints_from_words(words)[0] - exact) % 2**128 == 0
 
 
 def test_memory_does_not_grow_with_updates() -> None:
