@@ -135,8 +135,8 @@ MALFORMED: dict[str, Callable[[Update], Update]] = {
     "another client": having(client="client-1"),
     "another round": lambda u: replace(u, request_name=u.request_name.replace("/1/", "/2/")),
     "another experiment": lambda u: replace(u, request_name=u.request_name.replace("test", "tset")),
-    "another plan": having(agreed="0" * 16),
-    "empty request": having(request=""),
+    "another plan": having(agreement_digest="0" * 16),
+    "empty request": having(request_name=""),
     "too large": with_values(lambda v: v.update({"x": torch.zeros(10**6)})),
     "ten times too many": with_values(
         lambda v: v.update({f"x{i}": torch.zeros(10**5) for i in range(10)})
