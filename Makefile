@@ -24,8 +24,8 @@ examples: ## the scripts of examples, and two rounds of each of the README's stu
 	  folder=$$(mktemp -d) && fedplan run examples/$$study.toml --set train.rounds=2 --output $$folder/run \
 	  && fedplan verify $$folder/run && rm -r $$folder || exit 1; done
 
-nightly: ## all tests, the long ones too, and every law on more examples
-	FEDPLAN_LAWS=night pytest -n auto
+nightly: ## all tests, the long ones too, and every law on more examples; a second call goes on
+	python tests/night.py
 
 research: ## the tests of research: needs the whole history of the repository
 	pytest -n auto research/tests

@@ -143,7 +143,7 @@ CASES = [(point, k, r) for i, point in enumerate(HERE) for k in (1, 4) for r in 
 
 @pytest.mark.parametrize(("point", "time_", "replies"), CASES)
 def test_killed_at_a_failpoint(point: str, time_: int, replies: bool, tmp_path: Path) -> None:
-    name = {"round": "scaffold", "budget": "cloaked" if replies else "veiled"}.get(
+    name = {"round": "scaffold", "log": "cloaked" if replies else "veiled"}.get(
         point.partition(".")[0], "fedper"
     )
     ended = played(tmp_path, name, replies=replies, failpoint=f"{point}:kill@{time_}")
