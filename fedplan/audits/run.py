@@ -31,6 +31,9 @@ from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.run import RunReader, read_consistently
 from fedplan.tensors.named import Tensors, digest
 
+FAILED = "The run failed the checks that the faults name"
+"""Start of the text on a run with faults."""
+
 
 @dataclass
 class _LedgerSummary:
@@ -69,12 +72,12 @@ class _LedgerSummary:
 
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
-    """Check a run's folder; return (faults as sentences, a text on all that was checked).
+    """Check a run's folder; return (faults as sentences, a text).
 
     Checks the ledger against the plan, stored models and client states against the ledger, privacy
     charges against the guarantee, and examples, if loadable, against their digests. Changes
-    nothing. The text is true only without faults, and "" if a file is lost without which nothing
-    else can be checked. Raises ConfigError before the first round.
+    nothing. The text says what the checks have shown; with faults, that the run failed them. Raises
+    ConfigError before the first round.
     """
     return read_consistently(folder, _verify)
 
@@ -85,9 +88,8 @@ def _verify(run: RunReader) -> tuple[list[str], str]:
     faults = [*file_faults.values()]
     lost = any(segment_number(name) and f.endswith("is lost") for name, f in file_faults.items())
     if lost or any(file_faults.get(name, "") for name in WRITE_ONCE_FILES):
-        # Without these files nothing else can be checked.
         run.require_current()
-        return faults, ""
+        return faults, f"{FAILED}, and without these files nothing else can be checked."
     summary = _LedgerSummary(bool(run.identity.examples))
     faults += run.identity_faults()
     lines = summary.count_lines(run.ledger_lines())
@@ -97,26 +99,23 @@ def _verify(run: RunReader) -> tuple[list[str], str]:
             faults += list(segment_header_faults(run.folder, run.meta["files"]))
     faults += _global_state_faults(run, summary.rounds)
     faults += _best_faults(run, summary.rounds)
-    try:
-        if run.agreement.guarantee is not None:
-            # Raises for charges that were changed or that the guarantee does not explain.
-            Statement.of(run.agreement.guarantee, run.study.train.rounds, run.folder)
-    except FedplanError as error:
-        faults.append(str(error))
+    charge_faults, charges_checked = _charge_faults(run)
+    faults += charge_faults
     faults += _client_state_faults(run, summary.last_turns)
     changed, examples_checked = _example_faults(run)
     faults += changed
     if faults:
         run.require_current()
+        return faults, f"{FAILED}; all other checks passed."
     frozen = "the plan froze nothing; "
     if summary.frozen:
         frozen = f"frozen params were checked {summary.frozen:,} times and none changed; "
-    return faults, (
+    return [], (
         f"{run.round} rounds, {len(summary.clients)} clients, {summary.turns} turns: "
         f"{frozen}{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all "
         f"explained by the plan {run.agreement.method.plan.fingerprint}; no personal param was "
         "uploaded. "
-        f"{_describe_masked_sums(summary.rounds)}{examples_checked}"
+        f"{_describe_masked_sums(summary.rounds)}{charges_checked}{examples_checked}"
     )
 
 
@@ -175,6 +174,27 @@ def _changed_values(values: Tensors, digests: Mapping[str, str]) -> list[str]:
     return [
         k for k, expected in digests.items() if k not in values or digest(values[k]) != expected
     ]
+
+
+def _charge_faults(run: RunReader) -> tuple[list[str], str]:
+    """Compare the privacy charges in the run's folder with the guarantee.
+
+    Returns (faults, a sentence with a space behind it). The sentence is "" without charges, as with
+    example-level DP at sites, which have the charges.
+    """
+    guarantee = run.agreement.guarantee
+    if guarantee is None:
+        return [], ""
+    try:
+        statement = Statement.of(guarantee, run.study.train.rounds, run.folder)
+    except FedplanError as error:
+        return [str(error)], ""
+    if not statement.charges:
+        return [], ""
+    return [], (
+        "All privacy charges are those that the study promises: epsilon "
+        f"{statement.epsilon_spent:.4f} of {guarantee.epsilon:g} is spent. "
+    )
 
 
 def _client_state_faults(run: RunReader, last_turns: Mapping[str, TurnRecord]) -> list[str]:

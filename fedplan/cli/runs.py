@@ -221,12 +221,14 @@ def verify_command(
     if as_json:
         print_json({"passed": not faults, "faults": list(faults), "summary": summary})
     else:
+        console = Console(stderr=bool(faults))
         for fault in faults[:20]:
-            Console(stderr=True).print(fault, style="red", markup=False)
+            console.print(fault, style="red", markup=False)
+        if len(faults) > 20:
+            console.print(f"and {len(faults) - 20} more: --json lists all")
+        console.print(summary, markup=False)
     if faults:
         raise typer.Exit(1)
-    if not as_json:
-        Console().print(summary, markup=False)
 
 
 @command(app, "report run -o report.html", "report state -o compliance.html")

@@ -76,12 +76,12 @@ def data_command(
 ) -> None:
     """Show the data of each client: examples, labels, and how much the clients differ."""
     from fedplan.reports.client_data import data_distribution
-    from fedplan.storage.files import write_atomic
+    from fedplan.storage.files import SHARED, write_atomic
 
     with print_errors():
         distribution = data_distribution(study)
         if svg is not None:
-            write_atomic(svg, distribution.figure().svg(alone=True))
+            write_atomic(svg, distribution.figure().svg(alone=True), mode=SHARED)
     if as_json:
         return print_json(distribution.json())
     # Never cut a column: the table of clients must be complete.

@@ -88,7 +88,7 @@ def compare_command(
     Prints Markdown: means with confidence intervals over seeds, differences paired by seed,
     p-values corrected for multiple comparisons, bytes, epsilon, time, and a summary in words.
     """
-    from fedplan.storage.files import write_atomic
+    from fedplan.storage.files import SHARED, write_atomic
     from fedplan.sweeps.comparisons import compare
 
     with print_errors():
@@ -96,7 +96,7 @@ def compare_command(
             raise FedplanError("--csv and --json exclude each other: give one of them")
         comparison = compare(places, score=score)
         if html is not None:
-            write_atomic(html, comparison.html())
+            write_atomic(html, comparison.html(), mode=SHARED)
         if as_json:
             print(json.dumps(comparison.json(), indent=1))
         elif as_csv:

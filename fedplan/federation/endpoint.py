@@ -49,7 +49,7 @@ from fedplan.federation.messages import (
 )
 from fedplan.secagg.config import MASKED_INPUT_STEP, SECAGG_STEPS
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.files import write_if_changed
+from fedplan.storage.files import make_folder, write_if_changed
 from fedplan.storage.journal import Journal
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
@@ -115,7 +115,7 @@ class Endpoint:
             **({"peers": secagg_client.peer_key_digests} if secagg_client is not None else {}),
         }
         for path in (folder, self.folder):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path)
             write_if_changed(path / AGREEMENT, json.dumps(fields, indent=1))
         self._kinds = {p.key: str(p.kind) for p in agreement.params}
 

@@ -221,7 +221,7 @@ def _require_same_content(client: Client, request: Request, content: str) -> Non
         raise RequestRefused(
             f"{client.name} has answered {request.name[:80]!r} before, for other values"
         ).with_code("no-evaluation")
-    write_atomic(file, json.dumps(answered), mode=0o600)
+    write_atomic(file, json.dumps(answered))
 
 
 def metrics_to_json(scores: Scores) -> dict[str, JSON]:

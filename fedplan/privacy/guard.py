@@ -33,7 +33,7 @@ from fedplan.privacy.mechanisms.noise import (
 )
 from fedplan.privacy.mechanisms.vote import NoisyVote, count_ballots, make_ballot
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.locks import sync_folder
+from fedplan.storage.files import make_folder
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum
 from fedplan.training.fit import Fit
@@ -67,8 +67,7 @@ class Guard:
         delta: float = 0.0,
         encryption: Encryption | None = None,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
+        make_folder(folder)
         self.guarantee = guarantee
         self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
         self._cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplan.errors import PrivacyError
-from fedplan.privacy.accounting.accountant import accountant_version, charge_to_json
+from fedplan.privacy.accounting.accountant import Charge, accountant_version, charge_to_json
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap
 from fedplan.privacy.guarantee import Guarantee, vote_name
 from fedplan.privacy.guard import CHARGES_FILE
@@ -83,26 +83,26 @@ class Statement:
 
         Without a folder or files nothing is spent. rounds, noise_shares: as the fields. run: prefix
         of the names of this run's charges, in files with charges of many runs. Reads only. Raises a
-        PrivacyError if a file is damaged or of another unit, or if a charge of the run in the file
-        with the largest epsilon is not one that the guarantee promises; charges of other files are
-        not compared.
+        PrivacyError if a file is damaged or of another unit, or if a charge of the run, in any of
+        the files, is not one that the guarantee promises.
         """
         cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)
-        files = sorted(folder.rglob(CHARGES_FILE)) if folder else []
-        budgets = [Budget(file, delta=guarantee.delta, unit=guarantee.unit) for file in files]
-        largest = max(budgets, key=lambda budget: budget.epsilon_spent_under(cap), default=None)
-        if largest is None:
-            return Statement(guarantee, rounds, 0.0, [], noise_shares)
-        charges = [charge for charge in largest.charges if charge.name.startswith(run)]
-        for charge in charges:
-            name = charge.name.removesuffix(vote_name(""))
-            promised = guarantee.round_events(1, name).get(charge.name)
-            if charge.event != promised:
-                raise PrivacyError(
-                    f"{charge.name} was charged as {charge.event}, and the study promises "
-                    f"{promised}: this is the folder of another study, or it was changed"
-                )
-        spent, lines = largest.epsilon_spent_under(cap), [charge_to_json(c) for c in charges]
+        spent, charges = 0.0, list[Charge]()
+        for file in sorted(folder.rglob(CHARGES_FILE)) if folder else []:
+            budget = Budget(file, delta=guarantee.delta, unit=guarantee.unit)
+            of_run = [charge for charge in budget.charges if charge.name.startswith(run)]
+            for charge in of_run:
+                name = charge.name.removesuffix(vote_name(""))
+                promised = guarantee.round_events(1, name).get(charge.name)
+                if charge.event != promised:
+                    raise PrivacyError(
+                        f"{file}: {charge.name} was charged as {charge.event}, and the study "
+                        f"promises {promised}: this is the folder of another study, or it was "
+                        "changed"
+                    )
+            if not charges or budget.epsilon_spent_under(cap) > spent:
+                spent, charges = budget.epsilon_spent_under(cap), of_run
+        lines = [charge_to_json(charge) for charge in charges]
         return Statement(guarantee, rounds, spent, lines, noise_shares)
 
     @property

@@ -159,7 +159,7 @@ class SecureRound:
         """Write the checkpoint, with changed fields, to disk; call before sending messages."""
         self._checkpoint = replace(self._checkpoint, **changes)
         if self._file is not None:
-            write_atomic(self._file, json.dumps(asdict(self._checkpoint)), mode=0o600)
+            write_atomic(self._file, json.dumps(asdict(self._checkpoint)))
 
     def _collect_adverts(
         self, replies: Mapping[str, Any], directory: KeyDirectory

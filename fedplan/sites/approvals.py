@@ -94,7 +94,7 @@ class Inbox:
         if len(present) >= MAX_STUDIES:
             self._file(removable[0]).unlink(missing_ok=True)
         make_folder(self.folder)
-        write_atomic(file, text, mode=0o600)
+        write_atomic(file, text)
         return True
 
     def read_offer(self, digest: str) -> Offer:

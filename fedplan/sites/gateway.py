@@ -31,7 +31,7 @@ from fedplan.runners.site_runtime import SiteRuntime, private_umask, site_study_
 from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import Policy
 from fedplan.sites.tls_probe import certificate_digest
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import PRIVATE, make_folder, write_atomic
 from fedplan.storage.locks import acquire_folder_lock
 from fedplan.storage.logs import Log
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
@@ -145,7 +145,7 @@ class SiteGateway:
         if kind == HELLO:
             file, text = self._study_file(run), study.model_dump_json(indent=1)
             if not file.exists() or file.read_text(encoding="utf-8") != text:
-                file.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(file.parent)
                 write_atomic(file, text)
         runtime = self._runtime_for(study)
         endpoint = runtime.endpoint(run)
@@ -267,8 +267,8 @@ def allow_rejoin(site: Site, run: str) -> None:
         study = study_from_dict(json.loads(file.read_text(encoding="utf-8")))
         site_approvals(site).record_rejoin(run, study)
         folder = Path(site.state) / REJOIN_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / run).touch()
+        make_folder(folder)
+        (folder / run).touch(PRIVATE)
 
 
 def _run_id_or_empty(message: Message) -> str:
@@ -311,7 +311,7 @@ def serve_site(folder: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     state_folder = Path(site.state)
-    state_folder.mkdir(parents=True, exist_ok=True)
+    make_folder(state_folder)
     lock = acquire_folder_lock(state_folder)
     gateway = SiteGateway(site, site_approvals(site), lambda: server_certificate_digest(site))
     gateway.log.note("site started", site=site.name)

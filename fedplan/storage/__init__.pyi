@@ -12,9 +12,12 @@ from .append_log import (
 )
 from .encryption import Encryption
 from .files import (
+    PRIVATE,
+    SHARED,
     failpoint,
     file_size_and_digest,
     make_folder,
+    open_private,
     safe_folder_name,
     validate_client_names,
     validate_study_name,

@@ -18,7 +18,7 @@ from threading import RLock
 from typing import Any, BinaryIO, cast
 
 from fedplan.errors import FedplanError, StoreError
-from fedplan.storage.files import failpoint, wrap_disk_errors, write_atomic
+from fedplan.storage.files import PRIVATE, failpoint, wrap_disk_errors, write_atomic
 from fedplan.storage.locks import open_exclusively, sync_folder
 
 GENESIS_DIGEST = "0" * 64
@@ -120,7 +120,7 @@ class AppendLog:
                 _write_from(self._out, end.length, content)
                 failpoint("log.synced")
                 if self.chained:
-                    write_atomic(head_file(self.file), head.text, mode=0o600)
+                    write_atomic(head_file(self.file), head.text)
                     failpoint("log.head_written")
             except (OSError, StoreError):
                 # A line that the head counts must stay, though the sync of the head failed.
@@ -225,7 +225,7 @@ class AppendLog:
         out.seek(end.length - end.last)
         _write_from(out, end.length - end.last, out.read(end.last))
         if self.chained and end != self.head:
-            write_atomic(head_file(self.file), end.text, mode=0o600)
+            write_atomic(head_file(self.file), end.text)
         sync_folder(self.file.parent)
 
 
@@ -243,7 +243,7 @@ class CommittedLog:
         bytes is not `sha256` (if given).
         """
         self.file = file
-        file.touch()
+        file.touch(PRIVATE)
         sync_folder(file.parent)
         content = file.read_bytes()
         self.length = len(content) if length is None else length

@@ -38,10 +38,12 @@ STALE = 3600.0
 """Age in seconds after which a temporary file is a leftover of a killed process."""
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, *, private: bool = False) -> None:
     """Create a folder and its missing parents with mode 0700, each synced to disk.
 
-    An existing folder is not changed. Raises StoreError if a folder cannot be created.
+    An existing folder is not changed; with `private`, others lose access to it and to the files and
+    folders directly in it, as an older version or its owner has left them. Raises StoreError if a
+    folder cannot be created, or is not this user's to change.
     """
     with wrap_disk_errors(f"{folder} cannot be created", "name a folder that you may write to"):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -49,9 +51,19 @@ def make_folder(folder: Path) -> None:
             path.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path.parent)
         folder.mkdir(exist_ok=True)
+    if private:
+        with wrap_disk_errors(f"others may read {folder}", "name a folder of your own"):
+            for path in (folder, *folder.iterdir()):
+                mode = path.lstat().st_mode
+                if mode & 0o077 and not path.is_symlink():
+                    path.chmod(mode & 0o700)
 
 
-def write_atomic(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
+PRIVATE, SHARED = 0o600, 0o644
+"""Modes of files: for their owner alone, as all files of runs and sites; for everybody to read."""
+
+
+def write_atomic(file: Path, content: str | bytes, *, mode: int = PRIVATE) -> None:
     """Create or replace a file atomically: write a temporary file, sync it, rename it.
 
     `mode` is the permission of the new file, before the umask. The folder must exist. Also removes
@@ -86,11 +98,16 @@ def write_atomic(file: Path, content: str | bytes, *, mode: int = 0o644) -> None
         raise StoreError(f"{file} cannot be written: {error}; {remedy}") from error
 
 
-def write_if_changed(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
+def write_if_changed(file: Path, content: str | bytes) -> None:
     """Call `write_atomic` if the file is missing or its content differs; else touch nothing."""
     data = content.encode() if isinstance(content, str) else content
     if not file.is_file() or file.read_bytes() != data:
-        write_atomic(file, data, mode=mode)
+        write_atomic(file, data)
+
+
+def open_private(file: str, flags: int) -> int:
+    """Opener for `open`: a file that it creates is readable by its owner alone."""
+    return os.open(file, flags, PRIVATE)
 
 
 def file_size_and_digest(file: Path) -> list[int | str]:

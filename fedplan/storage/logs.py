@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
+from fedplan.storage.files import PRIVATE
 
 LOG = "log.jsonl"
 LARGEST = 4 << 20
@@ -93,7 +94,7 @@ class Log:
                     if newer.exists():
                         newer.replace(older)
             # One write per line: readers see it whole or not at all.
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE)
             try:
                 os.write(descriptor, line)
             finally:

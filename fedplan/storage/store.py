@@ -34,7 +34,7 @@ from fedplan.storage.checkpoints import (
     tensor_file_digest,
 )
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.files import failpoint, make_folder, wrap_disk_errors
+from fedplan.storage.files import PRIVATE, failpoint, make_folder, open_private, wrap_disk_errors
 from fedplan.storage.locks import acquire_folder_lock, locked_folder, sync_folder
 from fedplan.storage.tensor_file import (
     NameFilter,
@@ -324,10 +324,10 @@ class Store:
         temporary = self._folder / f"{manifest.number}.safetensors.tmp"
         if self._encryption is None:
             save_file(tensors, temporary)
-            temporary.chmod(0o600)
+            temporary.chmod(PRIVATE)
         else:
             label = tensors_label(manifest)
-            with open(temporary, "xb", opener=_open_private) as file:
+            with open(temporary, "xb", opener=open_private) as file:
                 file.writelines(self._encryption.encrypt_chunks(save(tensors), label))
         failpoint("store.tensors_written")
         with temporary.open("rb") as file:
@@ -344,7 +344,7 @@ class Store:
     def _write_manifest(self, manifest: Manifest) -> None:
         """Write, sync and rename the manifest file; from the rename on the checkpoint exists."""
         temporary = self._folder / f"{manifest.number}.json.tmp"
-        with open(temporary, "xb", opener=_open_private) as file:
+        with open(temporary, "xb", opener=open_private) as file:
             file.write(manifest.to_bytes(self._encryption))
             file.flush()
             failpoint("store.manifest_written")
@@ -378,7 +378,3 @@ class Store:
         for name in os.listdir(self._folder):
             if pattern.fullmatch(name) and name not in exceptions:
                 (self._folder / name).unlink()
-
-
-def _open_private(file: str, flags: int) -> int:
-    return os.open(file, flags, 0o600)

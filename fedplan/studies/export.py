@@ -93,7 +93,13 @@ def export_run(
     exported = _model_of_site(folder, key) if is_site else _model_of_run(folder, client, best=best)
     exported.model.eval()
     with no_progress_bars():
-        return _write_adapter(exported, output) if adapter else _write_model(exported, output)
+        write = _write_adapter if adapter else _write_model
+        loading_code = write(exported, output)
+    # safetensors writes files for their owner alone: they get the mode of the other files.
+    mode = (output / CARD_FILE).stat().st_mode
+    for file in output.glob("*.safetensors"):
+        file.chmod(mode)
+    return loading_code
 
 
 def load_run_model(folder: Path, client: str = "") -> nn.Module:

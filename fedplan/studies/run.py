@@ -23,7 +23,7 @@ from fedplan.federation.server import STUDY, Server
 from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.storage.files import wrap_disk_errors, write_if_changed
+from fedplan.storage.files import make_folder, wrap_disk_errors, write_if_changed
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.storage.store import Store, TensorsAndMeta
@@ -279,11 +279,13 @@ def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
 def claim_run_folder(folder: Path, study: Study, params: Params, data: FederatedData) -> FolderLock:
     """Create and lock a run's folder, and return the lock; write the first files of a new run.
 
+    Where clients are hidden, by client-level DP or secure aggregation, others lose access to it.
     The files of a started run are left for `update_run_files`. Raises ConfigError if the folder has
     a run of another study, StoreError if another process has the lock.
     """
+    hides_clients = study.client_level_dp or study.aggregation.config.active
+    make_folder(folder, private=hides_clients)
     with wrap_disk_errors(f"{folder} cannot be locked", "name a folder that you may write to"):
-        folder.mkdir(parents=True, exist_ok=True)
         claim = acquire_folder_lock(folder)
     if (folder / STUDY).exists() and read_run_study(folder).digest != study.digest:
         raise ConfigError(f"{folder} holds a run of another study: name another folder")
@@ -302,7 +304,7 @@ def update_run_files(server: Server, study: Study, data: FederatedData) -> None:
 
 def write_run_files(folder: Path, study: Study, params: Params) -> None:
     """Write the study, with absolute paths, and the model's manifest; creates the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_if_changed(folder / STUDY, resolve_paths(study, Path.cwd()).model_dump_json(indent=1))
     write_if_changed(folder / MANIFEST, manifest_json(params))
 

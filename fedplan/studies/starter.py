@@ -16,7 +16,7 @@ from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.models.catalog import SHORT_NAMES, is_hub_id, load_model_config
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import SHARED, write_atomic
 from fedplan.studies.schema import read_study
 
 LENGTHS = (32, 64, 128, 256, 512)
@@ -60,7 +60,7 @@ def new_study(
         raise FedplanError(f"{output} exists already: name another file with --output")
     METHOD_REGISTRY.find(options.method)
     draft = _StudyDraft(infer_schema(data), model, output, options)
-    write_atomic(output, draft.text())
+    write_atomic(output, draft.text(), mode=SHARED)
     try:
         read_study(output)
     except FedplanError:

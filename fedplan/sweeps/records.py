@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.storage.files import write_atomic, write_if_changed
+from fedplan.storage.files import make_folder, write_atomic, write_if_changed
 from fedplan.studies.schema import ConfigError
 from fedplan.sweeps.trials import Setting, Trial
 
@@ -95,7 +95,7 @@ def start_sweep_folder(folder: Path, spec: SweepSpec) -> None:
             )
     elif folder.is_dir() and any(file.suffix != ".tmp" for file in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and is not a sweep: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_if_changed(folder / SWEEP_FILE, json.dumps(asdict(spec), indent=1) + "\n")
 
 

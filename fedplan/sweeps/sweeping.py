@@ -20,7 +20,7 @@ from fedplan.federation.ledger.stream import EventStream
 from fedplan.reports.study_explanation import write_privacy_statement
 from fedplan.runners.executors.processes import ProcessTransport
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.files import wrap_disk_errors
+from fedplan.storage.files import make_folder, wrap_disk_errors
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.resume import prepare_folder
 from fedplan.studies.schema import ConfigError, Study
@@ -186,7 +186,7 @@ def run_trials(
     `on_trial_end`: as of `sweep`. Raises ConfigError if the folder has another sweep, StoreError if
     another process has the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with ExitStack() as stack:
         with wrap_disk_errors(f"{folder} cannot be locked", "name another folder"):
             stack.enter_context(locked_folder(folder))

@@ -251,6 +251,13 @@ def test_calibration_of_plain_sums(target: float, delta: float, rounds: int) -> 
     assert target * 0.999 <= epsilon([DPSGDSteps(noise, 1.0, rounds)], delta) <= target
 
 
+def test_calibration_reaches_the_largest_noise_and_stops_there() -> None:
+    target = epsilon([Release(9.9e5)], 1e-12)
+    assert calibrate(target, 1e-12, lambda z: [Release(z)]) == pytest.approx(9.9e5, rel=2e-4)
+    with pytest.raises(PrivacyError, match=r"up to 1e\+06 gives"):
+        calibrate(target / 2, 1e-12, lambda z: [Release(z)])
+
+
 def test_a_target_that_no_noise_reaches_is_told() -> None:
     with pytest.raises(PrivacyError, match="another event costs more"):
         calibrate(0.5, 1e-5, lambda z: [Release(1.0), Release(z)])

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, final
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.naming import Registry
+from fedplan.storage.files import make_folder
 
 GLOBAL_PREFIX = "global."
 """Prefix of the global model's metrics on the common test set."""
@@ -166,7 +167,7 @@ def tracker_folder(tracker: str, closed: CommittedRound) -> Path:
     if closed.folder is None:
         raise FedplanError(f"the tracker {tracker!r} writes into a run's folder: give the run one")
     folder = closed.folder / FOLDER / tracker
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return folder
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.faults import APPROVAL
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import SHARED, write_atomic
 from fedplan.storage.locks import Process
 from fedplan.storage.logs import utc_now
 
@@ -174,7 +174,7 @@ def ask_to_stop(folder: Path, *, at_once: bool = False) -> None:
     waiting and after each round. Raises StoreError if the file cannot be written.
     """
     request = {"stop": AT_ONCE if at_once else AFTER_ROUND, "time": utc_now()}
-    write_atomic(folder / STOP_REQUEST, json.dumps(request) + "\n", mode=0o666)
+    write_atomic(folder / STOP_REQUEST, json.dumps(request) + "\n", mode=SHARED)
 
 
 def read_stop_request(folder: Path) -> str:

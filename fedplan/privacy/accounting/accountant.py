@@ -234,8 +234,8 @@ def calibrate(
 
     make_events: maps a noise multiplier to the events, whose epsilon must not grow with the noise;
     delta, accountant: as in `epsilon`. The result is above NOISE_MULTIPLIERS[0]. Raises a
-    PrivacyError if the target is not positive and finite, if the result would be above 4**9, and as
-    `epsilon` does.
+    PrivacyError if the target is not positive and finite, if the result would be above
+    NOISE_MULTIPLIERS[1], and as `epsilon` does.
     """
     if not target > 0 or not isfinite(target):
         raise PrivacyError(f"the target epsilon is {target!r}: give a number above 0")
@@ -243,14 +243,14 @@ def calibrate(
     def fits(noise: float) -> bool:
         return epsilon(make_events(noise), delta, accountant) <= target
 
-    low, high = NOISE_MULTIPLIERS[0], 1.0
+    (low, highest), high = NOISE_MULTIPLIERS, 1.0
     while not fits(high):
-        low, high = high, 4 * high
-        if high > NOISE_MULTIPLIERS[1]:
+        if high == highest:
             raise PrivacyError(
-                f"no noise multiplier up to {NOISE_MULTIPLIERS[1]:g} gives epsilon {target}: "
-                "another event costs more"
+                f"no noise multiplier up to {highest:g} gives epsilon {target}: another event "
+                "costs more"
             )
+        low, high = high, min(4 * high, highest)
     while high > low * 1.0001:
         middle = sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -317,12 +317,12 @@ def _epsilon_by_pld(
     if composition.gaussian:
         gaussians.append((composition.gaussian, 1.0, 1))
     # Grid step for an error of about PRECISION, which grows as the number of events times the
-    # square of the step; at most a quarter of each loss's stddev.
+    # square of the step; at most an eighth of each loss's stddev.
     width, interval = 0.0, sqrt(PRECISION / sum(count for *_, count in gaussians))
     for noise, rate, count in gaussians:
         # Renyi divergence of order 2: about the variance of the loss.
         divergence = _amplified(noise**-2, rate**2)
-        interval = min(interval, sqrt(divergence) / 4)
+        interval = min(interval, sqrt(divergence) / 8)
         # The loss of one event at an outcome of eight standard deviations.
         largest = _amplified((1 + 16 * noise) / (2 * noise**2), rate)
         loss = count * divergence

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Role
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import SHARED, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,13 +141,13 @@ class Drawing:
         """
         kind = file.suffix.removeprefix(".").lower()
         if kind == "svg":
-            return write_atomic(file, self.svg(alone=True) + "\n")
+            return write_atomic(file, self.svg(alone=True) + "\n", mode=SHARED)
         dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
         try:
             data = self._rendered(kind, facecolor="white", dpi=144, metadata=dates.get(kind))
         except ValueError as error:
             raise FedplanError(f"cannot write {file}: {error}") from error
-        write_atomic(file, data)
+        write_atomic(file, data, mode=SHARED)
 
     def csv(self) -> str:
         """Return the numbers as CSV with a header; no cell can be read as a spreadsheet formula."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.reports.figures.drawing import FONTS, PALETTE, Drawing, palette_css
-from fedplan.storage.files import make_folder, write_atomic
+from fedplan.storage.files import SHARED, make_folder, write_atomic
 
 WIDTHS = (960.0, 480.0)
 """The widths in pixels of a figure over the full page: on wide screens, and on narrow ones."""
@@ -110,12 +110,12 @@ class Page:
         """
         if file.suffix.lower() not in (".html", ".htm"):
             raise FedplanError(f"a page cannot be written to {file}: give a name ending in .html")
-        write_atomic(file, self.html())
+        write_atomic(file, self.html(), mode=SHARED)
         for folder in filter(None, (csv, png)):
             make_folder(folder)
         for figure in self.figures():
             if csv is not None:
-                write_atomic(csv / f"{figure.name}.csv", figure.drawing.csv())
+                write_atomic(csv / f"{figure.name}.csv", figure.drawing.csv(), mode=SHARED)
             if png is not None:
                 figure.drawing.save(png / f"{figure.name}.png")
 

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from fedplan.federation.aggregation.protocol import TensorsAndJson
+from fedplan.storage.files import open_private
 from fedplan.tensors.named import Tensors
 
 JsonObject = dict[str, Any]
@@ -132,7 +133,10 @@ class ProcessTransport:
         pipe, theirs = Pipe()
         words = [str(theirs.fileno()), self._handler, str(self._folder), str(number)]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with self._log.open("a") if self._log else nullcontext(2) as output, theirs:
+        with (
+            open(self._log, "a", opener=open_private) if self._log else nullcontext(2) as output,
+            theirs,
+        ):
             process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-P", "-m", __name__, *words],
                 stdin=subprocess.DEVNULL,

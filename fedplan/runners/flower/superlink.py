@@ -212,7 +212,7 @@ def _read_secret(file: Path) -> str:
             locked_folder(file.parent),
         ):
             if not file.exists():
-                write_atomic(file, secrets.token_hex(32), mode=0o600)
+                write_atomic(file, secrets.token_hex(32))
     if file.stat().st_mode & 0o077:
         raise FedplanError(f"others may read {file}: chmod 600, or remove it to have another")
     secret = file.read_text(encoding="utf-8", errors="replace")
@@ -229,6 +229,7 @@ def run_superlink(folder: Path) -> None:
     """
     link, token = read_superlink(folder), read_token(folder)
     _read_secret(folder / SECRET)
+    os.umask(0o077)  # the SuperLink's database has the messages of all sites
     os.environ |= {**FLOWER_ENVIRONMENT, "FLWR_HOME": str(folder / "flwr")}
     host, _, port = link.address.rpartition(":")
     arguments = ["--host", host.strip("[]"), "--port", port, "--database", str(link.database)]
