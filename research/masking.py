@@ -103,9 +103,11 @@ def measured(count: int, numbers: int, lost: int) -> dict[str, float]:
         if whole and name != names[0]:
             masked = sites[name].mask_input(server.shares_for(name), {"body": change}, 100)
         elif name != names[0]:
-            held, boxes = notes[name].read(), dict(server.shares_for(name).ciphertexts)
+            held, given = notes[name].read(), server.shares_for(name)
             assert held is not None
-            notes[name].write(replace(held, ciphertexts=boxes, masked_digest="as the first"))
+            boxes, hashes = dict(given.ciphertexts), dict(given.share_hashes)
+            held = replace(held, ciphertexts=boxes, share_hashes=hashes)
+            notes[name].write(replace(held, masked_digest="as the first"))
         served += seconds(server.add_masked_input, replace(masked, client=name))[1]
     del masked, change
     survivors = server.survivor_list()

@@ -19,6 +19,7 @@ from .client import (
 )
 from .client_round import score_layers, train_round
 from .endpoint import (
+    COMMITTED_ROUND,
     EVALUATE,
     HELLO,
     Endpoint,

@@ -54,13 +54,15 @@ from fedplan.storage.journal import Journal
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import nbytes, param_key
-from fedplan.tensors.serialization import JSON, pack_message
+from fedplan.tensors.serialization import JSON, pack_message, unpack_message
 
 if TYPE_CHECKING:
     from fedplan.federation.secure_client import SecAggClient
 
 HELLO, POLL, TRAIN, EVALUATE = "hello", "poll", "train", "evaluate"
 """Kinds of requests; the steps of secure aggregation are further kinds."""
+COMMITTED_ROUND = "committed_round"
+"""Field of a hello: the last round that the server has committed."""
 RECEIVED = "received"
 """Folder in a site's run folder with the global values last received."""
 STEP_KINDS: dict[str, str] = dict(
@@ -157,8 +159,9 @@ class Endpoint:
 
         That is the site's name, traits and package versions, the agreement's fingerprint, initial
         model and run, the head of the egress log, and under secure aggregation the site's public
-        key. If the agreement has a run id, raises RequestRefused if the message has another one,
-        and SerializationError if the message has none.
+        key; secrets of secure aggregation are erased up to the committed round in the message. If
+        the agreement has a run id, raises RequestRefused if the message has another one, and
+        SerializationError if the message has none.
         """
         fields: dict[str, JSON] = {
             "client": self.site.name,
@@ -175,6 +178,7 @@ class Endpoint:
             ).with_code("another-study")
         if self.agreement.secagg.active:
             fields["node_key"] = self._require_secagg_client().public_key.hex()
+            self._erase_secrets(unpack_message(Message(message.header))[1].get(COMMITTED_ROUND))
         return self._log_answer(Message(pack_message({}, fields).header), HELLO, None, {})
 
     def _poll(self, message: Message) -> Message:
@@ -183,6 +187,7 @@ class Endpoint:
         Under secure aggregation the reply is a key advert, and the scores follow masked.
         """
         request, before = read_request(message), self.site.received_versions
+        self._erase_secrets(request.turn.round - 1)
         scores = score_layers(self.agreement, self.site, request)
         self._store_received(before)
         if self.agreement.secagg.active:
@@ -197,6 +202,7 @@ class Endpoint:
         Under secure aggregation the reply is the ledger line and a key advert, without values.
         """
         request, before = read_request(message), self.site.received_versions
+        self._erase_secrets(request.turn.round - 1)
         update = train_round(self.agreement, self.site, request, copy=False)
         self._store_received(before)
         if self.agreement.secagg.active:
@@ -208,6 +214,14 @@ class Endpoint:
             kind = self._kinds[param_key(key)]
             parts[kind] = parts.get(kind, 0) + nbytes({key: value})
         return self._log_answer(update_message(update), UPDATE, request, parts)
+
+    def _erase_secrets(self, committed: object) -> None:
+        """Erase the secrets of secure aggregation up to the round that the server has committed.
+
+        Anything but a whole number is ignored.
+        """
+        if self.secagg_client is not None and type(committed) is int:
+            self.secagg_client.erase_until(committed)
 
     def _require_secagg_client(self) -> SecAggClient:
         """Return `secagg_client`; raise RequestRefused if None."""

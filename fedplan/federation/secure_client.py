@@ -172,6 +172,14 @@ class SecAggClient:
             return self._scoring_protocol.answer(step, message, self._score_words)
         return self._round_protocol.answer(step, message, self._update_words)
 
+    def erase_until(self, round_number: int) -> None:
+        """Erase the secrets of rounds and layer scorings up to `round_number`, which is committed.
+
+        Messages of these rounds are refused from then on.
+        """
+        self._round_protocol.erase_until(round_number)
+        self._scoring_protocol.erase_until(round_number)
+
     def is_scoring_message(self, message: Message) -> bool:
         """Return whether a message belongs to the layer scoring that was begun last."""
         progress = self._scoring_progress.read()

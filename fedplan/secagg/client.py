@@ -8,6 +8,7 @@ and then returns the same message; with other arguments it is refused.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fedplan.secagg.crypto import (
     node_public_key,
     sign,
     verify_signature,
+    x25519_shared_secret,
 )
 from fedplan.secagg.messages import (
     EncryptedShares,
@@ -41,6 +43,7 @@ from fedplan.secagg.terms import MAX_CLIENT_WEIGHT, Terms
 from fedplan.tensors.message import Message
 from fedplan.tensors.ring import Words
 
+log = logging.getLogger("fedplan")
 KeyDirectory = Mapping[str, bytes]
 """Public node key of every client, in DER form. Not to be taken from the server alone."""
 
@@ -116,7 +119,8 @@ class ProtocolClient:
             _require_new(terms, progress)
             progress = RoundProgress(terms, os.urandom(KEY_SIZE), declared, input_digest)
             self._store.write(progress)
-        elif progress.slots != declared:
+        _require_open(progress)
+        if progress.slots != declared:
             raise SecAggError(f"round {terms.round} was started with other slots")
         advert = ClientRoundState(self.name, progress).secrets.make_advert(self.name, declared)
         return replace(advert, signature=sign(self._node, advert.body))
@@ -155,8 +159,7 @@ class ProtocolClient:
                 require_valid_advert(progress.terms, advert, self._directory)
             progress = replace(progress, adverts=roster.adverts)
             self._store.write(progress)
-        ciphertexts = ClientRoundState(self.name, progress).encrypted_shares
-        return EncryptedShares(roster.terms_digest, self.name, ciphertexts)
+        return ClientRoundState(self.name, progress).encrypted_shares
 
     def mask_input(
         self, shares: ForwardedShares, numbers: Mapping[str, Words], weight: int
@@ -165,25 +168,29 @@ class ProtocolClient:
 
         numbers: the input by slot name, for exactly the declared slots; weight: 1 to 2**27, adds to
         the total weight and does not multiply the numbers. Slot groups with fewer than
-        `min_senders` senders are left out. Raises a SecAggError for shares that are too few, of
-        unknown clients or damaged, for numbers of a wrong shape or so large that the sum could
-        overflow, and for another input than was masked before under these terms.
+        `min_senders` senders are left out. The message complains of clients whose shares are wrong;
+        the round goes on, since its sum needs the threshold of shares only. Raises a SecAggError
+        for right shares of fewer clients than the threshold, for shares of unknown clients, for
+        numbers of a wrong shape or so large that the sum could overflow, and for another input than
+        was masked before under these terms.
         """
         progress = self._progress(shares.terms_digest)
         _require_step(progress.adverts, "shares arrived before the roster")
-        ciphertexts = dict(shares.ciphertexts)
+        ciphertexts, hashes = dict(shares.ciphertexts), dict(shares.share_hashes)
         if progress.ciphertexts:
-            accepted = dict(progress.ciphertexts)
-            _require_same("the set of encrypted shares", ciphertexts, accepted, progress)
-        progress = replace(progress, ciphertexts=ciphertexts)
+            new, accepted = (ciphertexts, hashes), (progress.ciphertexts, progress.share_hashes)
+            _require_same("the set of encrypted shares", new, accepted, progress)
+        progress = replace(progress, ciphertexts=ciphertexts, share_hashes=hashes)
         state = ClientRoundState(self.name, progress)
         if unknown := set(ciphertexts) - (state.adverts.keys() - {self.name}):
             raise SecAggError(
                 f"shares are of {min(unknown)!r}, which is no other client of the roster"
             )
         state.terms.require_client_count(len(ciphertexts) + 1)
-        for client in ciphertexts:
-            state.shares_of(client)
+        for reason in state.wrong_shares.values():
+            log.warning("%s: %s", self.name, reason)
+        if len(state.sharing) - len(state.wrong_shares) < state.terms.threshold:
+            raise SecAggError(next(iter(state.wrong_shares.values())))
         if set(numbers) != set(progress.slots):
             raise SecAggError(
                 f"numbers of {len(numbers)} slots were given, and {len(progress.slots)} were "
@@ -200,7 +207,8 @@ class ProtocolClient:
             )
         if not progress.masked_digest:
             self._store.write(replace(progress, masked_digest=digest))
-        return MaskedInput(shares.terms_digest, self.name, vectors)
+        complaints = tuple(sorted(state.wrong_shares))
+        return MaskedInput(shares.terms_digest, self.name, vectors, complaints)
 
     def sign_survivors(self, survivors: SurvivorList) -> SurvivorSignature:
         """Step 4: check and store the survivor list; return this client's signature of the list.
@@ -254,12 +262,26 @@ class ProtocolClient:
             self._store.write(progress)
         return ClientRoundState(self.name, progress).unmask_shares()
 
+    def erase_until(self, round_number: int) -> None:
+        """Erase the secrets of the last round if its number is at most `round_number`.
+
+        Call once the server has committed that round, and so cannot need its messages again. They
+        are refused from then on, as are further attempts at the round.
+        """
+        progress = self._store.read()
+        if progress is not None and progress.secret and progress.terms.round <= round_number:
+            self._store.write(progress.erased())
+
     def _progress(self, terms_digest: bytes) -> RoundProgress:
-        """Read the last round's progress; raise a SecAggError if its terms have another digest."""
+        """Read the last round's progress; raise a SecAggError if its terms have another digest.
+
+        Also raised if the round's secrets are erased.
+        """
         progress = self._store.read()
         if progress is None or progress.terms.digest != terms_digest:
             started = f"it has started round {progress.terms.round}" if progress else "it has none"
             raise SecAggError(f"{self.name} got a message of a round of other terms: {started}")
+        _require_open(progress)
         return progress
 
 
@@ -267,7 +289,7 @@ def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirector
     """Raise a SecAggError if a key advert is not of these terms, or not signed by its client.
 
     directory: public node keys by client; a client that is not there raises too, and so does an
-    advert with slots that the terms do not have.
+    advert with slots that the terms do not have, or with invalid keys.
     """
     client = advert.client
     if client not in directory:
@@ -281,6 +303,9 @@ def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirector
         raise SecAggError(f"the keys of {client} are not signed by its node key")
     if set(advert.slots) - {slot.name for slot in terms.slots}:
         raise SecAggError(f"{client} declares slots that this round does not have")
+    for key in (advert.encryption_key, advert.masking_key):
+        # Of a point of low order every private key makes the same secret, zero, which raises.
+        x25519_shared_secret(bytes(KEY_SIZE), key)
 
 
 def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> None:
@@ -325,6 +350,7 @@ def _require_new(terms: Terms, last: RoundProgress | None) -> None:
         )
     if terms.round > last.terms.round:
         return
+    _require_open(last)
     if last.revealed:
         raise SecAggError(
             f"round {terms.round} was unmasked in attempt {last.terms.attempt}: a client reveals a "
@@ -335,6 +361,11 @@ def _require_new(terms: Terms, last: RoundProgress | None) -> None:
             f"round {terms.round} was started under other terms, as attempt "
             f"{last.terms.attempt}: another attempt has a higher number"
         )
+
+
+def _require_open(progress: RoundProgress) -> None:
+    if not progress.secret:
+        raise SecAggError(f"round {progress.terms.round} is over: its secrets are erased")
 
 
 def _require_step(done: object, reason: str) -> None:

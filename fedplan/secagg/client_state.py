@@ -8,22 +8,25 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedplan.secagg.crypto import (
-    KEY_SIZE,
-    PRIME,
     SHARE_SIZE,
-    KeyStream,
     SecAggError,
     aes_gcm_decrypt,
     aes_gcm_encrypt,
     hkdf,
     length_prefixed,
-    split_secret,
     x25519_public_key,
     x25519_shared_secret,
 )
 from fedplan.secagg.masks import GroupVector, mask_context, pairwise_mask_keys, self_mask_key
-from fedplan.secagg.messages import KeyAdvert, KeyRoster, UnmaskShares, survivors_digest
+from fedplan.secagg.messages import (
+    EncryptedShares,
+    KeyAdvert,
+    KeyRoster,
+    UnmaskShares,
+    survivors_digest,
+)
 from fedplan.secagg.progress import RoundProgress
+from fedplan.secagg.sharing import Dealing, deal, share_hashes
 from fedplan.secagg.terms import SlotGroup, Terms, group_slots
 from fedplan.tensors.ring import Words
 
@@ -61,60 +64,66 @@ class RoundSecrets:
         masking_key = x25519_public_key(self.masking_secret)
         return KeyAdvert(encryption_key, masking_key, b"", self.terms_digest, client, slots)
 
-    def split(
+    def deal(
         self,
+        own: str,
         groups: Sequence[SlotGroup],
         clients: Sequence[str],
         roster_digest: bytes,
         threshold: int,
-    ) -> dict[str, list[bytes]]:
-        """Split the masking secret and each group's self mask seed into Shamir shares.
+    ) -> Dealing:
+        """Deal shares of the secrets of the client `own`: masking secret, then each group's seed.
 
         clients: the roster; a client's point is its position, from 1. roster_digest: part of each
-        seed. threshold: number of shares that reconstruct a secret. Returns, by client, the shares
-        for this client: of the masking secret, then of each group's seed.
+        seed. threshold: number of shares that reconstruct a secret.
         """
-        shares = {client: list[bytes]() for client in clients}
         seeds = (self.self_mask_seed(group.name, roster_digest) for group in groups)
-        for number, secret in enumerate((self.masking_secret, *seeds)):
-            stream = KeyStream(self._derive("coefficients", roster_digest, number))
-            # Twice the bits of the field, so that its numbers are practically uniform.
-            coefficients = [
-                int.from_bytes(stream.bytes(2 * KEY_SIZE)) % PRIME for _ in range(1, threshold)
-            ]
-            points = range(1, len(clients) + 1)
-            values = split_secret(int.from_bytes(secret), coefficients, points)
-            for client, value in zip(clients, values, strict=True):
-                shares[client].append(value.to_bytes(SHARE_SIZE))
-        return shares
+        secrets, key = (self.masking_secret, *seeds), self._derive("shares", roster_digest)
+        return deal(own, secrets, clients, key=key, context=roster_digest, threshold=threshold)
 
     def encrypt_shares(
-        self, own: str, receiver: KeyAdvert, roster_digest: bytes, shares: Sequence[bytes]
+        self,
+        own: str,
+        receiver: KeyAdvert,
+        roster_digest: bytes,
+        shares: Sequence[bytes],
+        hashes: Sequence[bytes],
     ) -> bytes:
-        """Encrypt shares of the client `own` to the client of the advert `receiver`."""
+        """Encrypt shares of the client `own`, with their hashes, to the client of `receiver`.
+
+        The ciphertext authenticates the hashes: nobody but the client can have changed them.
+        """
         key = self._encryption_key(receiver, roster_digest, own, receiver.client)
-        return aes_gcm_encrypt(key, b"".join(shares), length_prefixed(own, receiver.client))
+        data = length_prefixed(own, receiver.client, *hashes)
+        return aes_gcm_encrypt(key, b"".join(shares), data)
 
     def decrypt_shares(
-        self, own: str, sender: KeyAdvert, roster_digest: bytes, ciphertext: bytes, count: int
+        self,
+        own: str,
+        sender: KeyAdvert,
+        roster_digest: bytes,
+        ciphertext: bytes,
+        hashes: Sequence[bytes],
     ) -> list[bytes]:
-        """Decrypt `count` shares that a sender encrypted to the client `own`.
+        """Decrypt the shares that a sender encrypted to the client `own`, and check their hashes.
 
-        Raises a SecAggError for a ciphertext of another round or roster, or with another number of
-        shares.
+        Raises a SecAggError for a ciphertext of another round, roster or list of hashes, and for
+        shares that do not match the hashes, which only the sender can have made.
         """
         key = self._encryption_key(sender, roster_digest, sender.client, own)
-        content = aes_gcm_decrypt(key, ciphertext, length_prefixed(sender.client, own))
+        data = length_prefixed(sender.client, own, *hashes)
+        content = aes_gcm_decrypt(key, ciphertext, data)
         if content is None:
             raise SecAggError(
                 f"the shares of {sender.client} do not decrypt: they are of another round, or were "
                 "changed"
             )
-        if len(content) != SHARE_SIZE * count:
+        shares = [content[at : at + SHARE_SIZE] for at in range(0, len(content), SHARE_SIZE)]
+        if share_hashes(roster_digest, sender.client, own, shares) != tuple(hashes):
             raise SecAggError(
-                f"the shares of {sender.client} have {len(content)} bytes, not {SHARE_SIZE * count}"
+                f"{sender.client} has dealt wrong shares: they do not match its commitments"
             )
-        return [content[at : at + SHARE_SIZE] for at in range(0, len(content), SHARE_SIZE)]
+        return shares
 
     def _encryption_key(
         self, other: KeyAdvert, roster_digest: bytes, sender: str, receiver: str
@@ -191,36 +200,59 @@ class ClientRoundState:
         return {slot.name: group.senders_among(clients) for group in groups for slot in group.slots}
 
     @cached_property
-    def encrypted_shares(self) -> dict[str, bytes]:
-        """Shares of this client's secrets, by receiving client, encrypted to the receiver."""
-        return {
+    def dealing(self) -> Dealing:
+        """Shares of this client's secrets for all clients of the roster, and their commitments."""
+        groups, clients = self.groups_of(self.name), list(self.adverts)
+        threshold = self.terms.threshold
+        return self.secrets.deal(self.name, groups, clients, self.roster_digest, threshold)
+
+    @cached_property
+    def encrypted_shares(self) -> EncryptedShares:
+        """Message to the server: this client's shares, each encrypted to its receiver."""
+        dealing = self.dealing
+        ciphertexts = {
             client: self.secrets.encrypt_shares(
-                self.name, advert, self.roster_digest, self._own_shares[client]
+                self.name,
+                advert,
+                self.roster_digest,
+                dealing.shares[client],
+                dealing.share_hashes[client],
             )
             for client, advert in self.adverts.items()
             if client != self.name
         }
+        commitments = dealing.share_hashes, dealing.secret_hashes
+        return EncryptedShares(self.terms.digest, self.name, ciphertexts, *commitments)
 
-    @cached_property
-    def _own_shares(self) -> dict[str, list[bytes]]:
-        groups, clients = self.groups_of(self.name), list(self.adverts)
-        return self.secrets.split(groups, clients, self.roster_digest, self.terms.threshold)
-
-    def shares_of(self, client: str) -> list[bytes]:
+    def shares_of(self, client: str) -> Sequence[bytes]:
         """Shares that this client has of the secrets of `client`: masking secret, then each seed.
 
-        Decrypts the forwarded shares; raises a SecAggError if decryption fails. For this client's
-        own name, returns the shares it keeps.
+        Decrypts the forwarded shares; raises a SecAggError if decryption fails, or if they do not
+        match the commitments. For this client's own name, returns the shares it keeps.
         """
         if client == self.name:
-            return self._own_shares[client]
+            return self.dealing.shares[client]
+        hashes = self.progress.share_hashes.get(client, ())
+        if len(hashes) != len(self.groups_of(client)) + 1:
+            raise SecAggError(f"{client} has not committed to each of its secrets")
         return self.secrets.decrypt_shares(
             self.name,
             self.adverts[client],
             self.roster_digest,
             self.progress.ciphertexts[client],
-            count=len(self.groups_of(client)) + 1,
+            hashes,
         )
+
+    @cached_property
+    def wrong_shares(self) -> dict[str, str]:
+        """By client, why its forwarded shares are of no use; clients with right ones are absent."""
+        reasons = dict[str, str]()
+        for client in self.progress.ciphertexts:
+            try:
+                self.shares_of(client)
+            except SecAggError as error:
+                reasons[client] = str(error)
+        return reasons
 
     def masked_vectors(self, numbers: Mapping[str, Words], weight: int) -> dict[str, bytes]:
         """This client's masked input, by name of slot group.
@@ -249,17 +281,20 @@ class ClientRoundState:
         """Make the message to the server that unmasks the sum of the survivors.
 
         The message has shares of the self mask seeds of survivors, and of the masking secrets of
-        clients that dropped out, both only for slot groups with enough surviving senders.
+        clients that dropped out, both only for slot groups with enough surviving senders, and none
+        of clients whose shares to this client were wrong.
         """
         survivors, seeds = self.progress.survivors, dict[str, dict[str, bytes]]()
-        shares = {client: self.shares_of(client) for client in self.sharing}
+        usable = [client for client in self.sharing if client not in self.wrong_shares]
+        shares = {client: self.shares_of(client) for client in usable}
         dropped = set[str]()
         for group in self.revealable_groups(survivors):
             senders = group.senders_among(survivors)
             seeds[group.name] = {
                 client: shares[client][1 + self.groups_of(client).index(group)]
                 for client in senders
+                if client in shares
             }
-            dropped |= set(group.senders_among(self.sharing)) - set(senders)
+            dropped |= set(group.senders_among(usable)) - set(senders)
         keys = {client: shares[client][0] for client in sorted(dropped)}
         return UnmaskShares(self.terms.digest, self.name, seeds, keys)

@@ -10,6 +10,7 @@ threshold reveal nothing.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -52,6 +53,8 @@ PRIME = 2**256 + 297
 """The smallest prime above 2**256: every secret of 32 bytes is a number of the field."""
 SHARE_SIZE = 33
 """Bytes of a share."""
+TAG_SIZE = 16
+"""Bytes that AES-GCM adds to a plaintext."""
 _ZEROS = bytes(8 * CHUNK)
 _NONCE = bytes(12)
 """A constant nonce of AES-GCM: each key encrypts one message."""
@@ -163,8 +166,8 @@ class KeyStream:
             yield slice(start, start + size), np.frombuffer(self._buffer, dtype="<u8", count=size)
 
     def bytes(self, count: int) -> bytes:
-        """The next `count` bytes; at most 8 * CHUNK in one call."""
-        return self._cipher.update(_ZEROS[:count])
+        """The next `count` bytes."""
+        return self._cipher.update(builtins.bytes(count))
 
 
 def split_secret(

@@ -65,11 +65,17 @@ class KeyRoster:
 
 @dataclass(frozen=True)
 class EncryptedShares:
-    """Client to server: shares of the client's secrets, encrypted, by receiving client."""
+    """Client to server: shares of the client's secrets, encrypted, by receiving client.
+
+    share_hashes: commitments to the shares of each client of the roster, this one included.
+    secret_hashes: commitments to the secrets.
+    """
 
     terms_digest: bytes
     client: str
     ciphertexts: Mapping[str, bytes]
+    share_hashes: Mapping[str, tuple[bytes, ...]]
+    secret_hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,26 @@ class ForwardedShares:
     """Server to one client: the ciphertexts of shares encrypted to this client, by sender.
 
     The senders and the receiver are the clients that mask their input for each other.
+    share_hashes: by sender, the commitments to the shares that are encrypted to this client.
     """
 
     terms_digest: bytes
     ciphertexts: Mapping[str, bytes]
+    share_hashes: Mapping[str, tuple[bytes, ...]]
 
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """Client to server: the client's masked vector for each slot group, by group name."""
+    """Client to server: the client's masked vector for each slot group, by group name.
+
+    complaints: the clients whose shares to this client do not decrypt, or do not match their
+    commitments; this client will give no share of their secrets.
+    """
 
     terms_digest: bytes
     client: str
     vectors: Mapping[str, bytes]
+    complaints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,7 @@ def encode(run: str, message: object, terms: Terms | None = None) -> Message:
     if isinstance(message, MaskedInput):
         sender = {"terms": message.terms_digest.hex(), "client": message.client}
         header: dict[str, JSON] = {"run": run, **sender, "groups": [*message.vectors]}
+        header["complaints"] = [*message.complaints]
         return Message(pack_message({}, header).header, tuple(message.vectors.values()))
     # A blob, because headers are limited in size.
     text = json.dumps(to_json(message, terms), sort_keys=True)
@@ -243,7 +257,7 @@ def decode(kind: type[M], message: Message, terms: Terms | None = None) -> M:
     if len(names.groups) != len(message.blobs):
         raise SerializationError(f"{len(message.blobs)} vectors have {len(names.groups)} names")
     vectors = dict(zip(names.groups, message.blobs, strict=True))
-    return cast("M", MaskedInput(names.terms_digest, names.client, vectors))
+    return cast("M", MaskedInput(names.terms_digest, names.client, vectors, names.complaints))
 
 
 def read_terms_digest(message: Message) -> bytes:
@@ -272,3 +286,4 @@ class _MaskedHeader:
     terms_digest: bytes
     client: str
     groups: tuple[str, ...]
+    complaints: tuple[str, ...]

@@ -13,10 +13,11 @@ average out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedplan.errors import StoreError
 from fedplan.secagg.crypto import SecAggError, sha256_of
 from fedplan.secagg.messages import KeyAdvert
 from fedplan.secagg.terms import Slot, Terms
@@ -25,6 +26,8 @@ from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import make_folder
 from fedplan.storage.store import Store
 
+ShareHashes = Mapping[str, tuple[bytes, ...]]
+"""Commitments to shares, by client."""
 SlotSenders = Mapping[str, tuple[str, ...]]
 """The senders of each slot that is unmasked."""
 
@@ -34,11 +37,13 @@ class RoundProgress:
     """A client's last round: terms, secret, and the messages that the client accepted and sent.
 
     secret: random bytes that all of the client's keys and seeds of the round derive from. Kept
-    until the next round, since a restarted server may request the same messages again.
+    until the server has committed the round, since a restarted server may request the same messages
+    again; then erased, and empty.
     slots: names of the slots that the client declared.
     input_digest: digest of everything that the client's input depends on.
     adverts: the accepted roster; () before, as all fields below are empty before their step.
     ciphertexts: the shares forwarded to the client, by sender.
+    share_hashes: by sender, the commitments to these shares.
     masked_digest: digest of the masked input that was sent.
     survivors: the survivor list that was signed.
     revealed: whether the unmask shares were sent.
@@ -50,9 +55,14 @@ class RoundProgress:
     input_digest: str = ""
     adverts: tuple[KeyAdvert, ...] = ()
     ciphertexts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    share_hashes: ShareHashes = field(default_factory=dict[str, tuple[bytes, ...]])
     masked_digest: str = ""
     survivors: tuple[str, ...] = ()
     revealed: bool = False
+
+    def erased(self) -> RoundProgress:
+        """Return the progress without secrets: a client refuses all messages of this round."""
+        return replace(self, secret=b"", adverts=(), ciphertexts={}, share_hashes={})
 
 
 class ProgressStore(Protocol):
@@ -90,17 +100,24 @@ class DiskProgressStore:
     """
 
     def __init__(self, folder: Path, *, encryption: Encryption | None = None) -> None:
-        self._store, self._folder = Store(folder, encryption=encryption), folder
+        # One version only: no secret of an earlier step, attempt or round stays on the disk.
+        self._store, self._folder = Store(folder, keep=1, encryption=encryption), folder
         self._store.lock()
 
     def read(self) -> RoundProgress | None:
         """The last round written, None before the first; a SecAggError if the store is damaged."""
-        newest = self._store.read_newest()
+        newest, unreadable = None, None
+        try:
+            newest = self._store.read_newest()
+        except StoreError as error:
+            unreadable = error
         if self._store.skipped:
             raise SecAggError(
                 f"the round state in {self._folder} is damaged ({self._store.skipped[0]}): restore "
                 "a copy; without its last version the client could reveal a round twice"
-            )
+            ) from unreadable
+        if unreadable is not None:
+            raise unreadable
         return _from_json(newest.meta) if newest else None
 
     def write(self, progress: RoundProgress) -> None:
@@ -123,6 +140,9 @@ def _to_json(progress: RoundProgress) -> dict[str, Any]:
         "input_digest": progress.input_digest,
         "adverts": adverts,
         "ciphertexts": {name: shares.hex() for name, shares in progress.ciphertexts.items()},
+        "share_hashes": {
+            name: [each.hex() for each in hashes] for name, hashes in progress.share_hashes.items()
+        },
         "masked_digest": progress.masked_digest,
         "survivors": list(progress.survivors),
         "revealed": progress.revealed,
@@ -145,6 +165,9 @@ def _from_json(data: Mapping[str, Any]) -> RoundProgress:
         input_digest=data["input_digest"],
         adverts=tuple(adverts),
         ciphertexts={name: bytes.fromhex(shares) for name, shares in data["ciphertexts"].items()},
+        share_hashes={
+            name: tuple(map(bytes.fromhex, hashes)) for name, hashes in data["share_hashes"].items()
+        },
         masked_digest=data["masked_digest"],
         survivors=tuple(data["survivors"]),
         revealed=data["revealed"],

@@ -58,7 +58,8 @@ class SecAggCheckpoint:
 
     `attempt`: number of the attempt, from 1. `adverts`: key advert of each client as JSON.
     `encrypted_shares`: by client, as JSON. `survivors`: clients with masked input that arrived in
-    time. An empty field: the server has not sent this message yet.
+    time. An empty field: the server has not sent this message yet. `excluded`: clients that take no
+    part in this attempt, since they dealt wrong shares in an earlier one, with the reason.
     """
 
     round: int
@@ -66,6 +67,7 @@ class SecAggCheckpoint:
     adverts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     encrypted_shares: Mapping[str, Any] = field(default_factory=dict[str, Any])
     survivors: tuple[str, ...] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
@@ -93,7 +95,7 @@ class SecureRound:
     While `begin_attempt` returns True, ask the clients for key adverts of `attempt`, and give these
     to `run_attempt`. Then `unmasked` has the sums and `survivors` the clients in the sums; or
     `failure` says why there are none, and `begin_attempt` returns True while attempts are left.
-    `dropouts`: by client, why it dropped out.
+    `dropouts`: by client, why it dropped out of the last attempt, or what it did wrong.
     """
 
     def __init__(
@@ -133,10 +135,14 @@ class SecureRound:
         """Run the four steps with the clients' key adverts (JSON by name), and set the sum.
 
         `directory`: public node keys by client. Waits for the clients at each step. If too few are
-        left or the sums cannot be unmasked, sets `failure` and goes to the next attempt.
+        left or the sums cannot be unmasked, sets `failure` and goes to the next attempt, in which
+        clients that dealt wrong shares take no part.
         """
+        excluded = dict(self._checkpoint.excluded)
+        self.dropouts = dict(excluded)
+        server = ProtocolServer(self._make_terms(self.attempt), directory)
         try:
-            server = self._collect_adverts(adverts, directory)
+            self._collect_adverts(server, adverts)
             self._collect_shares(server)
             self._collect_masked_inputs(server)
             run = server.terms.run
@@ -152,8 +158,13 @@ class SecureRound:
             failpoint("secagg.unmask_shares")
             self.unmasked = server.unmask()
         except (SecAggError, SerializationError) as error:
-            self.failure = str(error)
-            self._checkpoint = SecAggCheckpoint(self._number, self.attempt + 1)
+            failures = [self.failure] if self.failure else []
+            self.failure = "; then: ".join([*failures, str(error)])
+            excluded |= server.false_dealers()
+            number = self.attempt + 1
+            self._checkpoint = SecAggCheckpoint(self._number, number, excluded=excluded)
+        for dealer, accusers in server.accusations().items():
+            self.dropouts.setdefault(dealer, f"wrong shares, say {', '.join(accusers)}")
 
     def _save(self, **changes: Any) -> None:
         """Write the checkpoint, with changed fields, to disk; call before sending messages."""
@@ -161,17 +172,16 @@ class SecureRound:
         if self._file is not None:
             write_atomic(self._file, json.dumps(asdict(self._checkpoint)))
 
-    def _collect_adverts(
-        self, replies: Mapping[str, Any], directory: KeyDirectory
-    ) -> ProtocolServer:
-        """Return the protocol's server with the key adverts, and write them to the checkpoint.
+    def _collect_adverts(self, server: ProtocolServer, replies: Mapping[str, Any]) -> None:
+        """Give the protocol's server the key adverts, and write them to the checkpoint.
 
         After a restart the adverts in the checkpoint are used instead of `replies`. A client with
         an invalid advert drops out.
         """
-        terms = self._make_terms(self.attempt)
-        server = ProtocolServer(terms, directory)
+        terms, excluded = server.terms, self._checkpoint.excluded
         for name, fields in (self._checkpoint.adverts or replies).items():
+            if name in excluded:
+                continue
             with self._dropout_on_error(name):
                 advert = from_json(KeyAdvert, fields, terms)
                 if self._is_sender(name, advert.client):
@@ -179,7 +189,6 @@ class SecureRound:
         accepted = {each.client: to_json(each, terms) for each in server.roster().adverts}
         self._save(adverts=accepted)
         failpoint("secagg.roster")
-        return server
 
     def _collect_shares(self, server: ProtocolServer) -> None:
         """Give the protocol's server the encrypted shares of the clients with adverts.

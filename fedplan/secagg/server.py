@@ -7,16 +7,15 @@ dropped out. The memory is that of one sum, for any number of clients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedplan.secagg.client import KeyDirectory, require_valid_advert
 from fedplan.secagg.crypto import (
-    KEY_SIZE,
-    PRIME,
+    SHARE_SIZE,
+    TAG_SIZE,
     SecAggError,
-    lagrange_weights,
     verify_signature,
     x25519_public_key,
 )
@@ -38,6 +37,7 @@ from fedplan.secagg.messages import (
     UnmaskShares,
     survivors_digest,
 )
+from fedplan.secagg.sharing import HASH_SIZE, reconstruct, secret_hash, share_hash
 from fedplan.secagg.terms import HEADER, MAX_CLIENT_WEIGHT, SlotGroup, Terms, group_slots
 from fedplan.tensors.ring import Words
 
@@ -75,16 +75,20 @@ class ProtocolServer:
         self.terms, self._directory = terms, directory
         self._closed_steps = set[str]()
         self._adverts = dict[str, KeyAdvert]()
-        self._ciphertexts = dict[str, Mapping[str, bytes]]()
-        self._input_senders = set[str]()
+        self._dealt = dict[str, EncryptedShares]()
+        self._complaints = dict[str, set[str]]()
         self._sums = dict[str, GroupVector]()
         self._signatures = dict[str, SurvivorSignature]()
-        self._unmask_shares = dict[str, UnmaskShares]()
+        self._unmask_shares = dict[str, dict[tuple[str, int], bytes]]()
 
     def accept_advert(self, advert: KeyAdvert) -> None:
-        """Step 1: accept the public keys of a client."""
+        """Step 1: accept the public keys of a client, which no other client has."""
         self._require_open(ADVERTS, advert.client)
         require_valid_advert(self.terms, advert, self._directory)
+        others = (each for name, each in self._adverts.items() if name != advert.client)
+        taken = {key for each in others for key in (each.encryption_key, each.masking_key)}
+        if advert.encryption_key in {advert.masking_key, *taken} or advert.masking_key in taken:
+            raise SecAggError(f"{advert.client} advertises a key twice, or that of another client")
         self._adverts[advert.client] = advert
 
     def roster(self) -> KeyRoster:
@@ -92,12 +96,19 @@ class ProtocolServer:
         return self._roster
 
     def accept_shares(self, shares: EncryptedShares) -> None:
-        """Step 2: accept the encrypted shares of a client, one for each other client."""
+        """Step 2: accept the encrypted shares of a client, for each other client, with hashes."""
         self._require_member(shares.client, self._roster_names, shares.terms_digest)
         self._require_open(SHARES, shares.client)
         if set(shares.ciphertexts) != set(self._roster_names) - {shares.client}:
             raise SecAggError(f"{shares.client} has not sent shares for each other client")
-        self._ciphertexts[shares.client] = dict(shares.ciphertexts)
+        count = 1 + len(self._groups_of(shares.client))
+        if any(len(each) != SHARE_SIZE * count + TAG_SIZE for each in shares.ciphertexts.values()):
+            raise SecAggError(f"{shares.client} has not sent {count} shares to each other client")
+        rows = [*shares.share_hashes.values(), shares.secret_hashes]
+        complete = set(shares.share_hashes) == set(self._roster_names)
+        if not complete or any(list(map(len, row)) != [HASH_SIZE] * count for row in rows):
+            raise SecAggError(f"{shares.client} has not committed to each of its shares")
+        self._dealt[shares.client] = shares
 
     def sharing_clients(self) -> tuple[str, ...]:
         """Close step 2; return the clients whose shares have arrived, sorted."""
@@ -107,8 +118,12 @@ class ProtocolServer:
         """Close step 2; return the shares encrypted to one client, by all that shared."""
         self._require_member(client, self._sharing, self.terms.digest)
         senders = (sender for sender in self._sharing if sender != client)
-        ciphertexts = {sender: self._ciphertexts[sender][client] for sender in senders}
-        return ForwardedShares(self.terms.digest, ciphertexts)
+        dealt = {sender: self._dealt[sender] for sender in senders}
+        return ForwardedShares(
+            self.terms.digest,
+            {sender: shares.ciphertexts[client] for sender, shares in dealt.items()},
+            {sender: shares.share_hashes[client] for sender, shares in dealt.items()},
+        )
 
     def add_masked_input(self, masked: MaskedInput) -> None:
         """Step 3: add the masked input of a client to the sums.
@@ -120,7 +135,7 @@ class ProtocolServer:
         client = masked.client
         self._require_member(client, self._sharing, masked.terms_digest)
         self._require_open(INPUTS, client)
-        if client in self._input_senders:
+        if client in self._complaints:
             raise SecAggError(f"{client} was added before")
         groups = {g.name: g for g in self._revealable_groups(self._sharing) if client in g.clients}
         if set(masked.vectors) != set(groups):
@@ -131,10 +146,36 @@ class ProtocolServer:
         }
         for name, vector in vectors.items():
             self._sums.setdefault(name, GroupVector.empty(groups[name])).add(vector)
-        self._input_senders.add(client)
+        self._complaints[client] = set(masked.complaints) & set(self._sharing) - {client}
+
+    def accusations(self) -> dict[str, list[str]]:
+        """By client, the clients that complain of its shares; clients without any are absent."""
+        accusers = dict[str, list[str]]()
+        for name, accused in sorted(self._complaints.items()):
+            for dealer in sorted(accused):
+                accusers.setdefault(dealer, []).append(name)
+        return accusers
+
+    def false_dealers(self) -> dict[str, str]:
+        """Clients of which more clients complain than may lie or be missing, with the reason."""
+        spare = len(self._dealt) - self.terms.threshold
+        return {
+            dealer: f"it dealt wrong shares, say {', '.join(accusers)}"
+            for dealer, accusers in self.accusations().items()
+            if len(accusers) > spare
+        }
 
     def survivor_list(self) -> SurvivorList:
-        """Close step 3; return the clients whose input was added."""
+        """Close step 3; return the clients whose input was added.
+
+        Raises a SecAggError if too few of them have right shares of a client: the sum could not be
+        unmasked. No secret is revealed by then, so that another attempt is possible.
+        """
+        for dealer, accusers in self.accusations().items():
+            if len(self._survivors) - len(accusers) < self.terms.threshold:
+                raise SecAggError(
+                    f"{', '.join(accusers)} complain of wrong shares of {dealer}: the attempt fails"
+                )
         return SurvivorList(self.terms.digest, self._survivors)
 
     def accept_signature(self, signature: SurvivorSignature) -> None:
@@ -156,16 +197,32 @@ class ProtocolServer:
         return SignatureList(self.terms.digest, signatures)
 
     def accept_unmask_shares(self, shares: UnmaskShares) -> None:
-        """Step 5: accept a survivor's unmask shares; they are checked by `unmask`."""
-        self._require_member(shares.client, self._survivors, shares.terms_digest)
-        self._unmask_shares[shares.client] = shares
+        """Step 5: accept a survivor's unmask shares.
+
+        Raises a SecAggError if one does not match its commitment, or if one is missing of a client
+        that this survivor has not complained of.
+        """
+        holder = shares.client
+        self._require_member(holder, self._survivors, shares.terms_digest)
+        revealed = dict[tuple[str, int], bytes]()
+        for dealer, number, share in self._numbered_shares(shares):
+            digest = share_hash(self._roster.digest, dealer, holder, number, share)
+            if digest != self._dealt[dealer].share_hashes[holder][number]:
+                raise SecAggError(f"{holder} has given a wrong share of {dealer}")
+            revealed[dealer, number] = share
+        accused = self._complaints[holder]
+        expected = {secret for secret in self._needed_secrets if secret[0] not in accused}
+        if missing := sorted(expected - revealed.keys()):
+            raise SecAggError(f"{holder} has given no share of {missing[0][0]}")
+        self._unmask_shares[holder] = revealed
 
     def unmask(self) -> UnmaskedSums:
         """Unmask the sums of all slots with at least `min_senders` surviving senders.
 
         Call once: changes the sums. Raises a SecAggError if fewer clients than the threshold have
-        sent unmask shares, if shares are missing or wrong, and if a group's header (count of
-        clients, sum of weights) is impossible, so that an input or a share was wrong.
+        sent unmask shares, if a client has dealt shares of another secret than it committed to, and
+        if a group's header (count of clients, sum of weights) is impossible, so that an input was
+        wrong.
         """
         self._require_enough(len(self._unmask_shares), "have revealed unmask shares")
         groups, withheld = self._revealable_groups(self._survivors), dict[str, str]()
@@ -183,8 +240,7 @@ class ProtocolServer:
             if count != len(senders) or not count <= weight <= count * MAX_CLIENT_WEIGHT:
                 raise SecAggError(
                     f"slot group {group.name} cannot be unmasked: one of "
-                    f"{', '.join(group.clients)} has sent wrong masked input or wrong shares; the "
-                    "round fails"
+                    f"{', '.join(senders)} has sent wrong masked input; the round fails"
                 )
             for name, numbers in vector.numbers(group).items():
                 sums.numbers[name], sums.senders[name] = numbers, senders
@@ -195,27 +251,20 @@ class ProtocolServer:
         """Subtract all masks from the sums of some slot groups, by reconstructed secrets.
 
         Subtracts the self masks of survivors, and cancels the pairwise masks between survivors and
-        clients that dropped out. Raises a SecAggError for missing shares, and for wrong shares of a
-        masking secret. Wrong shares of a seed leave a mask, which `unmask` finds in the header.
+        clients that dropped out. Raises a SecAggError if a secret cannot be reconstructed.
         """
-        used = dict(sorted(self._unmask_shares.items())[: self.terms.threshold])
-        weights = lagrange_weights([self._roster_names.index(client) + 1 for client in used])
         for group in groups:
-            shares = {
-                sender: each.self_mask_shares.get(group.name, {}) for sender, each in used.items()
-            }
             for client in group.senders_among(self._survivors):
-                seed = _reconstruct(weights, shares, client)
+                seed = self._reconstruct(client, self._seed_number(client, group))
                 key = self_mask_key(seed, self._context, group.name, client)
                 self._sums[group.name].apply_mask(key, subtract=True)
-        key_shares = {sender: u.masking_key_shares for sender, u in used.items()}
         for dropped in (client for client in self._sharing if client not in self._survivors):
             affected = [group for group in groups if dropped in group.clients]
             if not affected:
                 continue
-            secret = _reconstruct(weights, key_shares, dropped)
+            secret = self._reconstruct(dropped, 0)
             if x25519_public_key(secret) != self._adverts[dropped].masking_key:
-                raise SecAggError(f"the shares of the key of {dropped} do not match it")
+                raise SecAggError(f"{dropped} has dealt shares of another key than it advertised")
             for other in self._survivors:
                 common = sorted({group.name for group in affected if other in group.clients})
                 if common:
@@ -224,6 +273,56 @@ class ProtocolServer:
                     # The dropped client's side of the masks, which its own input would have had.
                     for name, key in keys.items():
                         self._sums[name].apply_mask(key, subtract=dropped > other)
+
+    def _reconstruct(self, dealer: str, number: int) -> bytes:
+        """Reconstruct secret `number` of a client from the shares that survivors revealed.
+
+        Raises a SecAggError if fewer than the threshold are left, or if the dealer has committed to
+        shares that do not give the secret that it committed to.
+        """
+        shares = {
+            self._roster_names.index(holder) + 1: revealed[dealer, number]
+            for holder, revealed in sorted(self._unmask_shares.items())
+            if (dealer, number) in revealed
+        }
+        self._require_enough(len(shares), f"have right shares of {dealer}")
+        used = dict(list(shares.items())[: self.terms.threshold])
+        secret, dealt = reconstruct(used), self._dealt[dealer]
+        expected = dealt.secret_hashes[number]
+        if not secret or secret_hash(self._roster.digest, dealer, number, secret) != expected:
+            raise SecAggError(f"{dealer} has dealt shares that do not fit together")
+        return secret
+
+    def _numbered_shares(self, shares: UnmaskShares) -> Iterator[tuple[str, int, bytes]]:
+        """Yield dealer, number of the secret and share; leaves out what is not needed."""
+        groups = {group.name: group for group in self._groups}
+        for name, seeds in shares.self_mask_shares.items():
+            for dealer, share in seeds.items():
+                if name in groups and dealer in groups[name].clients:
+                    number = self._seed_number(dealer, groups[name])
+                    if (dealer, number) in self._needed_secrets:
+                        yield dealer, number, share
+        for dealer, share in shares.masking_key_shares.items():
+            if (dealer, 0) in self._needed_secrets:
+                yield dealer, 0, share
+
+    @cached_property
+    def _needed_secrets(self) -> set[tuple[str, int]]:
+        """The secrets that unmask the sum of the survivors, as client and number of the secret."""
+        needed = set[tuple[str, int]]()
+        for group in self._revealable_groups(self._survivors):
+            senders = group.senders_among(self._survivors)
+            needed |= {(client, self._seed_number(client, group)) for client in senders}
+            dropped = set(group.senders_among(self._sharing)) - set(senders)
+            needed |= {(client, 0) for client in dropped}
+        return needed
+
+    def _groups_of(self, client: str) -> list[SlotGroup]:
+        return [group for group in self._groups if client in group.clients]
+
+    def _seed_number(self, client: str, group: SlotGroup) -> int:
+        """Number of a client's seed of a group among its secrets; 0 is its masking secret."""
+        return 1 + self._groups_of(client).index(group)
 
     @cached_property
     def _roster(self) -> KeyRoster:
@@ -242,9 +341,9 @@ class ProtocolServer:
 
     @cached_property
     def _sharing(self) -> tuple[str, ...]:
-        self._require_enough(len(self._ciphertexts), "have sent encrypted shares")
+        self._require_enough(len(self._dealt), "have sent encrypted shares")
         self._closed_steps.add(SHARES)
-        return tuple(sorted(self._ciphertexts))
+        return tuple(sorted(self._dealt))
 
     @cached_property
     def _context(self) -> bytes:
@@ -252,9 +351,9 @@ class ProtocolServer:
 
     @cached_property
     def _survivors(self) -> tuple[str, ...]:
-        self._require_enough(len(self._input_senders), "have sent masked input")
+        self._require_enough(len(self._complaints), "have sent masked input")
         self._closed_steps.add(INPUTS)
-        return tuple(sorted(self._input_senders))
+        return tuple(sorted(self._complaints))
 
     def _revealable_groups(self, clients: Sequence[str]) -> list[SlotGroup]:
         least = self.terms.min_senders
@@ -279,23 +378,3 @@ class ProtocolServer:
     def _require_open(self, step: str, client: str) -> None:
         if step in self._closed_steps:
             raise SecAggError(f"{client!r} comes too late: the others have gone on")
-
-
-def _reconstruct(
-    weights: Sequence[int], revealed: Mapping[str, Mapping[str, bytes]], client: str
-) -> bytes:
-    """Reconstruct a secret of a client from the shares that some senders revealed.
-
-    weights: Lagrange weights of the senders; revealed: by sender, the shares by client. Raises a
-    SecAggError if a sender has no share of the client, or if the result has more than 32 bytes.
-    Wrong shares usually raise nothing, and give a wrong secret.
-    """
-    secret = 0
-    for weight, (sender, shares) in zip(weights, revealed.items(), strict=True):
-        if client not in shares:
-            raise SecAggError(f"{sender} has given no share of {client}")
-        secret += weight * int.from_bytes(shares[client])
-    secret %= PRIME
-    if secret >> (8 * KEY_SIZE):
-        raise SecAggError(f"the shares of {client} do not match each other")
-    return secret.to_bytes(KEY_SIZE)

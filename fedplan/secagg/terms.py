@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fedplan.secagg.crypto import SecAggError, sha256_of
 
-RULE = "fedplan secure aggregation 1: unmasked once a round, for survivors that a threshold signed"
+RULE = "fedplan secure aggregation 2: unmasked once a round, for survivors that a threshold signed"
 """Name and version of the protocol, part of every digest of terms."""
 HEADER = 2
 """Numbers at the start of every group's vector: count of clients, and sum of their weights."""

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedplan.secagg.client import ProtocolClient
 from fedplan.secagg.crypto import NodeKey, SecAggError, node_public_key
+from fedplan.secagg.messages import UnmaskShares
 from fedplan.secagg.progress import MemoryProgressStore, ProgressStore
 from fedplan.secagg.server import ProtocolServer, UnmaskedSums
 from fedplan.secagg.terms import Slot, Terms
@@ -68,7 +69,7 @@ class Round:
     notebooks: Mapping[str, ProgressStore] = field(default_factory=dict[str, ProgressStore])
 
     def __post_init__(self) -> None:
-        known = directory(list(self.numbers))
+        known, self.answers = directory(list(self.numbers)), dict[str, UnmaskShares]()
         self.server = ProtocolServer(self.terms, known)
         self.sites = {
             name: ProtocolClient(
@@ -113,7 +114,8 @@ class Round:
     def answer(self) -> None:
         said = self.server.signature_list()
         for name in self.there(4):
-            self.server.accept_unmask_shares(self.sites[name].reveal_shares(said))
+            self.answers[name] = self.sites[name].reveal_shares(said)
+            self.server.accept_unmask_shares(self.answers[name])
 
 
 def drawn(dice: random.Random, slot: Slot) -> Words:

@@ -83,10 +83,10 @@ class SecureSum:
     """A secure sum that clients of other machines send: of round `round_number`, or before it.
 
     The transport runs the protocol with `terms`, and sets `unmasked` (the sums) and `sites` (the
-    clients in the sums), or `failure` (why the sums could not be unmasked). `base`: global values
-    before the round. `threshold`: clients that are needed to unmask. `scoring`: the sum is of layer
-    scores before the round, and `scores` the result. `agreement`: settings that server and clients
-    fixed before round 1.
+    clients in the sums), or `failure` (why the sums could not be unmasked), and `faults` (by
+    client, what it did wrong). `base`: global values before the round. `threshold`: clients that
+    are needed to unmask. `scoring`: the sum is of layer scores before the round, and `scores` the
+    result. `agreement`: settings that server and clients fixed before round 1.
     """
 
     agreement: Agreement
@@ -97,6 +97,7 @@ class SecureSum:
     unmasked: UnmaskedSums | None = None
     sites: tuple[str, ...] = ()
     failure: str = ""
+    faults: dict[str, str] = field(default_factory=dict[str, str])
 
     @cached_property
     def base_digests(self) -> dict[str, str]:
@@ -175,14 +176,16 @@ class SecureAggregator(Aggregator):
         except PrivacyError:
             raise
         except FedplanError as error:  # invalid input of one site ends the round, not the run
-            record = SecAggRecord(self.threshold, sites, {WHOLE_SUM: str(error)})
+            reason = {WHOLE_SUM: str(error)}
+            record = SecAggRecord(self.threshold, sites, reason, total.faults)
             return AggregationResult({}, secagg=record)
         reasons = {
             name.removeprefix(VALUE_PREFIX): reason
             for name, reason in sorted(unmasked.withheld.items())
         }
         withheld = {n: reason for n, reason in reasons.items() if n in self.base or n == WHOLE_SUM}
-        return replace(result, secagg=SecAggRecord(self.threshold, sites, withheld))
+        record = SecAggRecord(self.threshold, sites, withheld, total.faults)
+        return replace(result, secagg=record)
 
     def _aggregate(self, unmasked: UnmaskedSums) -> AggregationResult:
         """Return the means of the unmasked sums: adds the weighted base to each sum of changes."""

@@ -115,11 +115,14 @@ class SecAggRecord:
 
     `threshold`: clients needed to unmask. `clients`: clients in the sum. `not_unmasked`: by param
     key, or for WHOLE_SUM, the reason why a sum was not unmasked; empty if all sums were unmasked.
+    `faults`: by client, what it did wrong in the protocol, or that it was silent, after its input
+    was in the sum, or in the attempts at a sum that failed. A line without faults leaves it out.
     """
 
     threshold: int
     clients: tuple[str, ...]
     not_unmasked: dict[str, str] = field(default_factory=dict[str, str])
+    faults: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ class RoundRecord:
         for name in OPTIONAL_FIELDS:
             if values[name] is None or values[name] == ():
                 del values[name]
+        if self.secagg is not None and not self.secagg.faults:
+            del values["secagg"]["faults"]
         line = json.dumps({"kind": ROUND, "version": VERSION, **values})
         return cast("dict[str, Any]", json.loads(line))
 
@@ -201,6 +206,10 @@ def read_round(line: object) -> RoundRecord:
         if values.setdefault(name, ...) == default:
             raise RecordError(f"{name} is empty: such a line leaves it out")
         values[name] = default if values[name] is ... else values[name]
+    if isinstance(values["secagg"], dict):
+        if values["secagg"].get("faults") == {}:
+            raise RecordError("faults is empty: such a line leaves it out")
+        values["secagg"] = {"faults": {}, **cast("dict[str, Any]", values["secagg"])}
     record = cast("RoundRecord", _read_dataclass(RoundRecord, values, "a round"))
     _require(record.round >= 1, "round", record.round, "a whole number from 1")
     for text in record.changed.values():

@@ -29,6 +29,19 @@ GONE = "dropped out before its masked input arrived"
 """Rejection of a client that trained, but sent no masked input."""
 
 
+def announce_commit(rpc: SiteRpc, hello: Message) -> None:
+    """Send the sites that are online a hello with the last committed round, at the end of a run.
+
+    A site then erases its secrets of that round; those of an earlier round it has erased at the
+    first request of the next. Waits no longer than for a site to reconnect.
+    """
+    requests: dict[str, MessageFactory] = {
+        name: lambda: (hello, None) for name in rpc.present_sites()
+    }
+    for _ in rpc.call("query.hello", requests, lambda: True, timeout=rpc.timeouts.reconnect):
+        pass
+
+
 class SecAggRound:
     """The secure sum of an open round, with the sites that `rpc` reaches.
 
@@ -85,8 +98,13 @@ class SecAggRound:
         total.unmasked, total.failure = drive.unmasked, drive.failure
         if drive.unmasked is None:
             log.warning("round %d: %s", total.round_number, drive.failure)
+            total.faults = dict(drive.dropouts)
         else:
             total.sites = drive.survivors
+            # The reasons of clients that are not in the sum are among the round's rejections.
+            total.faults = {n: why for n, why in drive.dropouts.items() if n in drive.survivors}
+        for name, reason in total.faults.items():
+            log.warning("round %d, %s: %s", total.round_number, name, reason)
 
     def record_result(self) -> None:
         """Add the clients in the sum to the round's aggregated clients, after all attempts.

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError
+from fedplan.federation.endpoint import COMMITTED_ROUND
 from fedplan.federation.evaluation import (
     EvalConfig,
     Scores,
@@ -87,8 +88,8 @@ class ServerLoop:
             )
         # With client-level DP a round closes with any number of updates, even none.
         self.server, self.quorum = server, 0 if server.aggregation.hides_clients else quorum
-        hello = hello_message(server.agreement.run, study)
-        self.rpc = SiteRpc(grid, server.roster, timeouts or Timeouts(), hello)
+        self._study = study
+        self.rpc = SiteRpc(grid, server.roster, timeouts or Timeouts(), self._hello())
         self.events = self.rpc.events = events or EventStream()
         self.events.callbacks = tuple(callbacks)
         self.faults, self._late = faults or Faults(), set[str]()
@@ -132,8 +133,19 @@ class ServerLoop:
             closed = self._with_task(self._add_scores(server.commit(round_state)))
             log.info("%s", _round_summary(closed, self.scoring.primary))
             self.events.emit(closed)
+        if server.agreement.secagg.active:
+            from fedplan.runners.flower.secagg import announce_commit  # optional dependency
+
+            announce_commit(self.rpc, self._hello())
         if reason := self.events.stop_text:
             log.info("stopped after round %d: %s", server.global_state.round, reason)
+
+    def _hello(self) -> Message:
+        """Return the first message to a site."""
+        agreement, committed = self.server.agreement, self.server.global_state.round
+        return hello_message(
+            agreement.run, self._study, committed if agreement.secagg.active else None
+        )
 
     def _wait_for_sites(self, enough: int) -> None:
         self.events.emit(RunChanged(RunState.WAITING))
@@ -456,9 +468,13 @@ class SiteEvaluation:
         )
 
 
-def hello_message(run: str, study: Study | None) -> Message:
-    """Return the first message to a site: the run id, and the study if given."""
+def hello_message(run: str, study: Study | None, committed: int | None = None) -> Message:
+    """Return the first message to a site: the run id, and the study if given.
+
+    `committed`: number of the last committed round, under secure aggregation.
+    """
     fields: dict[str, JSON] = {"run": run}
+    fields |= {COMMITTED_ROUND: committed} if committed is not None else {}
     fields |= {"study": study.model_dump(mode="json")} if study is not None else {}
     return pack_message({}, fields)
 

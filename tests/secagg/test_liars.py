@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One site of several lies: it is named, and the round is opened from what the others send."""
+
+from __future__ import annotations
+
+import masked_liars
+import pytest
+from masked_liars import LEFT_OUT, STILL_SUMMED, Liars
+from often import AT_NIGHT
+
+COUNTS = (5, 10, 30) if AT_NIGHT else (5, 10)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", STILL_SUMMED)
+def test_a_liar_in_the_sum_is_named_and_honest_shares_open_it(name: str, count: int) -> None:
+    step, lie, said = STILL_SUMMED[name]
+    liars = Liars(count, step, lie)
+    drive = liars.play()
+    assert drive.unmasked is not None and drive.attempt == 1, drive.failure
+    assert set(drive.dropouts) == {liars.liar} and said in drive.dropouts[liars.liar]
+    assert int(drive.unmasked.numbers["body"][0]) == liars.expected(liars.names)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_liar_is_named_and_the_round_is_opened_without_it(name: str, count: int) -> None:
+    step, lie, said = LEFT_OUT[name]
+    liars = Liars(count, step, lie)
+    drive = liars.play()
+    assert drive.unmasked is not None, drive.failure
+    assert set(drive.dropouts) == {liars.liar} and said in drive.dropouts[liars.liar]
+    assert int(drive.unmasked.numbers["body"][0]) == liars.expected(liars.honest)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_false_complaints_stop_nothing_and_are_recorded(count: int) -> None:
+    """One site complains of all others: each of them still has enough holders."""
+    liars = Liars(count, "masked_input", masked_liars.false_complaints)
+    drive = liars.play()
+    assert drive.unmasked is not None and drive.attempt == 1
+    assert int(drive.unmasked.numbers["body"][0]) == liars.expected(liars.names)
+    assert set(drive.dropouts) == set(liars.honest)
+    assert all(f"say {liars.liar}" in reason for reason in drive.dropouts.values())
+
+
+@pytest.mark.parametrize("secrets", [False, True])
+def test_shares_of_no_secret_name_their_dealer(secrets: bool) -> None:
+    """They match their commitments, so that only the reconstruction shows the lie."""
+    liars = Liars(
+        5, "share_keys", lambda own, said: masked_liars.recommitted(own, said, secrets=secrets)
+    )
+    drive = liars.play()
+    assert drive.unmasked is None
+    assert drive.failure.startswith(f"{liars.liar} has dealt shares that do not fit together")
+
+
+def test_a_wrong_count_opens_nothing() -> None:
+    """Who sent it nobody can tell: the server sees no single input."""
+    liars = Liars(5, "masked_input", masked_liars.wrong_count)
+    drive = liars.play()
+    assert drive.unmasked is None and "has sent wrong masked input" in drive.failure
+    assert all(name in drive.failure for name in liars.names)
+
+
+def test_more_liars_than_may_be_missing_open_nothing() -> None:
+    """Two of five, with a threshold of four, give wrong shares: too few right ones are left."""
+    liars = Liars(5, "unmask", masked_liars.wrong_seeds)
+    ask, other = liars.ask, liars.names[2]
+
+    def with_two(step: str, messages):  # type: ignore[no-untyped-def]
+        for name, reply in ask(step, messages):
+            if not (name == other and step == "unmask"):
+                yield name, reply
+
+    liars.ask = with_two  # type: ignore[method-assign]
+    drive = liars.play()
+    assert drive.unmasked is None and "3 clients have revealed unmask shares" in drive.failure
