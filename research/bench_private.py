@@ -91,7 +91,7 @@ def build(layers: int, plan: str) -> nn.Module:
     return (add_lora(model, rank=4, on=query | value) if "LoRA" in plan else model).train()
 
 
-def quiet(shape: tuple[int, ...]) -> Tensor:
+def quiet(shape: tuple[int, ...], stddev: float, step: float) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 
 
@@ -111,7 +111,7 @@ def ways(
 
     def noises() -> None:
         for leaf in leaves.values():
-            leaf.grad = noise.gaussian(tuple(leaf.shape), 1.0).to(leaf.dtype)
+            leaf.grad = noise.rounded_gaussian(tuple(leaf.shape), 1.0, 2.0**-26).to(leaf.dtype)
 
     return {
         "plain": plain,

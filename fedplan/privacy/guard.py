@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -237,7 +236,7 @@ class ClientGuard(Guard):
         rate, name = self.guarantee.sampling_rate or 1.0, vote_name(name)
         source = NoiseStream.for_release(self._secret, "rows of a vote", name)
         draws = self._uniform(source)(len(inputs.examples))
-        sampled = (draws < rate).nonzero().flatten()
+        sampled = (draws <= rate).nonzero().flatten()
         ballots = [
             make_ballot(probe(replace(inputs, examples=_OneExample(inputs.examples, int(i)))), k)
             for i in sampled
@@ -272,8 +271,7 @@ class ClientGuard(Guard):
             sampling_rate=guarantee.sampling_rate or 1.0,
             steps=guarantee.steps,
         )
-        normal = partial(noise.gaussian, stddev=1.0)
-        return dp_sgd(config, normal=normal, uniform=self._uniform(noise))
+        return dp_sgd(config, noise=noise.rounded_gaussian, uniform=self._uniform(noise))
 
     @staticmethod
     def _uniform(noise: NoiseStream) -> Uniform:

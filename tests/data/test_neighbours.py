@@ -382,7 +382,7 @@ def clipped(asked: Study, table: Dataset) -> tuple[torch.Tensor, float]:
     found = ClippedSum(subject.tensors, guarantee.clipping_norm)
     experiment.model.eval()
     add_clipped_one_by_one(subject, torch.arange(len(rows)), found)
-    totals = [found.totals[name].flatten().double() for name in sorted(found.totals)]
+    totals = [found.sums[name].flatten() for name in sorted(found.sums)]
     return torch.cat(totals), guarantee.clipping_norm
 
 

@@ -308,7 +308,9 @@ def test_private_steps_are_the_same_there(case: tuple[str, str], device: torch.d
         _, done = private_train(
             job,
             PRIVATE,
-            normal=lambda shape, g=drawn: torch.randn(shape, generator=g, dtype=torch.float64),
+            noise=lambda shape, stddev, _, g=drawn: (
+                torch.randn(shape, generator=g, dtype=torch.float64) * stddev
+            ),
             uniform=lambda n, g=drawn: torch.rand(n, generator=g, dtype=torch.float64),
         )
         told.append(done)
@@ -331,7 +333,7 @@ def test_a_device_without_float64_hides_no_examples(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(private_fit, "sum_dtype", lambda _: torch.float32)
     job = job_of(built("bert"), few("bert")["client-0"])
     with pytest.raises(PrivacyError, match=r'no float64.*use device = "cpu"'):
-        private_train(job, PRIVATE, normal=torch.zeros, uniform=torch.zeros)
+        private_train(job, PRIVATE, noise=torch.zeros, uniform=torch.zeros)
 
 
 def test_a_model_that_is_there_is_not_touched(device: torch.device) -> None:

@@ -42,7 +42,7 @@ from neighbours import (
     tables_of,
     write_table,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedplan.data.examples import Examples
 from fedplan.data.tables import load_table
@@ -50,7 +50,7 @@ from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients
 from fedplan.privacy.mechanisms.clipping import clip_change
 from fedplan.privacy.mechanisms.gaussian import aggregate
-from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.noise import NoiseStream, grid_step
 from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.schema import read_study
 from fedplan.tensors.named import digest
@@ -257,10 +257,12 @@ class _Drawn(NoisyGradients):
 
     def __init__(self, config: DPSGDConfig, noise: NoiseStream) -> None:
         self._config = config
-        self._normal = lambda shape: noise.gaussian(shape, 1.0)
+        self._noise = noise.rounded_gaussian
 
     def release(self, total: Tensor) -> Tensor:
-        return self._noisy(total, nn.Parameter(torch.empty(0)))
+        stddev = self._config.noise_multiplier * self._config.max_grad_norm
+        step = grid_step(stddev)
+        return self._noisy(total.div(step).round() * step, stddev, step)
 
 
 def released(case: Case, seen: Seen, count: int) -> Draws:

@@ -446,7 +446,7 @@ def coupled() -> Generator[None]:
     """No noise, the same draws whatever is drawn for, votes with the same winners, one run's id."""
     choose = Server.choose_blocks
 
-    def silent(self: NoiseStream, shape: tuple[int, ...], stddev: float) -> Tensor:
+    def silent(self: NoiseStream, shape: tuple[int, ...], stddev: float, step: float) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64)
 
     def source(secret: bytes, about: str, *_: str | int | bytes) -> NoiseStream:
@@ -458,7 +458,7 @@ def coupled() -> Generator[None]:
 
     with (
         secrets_known(),
-        patch.object(NoiseStream, "gaussian", silent),
+        patch.object(NoiseStream, "rounded_gaussian", silent),
         patch.object(NoiseStream, "for_release", staticmethod(source)),
         patch.object(Server, "choose_blocks", chosen),
         patch.object(identity, "token_hex", lambda size: "ab" * size),

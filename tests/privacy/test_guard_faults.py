@@ -87,7 +87,7 @@ def test_masks_and_dropout_follow_no_public_seed() -> None:
         before, noise = get_values(model, roles), NoiseStream(key)
         job = Job(model, roles, Few("bert", 0, 4), far, TrainArguments(sgd(), lr=1.0), seed, before)
         train_dp_sgd(
-            job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform
+            job, privately, noise=lambda s, *_: torch.zeros(s).double(), uniform=noise.uniform
         )
         return torch.cat([(v - before[k]).flatten() for k, v in get_values(model, roles).items()])
 
@@ -130,7 +130,7 @@ def test_hidden_tokens_follow_no_public_seed() -> None:
         7,
         get_values(model, roles),
     )
-    train_dp_sgd(job, privately, normal=lambda s: torch.zeros(s).double(), uniform=noise.uniform)
+    train_dp_sgd(job, privately, noise=lambda s, *_: torch.zeros(s).double(), uniform=noise.uniform)
     assert seen and 7 not in seen
 
 
@@ -209,9 +209,7 @@ def test_one_row_moves_a_sum_by_the_bound_at_most(name: str) -> None:
         (add_clipped_one_by_one if ghost.why_not_ghost_clipping(made) else ghost.add_ghost_clipped)(
             made, rows, total
         )
-    squares = [
-        (sums[0].totals[n] - sums[1].totals[n]).double().square().sum() for n in sums[0].totals
-    ]
+    squares = [(sums[0].sums[n] - sums[1].sums[n]).square().sum() for n in sums[0].totals]
     assert math.sqrt(float(sum(squares))) <= bound * (1 + 1e-5)
 
 

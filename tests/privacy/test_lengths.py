@@ -158,7 +158,7 @@ def views(subject: Objective, totals: Mapping[str, Tensor]) -> Tensor:
 def added(subject: Objective, rows: list[int], clip: float, way: Any) -> tuple[Tensor, Tensor]:
     total = ClippedSum(subject.tensors, clip)
     way(subject, torch.tensor(rows), total)
-    return views(subject, total.totals), total.norms
+    return views(subject, total.sums), total.norms
 
 
 @settings(max_examples=often(300))

@@ -35,7 +35,7 @@ from fedplan.privacy.mechanisms.clipping import (
     global_norm,
 )
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism, aggregate
-from fedplan.privacy.mechanisms.noise import NoiseStream
+from fedplan.privacy.mechanisms.noise import NoiseStream, grid_step
 from fedplan.tensors.sums import ExactSum, SumError
 
 SECRET = bytes(range(32))
@@ -124,7 +124,7 @@ def test_one_client_moves_the_sum_by_the_bound_at_size(s: int, others: int, boun
 
 def test_a_change_at_the_bound_moves_the_sum_by_just_that() -> None:
     with_ = total_of(MECHANISM, [change(a=[3.0, 4.0])])
-    assert apart(Silent(SHARED, 1.0, 1.0, 10.0), ExactSum(), with_) == pytest.approx(1, abs=1e-11)
+    assert apart(Silent(SHARED, 1.0, 1.0, 10.0), ExactSum(), with_) == pytest.approx(1, abs=1e-7)
 
 
 # Clipping
@@ -139,7 +139,7 @@ def test_what_is_clipped_is_within_and_points_the_same_way(
     before, bound = update(dice, {"x": (5,), "y": (2, 3), "z": (0,)}), 10**power
     after, factor, within = clip_change(before, bound, weight=weight)
     assert global_norm(after) <= weight * bound * (1 + 1e-12) + 1e-280
-    assert within == (global_norm(before) <= bound) and 0 <= factor <= weight
+    assert within == (global_norm(before) <= bound * (1 - 2.0**-30)) and 0 <= factor <= weight
     for name, value in before.items():
         assert after[name].dtype is torch.float64
         torch.testing.assert_close(after[name], value.double() * factor)
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused(wrong: Change, told: str) -> None:
 def test_weights_end_at_the_cap(examples: int, cap: int, weight: float) -> None:
     assert capped_weight(examples, cap) == weight
     clipped = clip_change(change(a=[30.0, 40.0]), 2.0, weight=capped_weight(examples, cap))
-    assert global_norm(clipped.values) == pytest.approx(2 * weight, rel=1e-9)
+    assert global_norm(clipped.values) == pytest.approx(2 * weight, rel=1e-8)
 
 
 def test_wrong_numbers_are_told() -> None:
@@ -370,7 +370,9 @@ def test_an_audit_is_fooled_no_more_often_than_it_says() -> None:
     fooled, pure = 0, 0
     for simulation in range(200):
         draw = (
-            NoiseStream.for_release(SECRET, "trial", simulation).gaussian((2, 2000, 1), 1.0).numpy()
+            NoiseStream.for_release(SECRET, "trial", simulation)
+            .rounded_gaussian((2, 2000, 1), 1.0, 2.0**-26)
+            .numpy()
         )
         fooled += gaussian_lower_bound(draw[0] + 1, draw[1], delta=DELTA) > CLAIMED
         pure += lower_bound(draw[0] + 1, draw[1], delta=DELTA) > CLAIMED
@@ -388,7 +390,10 @@ def noised(
     scales = scale if isinstance(scale, dict) else dict.fromkeys(sums, scale)
     made_of = [repr(scales), repr(over), *(f"{name} {float(v.sum())}" for name, v in sums.items())]
     source = NoiseStream.for_release(SECRET, "mistake", *made_of)
-    noises = {n: source.gaussian(tuple(v.shape), scales[n]) for n, v in sums.items()}
+    noises = {
+        n: source.rounded_gaussian(tuple(v.shape), 1.0, grid_step(1.0)) * scales[n]
+        for n, v in sums.items()
+    }
     return {name: (value + noises[name]) / over for name, value in sums.items()}
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from epsilon_bounds import Draws, gaussian_lower_bound, release_rows, sample_releases
-from scipy.special import ndtr
 from torch import Tensor
 
 from fedplan.federation.aggregation.distributed_dp import DistributedDPAggregator
@@ -112,26 +110,6 @@ def audited(server: Server, count: int) -> float:
         return np.column_stack([rows, rows @ moved])
 
     return gaussian_lower_bound(statistics(one), statistics(two), delta=DELTA)
-
-
-@pytest.mark.parametrize(("ratio", "count"), [(8, 2), (16, 3), (32, 7)])
-def test_rounded_shares_add_up_to_one_rounded_gaussian_as_closely_as_the_page_says(
-    ratio: int, count: int
-) -> None:
-    """The bound of docs/explanation/secure-aggregation.md, where it is large enough to be seen."""
-
-    def rounded(scale: float, most: int) -> Draws:
-        k = np.abs(np.arange(-most, most + 1))
-        return ndtr(-(k - 0.5) / scale) - ndtr(-(k + 0.5) / scale)
-
-    one = rounded(ratio, 30 * ratio)
-    sums = one
-    for _ in range(count - 1):
-        sums = np.convolve(sums, one)
-    whole = rounded(ratio * sqrt(count), len(sums) // 2)
-    near = np.abs(np.arange(len(sums)) - len(sums) // 2) <= 9 * ratio * sqrt(count)
-    apart = np.abs(np.log(sums[near] / whole[near])).max()
-    assert 0 < apart <= 12.5 * (count + 1) / ratio**2
 
 
 SIZES = [20_000, pytest.param(200_000, marks=pytest.mark.nightly)]

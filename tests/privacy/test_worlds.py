@@ -315,10 +315,10 @@ def test_a_mistake_that_is_put_back_is_flagged(name: str, here: Path) -> None:
 
 @pytest.mark.parametrize("case", [TEXT, CLIENT], ids=named)
 def test_noise_too_small_is_flagged_by_many_releases(case: Case, here: Path) -> None:
-    audit, real = audited(case, here), NoiseStream.gaussian
+    audit, real = audited(case, here), NoiseStream.rounded_gaussian
 
-    def weak(self: NoiseStream, shape: tuple[int, ...], scale: float) -> Tensor:
-        return real(self, shape, scale / 3)
+    def weak(self: NoiseStream, shape: tuple[int, ...], scale: float, step: float) -> Tensor:
+        return real(self, shape, scale / 3, step)
 
-    with patch.object(NoiseStream, "gaussian", weak):
+    with patch.object(NoiseStream, "rounded_gaussian", weak):
         assert [each.what for each in measured(case, audit, DRAWS)] == ["epsilon"]

@@ -15,7 +15,7 @@ from math import isfinite, nan
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedplan.data.examples import Examples, SeededExamples
 from fedplan.errors import PrivacyError
@@ -29,7 +29,7 @@ from fedplan.privacy.dpsgd.per_example import (
     require_independent_examples,
     trained_tensors,
 )
-from fedplan.privacy.mechanisms.noise import finest_grid_step, round_to_grid
+from fedplan.privacy.mechanisms.noise import grid_step
 from fedplan.tensors.devices import fork_rng_state, model_device, sum_dtype
 from fedplan.training.fit import (
     Fit,
@@ -41,14 +41,13 @@ from fedplan.training.fit import (
 )
 from fedplan.training.freezing import TrainableParams, trainable
 
-Normal = Callable[[tuple[int, ...]], Tensor]
-"""Samples a float64 tensor of N(0, 1) of a shape, cryptographically secure."""
+RoundedGaussian = Callable[[tuple[int, ...], float, float], Tensor]
+"""Samples Gaussian noise of a shape and stddev, rounded to multiples of a grid step, float64;
+`NoiseStream.rounded_gaussian` is one."""
 Uniform = Callable[[int], Tensor]
-"""Samples that many float64 numbers of [0, 1), cryptographically secure."""
+"""Samples that many float64 numbers of (0, 1], cryptographically secure."""
 _MAX_TOKENS = 2**12
 """Most tokens in a microbatch, to bound the memory of all layers' gradient factors."""
-_CHUNK = 2**15
-"""Coordinates that get their noise at a time, so that temporary tensors stay in the cache."""
 _DEFAULT_LENGTH = 2**8
 """Tokens assumed for an example without an attention mask, such as an image."""
 
@@ -112,16 +111,16 @@ class DPSGDStats:
     slow_reason: str = ""
 
 
-def dp_sgd(config: DPSGDConfig, *, normal: Normal, uniform: Uniform) -> Fit:
+def dp_sgd(config: DPSGDConfig, *, noise: RoundedGaussian, uniform: Uniform) -> Fit:
     """Make a fit function that trains the SHARE and KEEP params of a job by DP-SGD.
 
-    config: clipping, noise and sampling; normal: secure random source of the noise; uniform: secure
+    config: clipping, noise and sampling; noise: secure random source of the noise; uniform: secure
     random source of the samples of examples and of the seed. Charge `config.event` to a privacy
     budget before each fit: the fit does not. The fit is `train_dp_sgd`, without its counts.
     """
 
     def fit(job: Job) -> FitResult:
-        return train_dp_sgd(job, config, normal=normal, uniform=uniform)[0]
+        return train_dp_sgd(job, config, noise=noise, uniform=uniform)[0]
 
     return fit
 
@@ -154,12 +153,12 @@ def require_train_arguments(train_arguments: TrainArguments) -> None:
 
 
 def train_dp_sgd(
-    job: Job, config: DPSGDConfig, *, normal: Normal, uniform: Uniform
+    job: Job, config: DPSGDConfig, *, noise: RoundedGaussian, uniform: Uniform
 ) -> tuple[FitResult, DPSGDStats]:
     """Train a job's SHARE and KEEP params in place by DP-SGD; return (result, counts).
 
     Steps and batch size are of `config`; optimizer, lr, schedule, weight decay, max_grad_norm (of
-    the noisy gradient), bf16 and gradient checkpointing are of the job. normal, uniform: as in
+    the noisy gradient), bf16 and gradient checkpointing are of the job. noise, uniform: as in
     `dp_sgd`. Gradient changes of the job, as of FedProx, apply to noisy gradients. The result's
     loss is nan. Leaves the model in eval mode, and the global random state unchanged. Without
     trained params the result has 0 steps, and the model is unchanged. Charges no privacy budget.
@@ -187,11 +186,11 @@ def train_dp_sgd(
         tensors = trained_tensors(job.model, job.roles)
         objective = Objective(job.model, tensors, seeded, job.loss, job.train_arguments.dtype)
         require_independent_examples(objective)
-        noisy = NoisyGradients(objective, config, params, normal)
+        noisy = NoisyGradients(objective, config, params, noise)
         stepper = job.stepper(params, config.steps)
         for _ in range(config.steps):
             draws = _require_shape(uniform(len(examples)), (len(examples),))
-            noisy.write_gradients((draws < config.sampling_rate).nonzero().flatten())
+            noisy.write_gradients((draws <= config.sampling_rate).nonzero().flatten())
             stepper.step(lambda: adjust_gradients(params, job))
         job.model.eval()
     result = FitResult(
@@ -204,16 +203,20 @@ class NoisyGradients:
     """Gradients of DP-SGD for one fit: call `write_gradients` once per step, `stats` at the end.
 
     objective: model, examples and loss; config: clipping, noise and divisor; params: the trained
-    params, which get `.grad`; normal: source of N(0, 1) noise.
+    params, which get `.grad`; noise: source of rounded Gaussian noise.
     slow_reason: why examples run one by one; "" while ghost clipping, tested by the constructor,
     works.
     steps: number of gradients written so far.
     """
 
     def __init__(
-        self, objective: Objective, config: DPSGDConfig, params: TrainableParams, normal: Normal
+        self,
+        objective: Objective,
+        config: DPSGDConfig,
+        params: TrainableParams,
+        noise: RoundedGaussian,
     ) -> None:
-        self._objective, self._config, self._normal = objective, config, normal
+        self._objective, self._config, self._noise = objective, config, noise
         self._params = dict(params.named_parameters())
         self.slow_reason = why_not_ghost_clipping(objective)
         self.steps = self._examples = self._clipped = self._non_finite = 0
@@ -224,8 +227,11 @@ class NoisyGradients:
         indices: the examples of the step; if empty, the gradient is noise alone. If ghost clipping
         fails, this and all later microbatches run one example at a time.
         """
-        clipped = ClippedSum(self._objective.tensors, self._config.max_grad_norm)
-        size = self._config.microbatch_size
+        config = self._config
+        stddev = config.noise_multiplier * config.max_grad_norm
+        step = grid_step(stddev or config.max_grad_norm)
+        clipped = ClippedSum(self._objective.tensors, config.max_grad_norm, step)
+        size = config.microbatch_size
         for microbatch in _microbatches(self._objective.examples, indices, size):
             if not self.slow_reason:
                 try:
@@ -234,34 +240,22 @@ class NoisyGradients:
                 except GhostClippingError as error:
                     self.slow_reason = str(error)
             add_clipped_one_by_one(self._objective, microbatch, clipped)
+        sums = clipped.sums
         for trained in self._objective.tensors:
-            for key, total in trained.views(clipped.totals[trained.name]).items():
-                self._params[key].grad = self._noisy(total, self._params[key])
+            for key, total in trained.views(sums[trained.name]).items():
+                self._params[key].grad = self._noisy(total, stddev, step).to(self._params[key])
         self.steps += 1
         self._examples += len(indices)
         too_long = clipped.norms.isfinite() & (clipped.norms > clipped.max_grad_norm)
         self._clipped += int(too_long.sum())
         self._non_finite += clipped.non_finite
 
-    def _noisy(self, total: Tensor, param: nn.Parameter) -> Tensor:
-        """Add noise to a sum of clipped gradients and divide by the expected batch size.
-
-        Returns a new tensor of the dtype and device of `param`; `total` is unchanged.
-        """
-        config, shape = self._config, tuple(total.shape)
-        samples = _require_shape(self._normal(shape), shape).to(total.device)
-        gradient = torch.empty(shape, dtype=param.dtype, device=param.device)
-        stddev = config.noise_multiplier * config.max_grad_norm
-        # So fine that rounding, over all coordinates, stays within the margin left by clipping.
-        step = finest_grid_step(stddev) * 2.0**12 if stddev else 0.0
-        flat = (tensor.reshape(-1) for tensor in (gradient, total, samples))
-        chunks = (cast("tuple[Tensor, ...]", tensor.split(_CHUNK)) for tensor in flat)
-        for target, exact, noise in zip(*chunks, strict=True):
-            noisy = exact.to(torch.float64, copy=True)
-            if step:
-                noisy = round_to_grid(noisy, step).add_(round_to_grid(noise.mul_(stddev), step))
-            target.copy_(noisy.div_(config.expected_batch_size))
-        return gradient
+    def _noisy(self, total: Tensor, stddev: float, step: float) -> Tensor:
+        """Add noise to a sum of multiples of `step`, and divide by the expected batch size."""
+        if stddev:
+            noise = self._noise(tuple(total.shape), stddev, step)
+            total = total + _require_shape(noise, tuple(total.shape)).to(total.device)
+        return total / self._config.expected_batch_size
 
     def stats(self) -> DPSGDStats:
         """The counts so far."""

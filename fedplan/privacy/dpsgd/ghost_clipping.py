@@ -256,7 +256,7 @@ def _first_difference(
         for key, values in trained.views(one.totals[trained.name]).items():
             distance = squared_norm(values - others[key]).sqrt()
             norm = squared_norm(values).sqrt()
-            if not distance <= _TOLERANCE * norm + 1e-5 * one.max_grad_norm:
+            if not distance <= _TOLERANCE * norm + 1e-5 * one.max_grad_norm / one.step:
                 return trained.name
     return ""
 

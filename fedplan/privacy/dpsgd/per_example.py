@@ -21,6 +21,7 @@ from fedplan.errors import PrivacyError
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
 from fedplan.models.values import mixes_examples
+from fedplan.privacy.mechanisms.noise import grid_step
 from fedplan.tensors.devices import autocast, eval_mode, fork_rng_state, model_device, to_device
 
 _CHUNK = 2**14
@@ -100,17 +101,23 @@ class Objective:
 
 
 class ClippedSum:
-    """A running sum of clipped per-example gradients, in float64.
+    """A running sum of clipped per-example gradients, in steps of a grid.
 
     tensors: the tensors to sum gradients of; max_grad_norm: the norm that `clip_factors` clips to.
-    totals: the sum for each tensor, by name, zero at first; callers add clipped gradients in place.
-    Frozen rows may hold anything: read a total by `TrainedTensor.views`.
+    step: the grid step, a power of two; 0: 2**-27 of max_grad_norm or more.
+    totals: the sum for each tensor in steps, float64, by name, zero at first; callers add clipped
+    gradients in place. Whole steps add up exactly, to 2**53.
+    sums: the totals rounded to whole steps, times `step`. Frozen rows may hold anything: read a sum
+    by `TrainedTensor.views`.
     norms: norms before clipping, appended by `clip_factors`; a non-finite gradient must add
     nothing.
     """
 
-    def __init__(self, tensors: Iterable[TrainedTensor], max_grad_norm: float) -> None:
+    def __init__(
+        self, tensors: Iterable[TrainedTensor], max_grad_norm: float, step: float = 0.0
+    ) -> None:
         self.max_grad_norm = max_grad_norm
+        self.step = step or grid_step(max_grad_norm)
         self.totals = {
             trained.name: torch.zeros_like(trained.tensor, dtype=torch.float64)
             for trained in tensors
@@ -118,20 +125,26 @@ class ClippedSum:
         self.norms = torch.empty(0, dtype=torch.float64)
 
     @property
+    def sums(self) -> dict[str, Tensor]:
+        """The sum for each tensor, a multiple of `step`."""
+        return {name: total.round().mul_(self.step) for name, total in self.totals.items()}
+
+    @property
     def non_finite(self) -> int:
         """Number of gradients that were not finite."""
         return int((~self.norms.isfinite()).sum())
 
     def clip_factors(self, squared_norms: Tensor) -> Tensor:
-        """Factors that clip gradients of these squared norms: at most 1; 0 for a non-finite norm.
+        """Factors that clip gradients of these squared norms, and turn them into steps.
 
-        Appends the norms to `norms`. Returns float64 on the CPU; does not change `totals`.
+        At most 1 / step; 0 for a non-finite norm. Appends the norms to `norms`. Returns float64 on
+        the CPU; does not change `totals`.
         """
         norms = squared_norms.double().cpu().sqrt()
         self.norms = torch.cat([self.norms, norms])
         clipping = self.max_grad_norm * _MARGIN / norms.clamp(min=_SMALLEST)
         factors = torch.where(norms <= self.max_grad_norm * _MARGIN, 1.0, clipping)
-        return torch.where(norms.isfinite(), factors, 0.0)
+        return torch.where(norms.isfinite(), factors, 0.0) / self.step
 
 
 def add_clipped_one_by_one(objective: Objective, indices: Tensor, into: ClippedSum) -> None:
@@ -149,7 +162,8 @@ def add_clipped_one_by_one(objective: Objective, indices: Tensor, into: ClippedS
         squares = [torch.zeros((), dtype=torch.float64), *map(squared_norm, views)]
         factor = float(into.clip_factors(torch.stack(squares).sum()[None]))
         for trained, gradient in gradients.items() if factor else ():
-            into.totals[trained.name].add_(gradient, alpha=factor)
+            # In whole steps, towards zero: the sum is exact, and no norm grows.
+            into.totals[trained.name].add_(gradient.double().mul_(factor).trunc_())
 
 
 def gradients_or_none(

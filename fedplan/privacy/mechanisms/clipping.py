@@ -6,17 +6,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp, fsum, isfinite, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from fedplan.errors import PrivacyError
-from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, round_to_grid
+from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream
 
 CLIPPING_NORMS = (2.0**-20, 2.0**20)
 """Smallest and largest clipping norm: sums are exact, and noise is coarser than their grid."""
-_HAIR = 1 - 2.0**-40
-"""A clipped norm ends slightly inside the limit, so that rounding never puts it outside."""
+_MARGIN = 2.0**-30
+"""Fraction by which a norm must stay below the limit, and twice that if it is clipped.
+
+Rounding errors of a norm are below 2**-38 of it: sums of at most _CHUNK squares in float64, added
+exactly."""
+_CHUNK = 2**14
+"""Numbers whose squares are summed at a time."""
 
 
 class ClippedChange(NamedTuple):
@@ -46,8 +51,8 @@ def clip_change(
             f"the weight is {weight!r}: give one from 0 to 1, such as capped_weight() gives"
         )
     norm = global_norm(change)
-    within = norm <= clipping_norm
-    factor = weight * (1.0 if within else clipping_norm / norm * _HAIR)
+    within = norm <= clipping_norm * (1 - _MARGIN)
+    factor = weight * (1.0 if within else clipping_norm / norm * (1 - 2 * _MARGIN))
     return ClippedChange(
         {n: t.detach().double() * factor for n, t in change.items()}, factor, within
     )
@@ -75,8 +80,10 @@ def global_norm(change: Mapping[str, Tensor]) -> float:
         peak = max(peak, largest)
     if peak == 0:
         return 0.0
-    parts = [float((t.detach().double() / peak).norm()) for t in change.values()]
-    return peak * sqrt(fsum(part**2 for part in parts))
+    flat = (tensor.detach().reshape(-1) for tensor in change.values())
+    chunks = (cast("tuple[Tensor, ...]", each.split(_CHUNK)) for each in flat)
+    scaled = (chunk.double() / peak for each in chunks for chunk in each)
+    return peak * sqrt(fsum(float(chunk.dot(chunk)) for chunk in scaled))
 
 
 def require_clipping_norm(clipping_norm: float) -> None:
@@ -124,8 +131,8 @@ class AdaptiveClipping:
         """
         content = (within, cohort, self.noise_multiplier.hex())
         source = NoiseStream.for_release(secret, f"{name}: within the bound", *content)
-        samples = source.gaussian((1,), self.noise_multiplier / 2)
-        noisy = within - cohort / 2 + float(round_to_grid(samples, COUNT_GRID_STEP))
+        noise = source.rounded_gaussian((1,), self.noise_multiplier / 2, COUNT_GRID_STEP)
+        noisy = within - cohort / 2 + float(noise)
         fraction = min(max(noisy / divisor + 0.5, 0.0), 1.0)
         norm = self.clipping_norm * exp(self.step_size * (self.quantile - fraction))
         return replace(self, clipping_norm=min(max(norm, CLIPPING_NORMS[0]), CLIPPING_NORMS[1]))

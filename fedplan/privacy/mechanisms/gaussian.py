@@ -23,8 +23,7 @@ from fedplan.privacy.mechanisms.clipping import clip_change, require_clipping_no
 from fedplan.privacy.mechanisms.noise import (
     NoiseStream,
     derive_key,
-    finest_grid_step,
-    round_to_grid,
+    grid_step,
 )
 from fedplan.tensors.sums import GRID, MAX_VALUE, ExactSum
 
@@ -32,9 +31,9 @@ Change = Mapping[str, Tensor]
 """A client's update minus the base, by tensor name."""
 PublicShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """The public set: shape and dtype of each tensor that any client may share in a round."""
-RATIO = 2.0**30
-"""Smallest stddev of a share of the noise, in grid steps: the sum of rounded shares is then as good
-as one rounded Gaussian. docs/explanation/secure-aggregation.md says by how much."""
+MIN_SHARE_STEPS = 2.0**10
+"""Smallest stddev of a share of the noise, in grid steps: the sum of rounded shares is then a
+rounding of one Gaussian, but for a probability below 1e-1000000."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ class GaussianMechanism:
                 f"noise_multiplier {self.noise_multiplier!r} times clipping norm "
                 f"{self.clipping_norm!r} cannot be summed exactly"
             )
-        if self.noise_shares and self.share_stddev < RATIO * self._grid_step:
+        if self.noise_shares and self.share_stddev < MIN_SHARE_STEPS * self._grid_step:
             raise PrivacyError(
                 f"a share of the noise is {self.share_stddev:.3g}, in steps of "
                 f"{self._grid_step:.3g}: too coarse for shares to be one Gaussian; take a larger "
                 "clipping norm, by "
-                f"{RATIO * self._grid_step / self.share_stddev:.2g} times, or more noise"
+                f"{MIN_SHARE_STEPS * self._grid_step / self.share_stddev:.2g} times, or more noise"
             )
 
     @property
@@ -155,16 +154,15 @@ class GaussianMechanism:
 
     def _sample_noise(self, source: NoiseStream) -> dict[str, Tensor]:
         shapes = {name: self.public_shapes[name][0] for name in sorted(self.public_shapes)}
-        noise = {name: source.gaussian(shape, self.share_stddev) for name, shape in shapes.items()}
-        return {name: round_to_grid(values, self._grid_step) for name, values in noise.items()}
+        return {
+            name: source.rounded_gaussian(shape, self.share_stddev, self._grid_step)
+            for name, shape in shapes.items()
+        }
 
     @property
     def _grid_step(self) -> float:
-        """Grid step to which changes and noise are rounded.
-
-        Not finer than the noise is exact: bits below the noise's own would be released unhidden.
-        """
-        return max(GRID, finest_grid_step(self.share_stddev))
+        """Grid step to which changes and noise are rounded: sums are on the same grid or finer."""
+        return max(GRID, grid_step(self.share_stddev))
 
     def _digest(self, total: ExactSum) -> bytes:
         """SHA-256 of everything that decides a release of `total`: sum, public set and stddev."""

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from fractions import Fraction
-from math import ceil, log2, pi
+from math import frexp, prod
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedplan.errors import PrivacyError, import_extra
 from fedplan.privacy.accounting.accountant import SAMPLING_RATES
+from fedplan.privacy.mechanisms.rounded_gaussian import sample
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.locks import sync_folder
 
@@ -93,40 +94,28 @@ def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
     return mac.digest()
 
 
-_CHUNK = 2**16
-"""Pairs of numbers made at a time, so that temporary tensors stay in the cache."""
 COUNT_GRID_STEP = 2.0**-30
 """Grid step to which noise on counts is rounded."""
 
 
-def round_to_grid(values: Tensor, step: float) -> Tensor:
-    """Round float64 `values` in place to multiples of `step`, a power of two, and return them."""
-    # The low bits of floating-point noise reveal the value it was added to (Mironov 2012; Jin et
-    # al., arXiv 2112.05307). So a sum and its noise are rounded to one grid before they are added.
-    return values.mul_(1 / step).round_().mul_(step)
-
-
-def finest_grid_step(stddev: float) -> float:
-    """Smallest grid step on which Gaussian noise of a stddev is exact in float64.
-
-    No sample is 19 times as large as the stddev.
-    """
-    return 2.0 ** (ceil(log2(19 * stddev)) - 52)
+def grid_step(stddev: float) -> float:
+    """Grid step for noise of a stddev: the power of two of which stddev has 2**26 to 2**27."""
+    return 2.0 ** (frexp(stddev)[1] - 27)
 
 
 class NoiseStream:
     """A stream of cryptographically secure random numbers: AES-256 in counter mode under a key.
 
     key: 32 bytes; make a stream with `fresh` or `for_release`. Each call goes on where the last
-    ended. Independent of the seeds of numpy and torch. Before noise is added to a value, apply
-    `round_to_grid` to both: low bits of floating-point noise reveal the value. Raises a
-    PrivacyError if `cryptography` is not installed.
+    ended. Independent of the seeds of numpy and torch. Raises a PrivacyError if `cryptography` is
+    not installed.
     """
 
     def __init__(self, key: bytes) -> None:
         ciphers = import_extra("cryptography.hazmat.primitives.ciphers", "cryptographic noise")
         counter = ciphers.modes.CTR(bytes(16))
         self._stream = ciphers.Cipher(ciphers.algorithms.AES(key), counter).encryptor()
+        self._key, self._calls = key, 0
 
     @staticmethod
     def fresh() -> NoiseStream:
@@ -138,40 +127,36 @@ class NoiseStream:
         """Stream for one release: the key follows from the secret, the name and the content.
 
         `content` must determine everything that is released. The same arguments give the same bits
-        on the same machine; another processor may round a logarithm differently.
+        on every machine.
         """
         # After a restart the same sum gets the same noise: two noises on one sum would average out.
         # Another sum under the same name gets other noise: the same noise on both would reveal
         # their difference.
         return NoiseStream(derive_key(secret, "noise", name, *content))
 
-    def gaussian(self, shape: tuple[int, ...], stddev: float) -> Tensor:
-        """The next Gaussian numbers, float64 of a shape, with mean 0 and this stddev."""
-        values = torch.empty(shape, dtype=torch.float64)
-        flat = values.view(-1)
-        for start in range(0, flat.numel(), 2 * _CHUNK):
-            part = flat[start : start + 2 * _CHUNK]
-            half = (part.numel() + 1) // 2
-            real, imaginary = self._pairs(half)
-            part[:half] = real
-            part[half:] = imaginary[: part.numel() - half]
-        return values.mul_(stddev)
+    def rounded_gaussian(self, shape: tuple[int, ...], stddev: float, step: float) -> Tensor:
+        """The next Gaussian numbers with mean 0, each rounded to the nearest multiple of `step`.
+
+        step: a power of two. The probability of each multiple is exact. Returns float64 of a shape.
+        To hide a value, round the value to multiples of `step` too and add: low bits of a value
+        that noise does not cover would be released (Mironov 2012; Jin et al., arXiv 2112.05307).
+        """
+        self._calls += 1
+        call = self._calls
+
+        def more_bits(proposal: int, index: int) -> int:
+            return int.from_bytes(derive_key(self._key, "more bits", call, proposal, index)[:8])
+
+        integers = sample(prod(shape), stddev / step, self.words, more_bits)
+        return torch.from_numpy(integers).double().mul_(step).view(shape)
 
     def uniform(self, count: int) -> Tensor:
-        """The next `count` uniform float64 numbers of [0, 1)."""
+        """The next `count` uniform float64 numbers of (0, 1], multiples of 2**-53.
+
+        At most `rate` of them are up to `rate`: exactly its multiple of 2**-53 from below.
+        """
         words = (self.words(count) >> np.uint64(11)).view(np.int64)
-        return torch.from_numpy(words).double().mul_(2.0**-53)
-
-    def _pairs(self, count: int) -> tuple[Tensor, Tensor]:
-        """Two tensors of `count` independent standard Gaussians (Box and Muller)."""
-        radius = self._above_zero(count).log_().mul_(-2).sqrt_()
-        angle = self._above_zero(count).mul_(2 * pi)
-        return radius * angle.cos(), angle.sin_().mul_(radius)
-
-    def _above_zero(self, count: int) -> Tensor:
-        """`count` uniform numbers of (0, 1] in steps of 2**-63, the limit of the Gaussian tails."""
-        words = (self.words(count) >> np.uint64(1)).view(np.int64)
-        return torch.from_numpy(words).double().add_(0.5).mul_(2.0**-63)
+        return torch.from_numpy(words).double().add_(1).mul_(2.0**-53)
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """The next `count` random 64-bit words."""

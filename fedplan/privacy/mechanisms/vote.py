@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import Release
-from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, derive_key, round_to_grid
+from fedplan.privacy.mechanisms.noise import COUNT_GRID_STEP, NoiseStream, derive_key
 
 T = TypeVar("T", bound=Hashable)
 
@@ -85,7 +85,7 @@ class NoisyVote:
         everything that the ballots depend on. The same arguments give the same bits.
         """
         source = NoiseStream.for_release(secret, name, content, *self._words(counts))
-        noise = round_to_grid(source.gaussian((len(counts),), self.stddev), COUNT_GRID_STEP)
+        noise = source.rounded_gaussian((len(counts),), self.stddev, COUNT_GRID_STEP)
         return {block: counts[block] + float(n) for block, n in zip(counts, noise, strict=True)}
 
     def digest(self, counts: Mapping[T, int], secret: bytes, name: str, content: str = "") -> str:

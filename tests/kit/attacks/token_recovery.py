@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -89,7 +88,7 @@ class TrainingSetup:
             1.0, noise, expected_batch_size=EXAMPLES, sampling_rate=1.0, steps=steps
         )
         source = NoiseStream.fresh()
-        fit = dp_sgd(config, normal=partial(source.gaussian, stddev=1.0), uniform=source.uniform)
+        fit = dp_sgd(config, noise=source.rounded_gaussian, uniform=source.uniform)
 
         def replace_fit(_: Fit) -> Fit:
             return fit
