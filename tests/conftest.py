@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from commands import STUDY, some_digits
 from hypothesis import settings
 from often import AT_NIGHT, DAY, NIGHT, spread
 
@@ -83,6 +82,8 @@ def counts(device: torch.device) -> Backend:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny study and its data."""
+    from commands import STUDY, some_digits
+
     monkeypatch.chdir(tmp_path)
     some_digits(tmp_path)
     Path("study.toml").write_text(STUDY)
