@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from epsilon_bounds import Draws, gaussian_lower_bound, release_rows, sample_releases
+from masked import Round, terms
 from torch import Tensor
 
-from fedplan.federation.aggregation.distributed_dp import DistributedDPAggregator
+from fedplan.federation.aggregation.distributed_dp import DistributedDPAggregator, noised_words
 from fedplan.federation.aggregation.secure_input import VALUE_PREFIX
 from fedplan.federation.agreement import Agreement
 from fedplan.language.plan import share
@@ -27,6 +28,7 @@ from fedplan.privacy.guard import SECRET_FILE, ServerGuard
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream
 from fedplan.secagg.config import SecAggConfig
+from fedplan.secagg.terms import Slot
 from fedplan.tensors.accumulator import GRID
 from fedplan.testing import TRAIN_CONFIG
 
@@ -37,7 +39,7 @@ MECHANISM = GaussianMechanism(
     {name: (shape, torch.float64) for name, shape in SHAPES.items()},
     *(1.0, 1.0, 4.0, None, MASKING.honest_noise_shares(SITES)),
 )
-DELTA = 1e-5
+DELTA, SECRET = 1e-5, bytes(range(32))
 CLAIMED = epsilon([MECHANISM.event], DELTA)
 LOG = logging.getLogger(__name__)
 
@@ -130,3 +132,37 @@ def test_the_shares_of_as_many_as_are_honest_hide_each_of_them_as_was_claimed(co
 def test_shares_that_are_too_small_are_flagged(server: Server, count: int) -> None:
     """Four fifths of the noise; shares of all sites, as if none were lost; no noise on a param."""
     assert audited(server, count) > CLAIMED
+
+
+@pytest.mark.parametrize("colluders", range(3))
+@pytest.mark.parametrize("step", range(5))
+def test_the_noise_is_large_enough_after_any_dropout(step: int, colluders: int) -> None:
+    """As many sites as may be lost are lost at one step of the protocol, with colluders up to the limit.
+
+    The colluders take the noise of their own shares away; zero changes, so that noise is all that
+    is left. 40,000 numbers: the variance is known to 0.7 percent.
+    """
+    names, count = [f"site-{i}" for i in range(SITES)], 40_000
+    config = SecAggConfig("secure", threshold=4, colluders=colluders)
+    mechanism = GaussianMechanism(
+        {"w": ((count,), torch.float64)},
+        *(1.0, 1.0, 4.0, None, config.honest_noise_shares(SITES)),
+    )
+    inputs = {
+        name: noised_words(
+            mechanism.add_noise(mechanism.clipped_sum({}), SECRET, name, b""), wide=False
+        )
+        for name in names
+    }
+    slots = [Slot(key, len(words)) for key, words in inputs[names[0]].items()]
+    lost = {names[0]: step}
+    played = Round(terms(slots, threshold=4), inputs, dict.fromkeys(names, 1), lost)
+    opened = played.play()
+    assert opened is not None
+    left = opened.numbers[VALUE_PREFIX + "w"].copy()
+    for name in names[SITES - colluders :]:
+        left -= inputs[name][VALUE_PREFIX + "w"]
+    added = SITES - (step < 3) - colluders
+    variance = float(np.var(left.view(np.int64) * GRID))
+    assert variance == pytest.approx(added * mechanism.share_stddev**2, rel=0.035)
+    assert variance > 0.965 * mechanism.stddev**2
