@@ -8,7 +8,7 @@ so a client that is killed between two messages can continue.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from fedplan.secagg.progress import DiskProgressStore, RevealLog, RoundProgress
 from fedplan.secagg.terms import Terms
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import param_key
+from fedplan.tensors.named import number_digest, param_key
 from fedplan.tensors.ring import Words, words_from_ints
 from fedplan.tensors.serialization import JSON
 
@@ -127,7 +127,7 @@ class SecAggClient:
             shared = {p.key for p in self.agreement.public_params(request.turn)}
         keys = [p.key for p in self.agreement.exchanged if p.key in shared]
         slots, terms = client_slots(self.agreement, keys), self._make_terms(request, scoring=False)
-        input_digest = _input_digest("round", meta[BASE])
+        input_digest = self._input_digest("round", request.turn.round, meta[BASE])
         advert = self._round_protocol.advertise_keys(terms, slots, input_digest)
         return to_json(advert, terms)
 
@@ -146,7 +146,7 @@ class SecAggClient:
         steps = score_steps(scores)
         texts = [str(steps.get(block, 0)) for block in self.agreement.blocks]
         self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
-        input_digest = _input_digest("scoring", base_digests)
+        input_digest = self._input_digest("scoring", number, base_digests)
         advert = self._scoring_protocol.advertise_keys(terms, [SCORES_SLOT], input_digest)
         return to_json(advert, terms)
 
@@ -251,6 +251,33 @@ class SecAggClient:
             ).with_code("secagg")
         return reply
 
+    def _base_values(
+        self, keys: Iterable[str], number: int, base_digests: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Return the global values that the input of round `number` is made from, by key.
+
+        Raises RequestRefused if a value has another digest than in `base_digests`.
+        """
+        base = received_values(self.client, keys)
+        for key, value in base.items():
+            if self.client.setup.digests.full_digest(value) != base_digests[key]:
+                raise RequestRefused(
+                    f"{self.client.name} has another {key} than its update of round {number} "
+                    "started from"
+                ).with_code("secagg")
+        return base
+
+    def _input_digest(self, kind: str, number: int, base_digests: Mapping[str, str]) -> str:
+        """Return a digest of the numbers that an input ("round" or "scoring") is made from.
+
+        Models that differ in the sign of zeros or in the bits of NaN have one digest: training from
+        them gives the same update, so their sums may not be of different clients. Raises as
+        `_base_values`.
+        """
+        values = self._base_values(base_digests, number, base_digests)
+        words = (word for key in sorted(values) for word in (key, number_digest(values[key])))
+        return sha256_of("input", kind, *words).hex()
+
     def _update_words(self) -> tuple[dict[str, Words], int]:
         """Return (integers to mask by slot, weight) of the client's update in the current round.
 
@@ -261,13 +288,7 @@ class SecAggClient:
         agreement, client, terms = self.agreement, self.client, self._progress().terms
         number, wide = terms.round, agreement.secagg.wide_integers
         coded, meta = self._journaled_update(number)
-        base = received_values(client, {param_key(name) for name in coded})
-        for key, value in base.items():
-            if client.setup.digests.full_digest(value) != meta[BASE][key]:
-                raise RequestRefused(
-                    f"{client.name} has another {key} than its update of round {number} started "
-                    "from"
-                ).with_code("secagg")
+        base = self._base_values({param_key(name) for name in coded}, number, meta[BASE])
         values = agreement.method.compression.decode(coded, base)
         if (guard := client.privacy.noise_guard) is not None:
             change = client_change(values, base)
@@ -280,9 +301,3 @@ class SecAggClient:
         own.require(values, {}, meta[WEIGHT])
         own.add(client.name, values, {}, meta[WEIGHT])
         return client_words(own, base, wide=wide), meta[WEIGHT]
-
-
-def _input_digest(kind: str, base_digests: Mapping[str, str]) -> str:
-    """Return one digest of the values that a client's input ("round" or "scoring") is made from."""
-    words = (word for key in sorted(base_digests) for word in (key, base_digests[key]))
-    return sha256_of("input", kind, *words).hex()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, cast
 from weakref import ref
 
@@ -38,6 +38,17 @@ def full_digest(tensor: Tensor) -> str:
     hasher = blake3(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     hasher.update(cast(Any, _bytes(tensor).numpy()))
     return hasher.hexdigest()
+
+
+def number_digest(tensor: Tensor) -> str:
+    """Return a digest of a tensor's numbers, equal for tensors that calculate alike.
+
+    It is the `full_digest` of the tensor with 0.0 for -0.0, and one NaN for all NaN.
+    """
+    if tensor.is_floating_point():
+        numbers = tensor.detach() + 0.0  # -0.0 + 0.0 is 0.0
+        tensor = numbers.masked_fill_(numbers.isnan(), nan)
+    return full_digest(tensor)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

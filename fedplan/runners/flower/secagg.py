@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,8 +39,10 @@ def announce_commit(rpc: SiteRpc, hello: Message) -> None:
     requests: dict[str, MessageFactory] = {
         name: lambda: (hello, None) for name in rpc.present_sites()
     }
-    for _ in rpc.call("query.hello", requests, lambda: True, timeout=rpc.timeouts.reconnect):
-        pass
+    # The run is complete: a link that is gone by now must not make it fail.
+    with suppress(FedplanError):
+        for _ in rpc.call("query.hello", requests, lambda: True, timeout=rpc.timeouts.reconnect):
+            pass
 
 
 class SecAggRound:
