@@ -86,6 +86,7 @@ FUNCTIONS = {
     "site withdraw": "fedplan.sites.Approvals",
     "site policy": "fedplan.sites.read_policy",
     "site keys": "fedplan.runners.flower.keys.make_site_keys",
+    "site peers": "fedplan.runners.site.read_peer_fingerprints",
     "site serve": "fedplan.sites.gateway.serve_site",
     "site rejoin": "fedplan.sites.gateway.allow_rejoin",
     "site doctor": "fedplan.sites.doctor.check_site",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,16 +29,41 @@ DigestArgument = Annotated[
 
 
 @command(site_commands, "site keys --site sites/north", name="keys")
-def site_keys_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+def site_keys_command(
+    site: SiteOption = Path(),
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Replace the node key; the old one becomes old-node.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Create the keys of this site, here. Only node.pub is sent away. Existing files are kept."""
     with print_errors():
-        from fedplan.runners.flower.keys import make_site_keys
+        from fedplan.runners.flower.keys import make_site_keys, replace_node_key
 
-        files = list(map(str, make_site_keys(site.absolute())))
+        make = replace_node_key if rotate else make_site_keys
+        files = list(map(str, make(site.absolute())))
     if as_json:
         return print_json({"files": files})
     for path in files:
         print(path)
+
+
+@command(site_commands, "site peers --site sites/north", name="peers")
+def peers_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
+    """Print fingerprints of all sites' keys, for people to compare. Exit code 1: own is wrong."""
+    with print_errors():
+        from fedplan.runners.site import read_peer_fingerprints, read_site
+
+        keys = read_peer_fingerprints(read_site(site))
+    if as_json:
+        print_json(asdict(keys))
+    else:
+        for name, fingerprint in {"this site": keys.own, **keys.peers}.items():
+            print(f"{name}: {fingerprint}")
+        print(f"\nAll {len(keys.peers)} keys together, equal at every site:\n{keys.together}")
+    if keys.problem:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(keys.problem, markup=False)
+        raise typer.Exit(1)
 
 
 @command(site_commands, "site serve --site sites/north")

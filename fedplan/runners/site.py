@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
+    load_der_public_key,
     load_ssh_private_key,
     load_ssh_public_key,
 )
@@ -156,6 +160,54 @@ def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
                 "its owner could unmask the update of a single site"
             ).with_code("peer-keys")
     return keys
+
+
+@dataclass(frozen=True)
+class PeerKeys:
+    """Fingerprints of the node keys that a site knows, for people to compare.
+
+    `own`: of the site's node key. `peers`: by name, of the keys in the site's folder of peer keys.
+    Each is as `ssh-keygen -lf NAME.pub` prints it. `together`: 60 digits for all names and keys in
+    that folder; sites with the same keys have the same digits. `problem`: why the site's own key
+    there is not its node key; "" if it is.
+    """
+
+    own: str
+    peers: dict[str, str]
+    together: str
+    problem: str = ""
+
+
+def read_peer_fingerprints(site: Site) -> PeerKeys:
+    """Return the fingerprints of a site's node key and of all keys in its folder of peer keys.
+
+    Raises ConfigError if the site has no node key or no such folder, and RequestRefused if a key is
+    invalid, or two sites have the same key.
+    """
+    if site.server is None or not site.server.node_key or not site.peer_keys:
+        raise ConfigError(
+            f"{site.name} has no keys to compare: set peer_keys and server.node_key in its "
+            "site.toml"
+        )
+    folder, own = Path(site.peer_keys), read_node_key(Path(site.server.node_key)).public_key()
+    names = sorted(file.stem for file in folder.glob(f"*{SUFFIX}"))
+    keys = read_peer_keys(folder, names)
+    problem = ""
+    if keys.get(site.name) != own.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo):
+        problem = f"{folder / site.name}{SUFFIX} is not this site's node.pub: copy that there"
+    words = (word for name in names for word in (name.encode(), keys[name]))
+    frames = b"".join(len(word).to_bytes(4) + word for word in words)
+    number = f"{int.from_bytes(hashlib.sha256(frames).digest()) % 10**60:060}"
+    together = " ".join(number[at : at + 5] for at in range(0, 60, 5))
+    peers = {name: _fingerprint(load_der_public_key(keys[name])) for name in names}
+    return PeerKeys(_fingerprint(own), peers, together, problem)
+
+
+def _fingerprint(key: Any) -> str:
+    """SHA-256 of a public key as OpenSSH prints it."""
+    line: bytes = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def read_node_key(file: Path) -> EllipticCurvePrivateKey:

@@ -4,6 +4,7 @@ from .client import KeyDirectory, ProtocolClient
 from .config import (
     AGGREGATION_KINDS,
     MASKED_INPUT_STEP,
+    NO_DEFENCE,
     SECAGG_STEPS,
     SecAggConfig,
     check_secagg_support,

@@ -23,6 +23,8 @@ SHARES_STEP, MASKED_INPUT_STEP, SIGNATURE_STEP, UNMASK_STEP = SECAGG_STEPS
 MIN_CONTRIBUTORS_WITH_SQUARES = 4
 """Smallest min_contributors where sums of squares are unmasked and one client subtracts its own:
 two numbers follow from their sum and their sum of squares. Each further colluder needs one more."""
+NO_DEFENCE = "no defence against bad values, since nobody sees a single update"
+"""What secure aggregation costs beside bytes."""
 NARROW_BYTES, WIDE_BYTES = 8, 16
 """Bytes of an integer of one word, and of two."""
 
@@ -86,9 +88,10 @@ class SecAggConfig:
 
     @property
     def cost_text(self) -> str:
-        """Upload per number and message exchanges per round, in words."""
+        """Upload per number, message exchanges per round, and the lack of defences, in words."""
         size = WIDE_BYTES if self.wide_integers else NARROW_BYTES
-        return f"secure aggregation: upload of {size} bytes a number, 5 message exchanges a round"
+        cost = f"secure aggregation: upload of {size} bytes a number, 5 message exchanges a round"
+        return f"{cost}; {NO_DEFENCE}"
 
     def nbytes(self, numbers: int, wide: int = 0) -> int:
         """Return the upload bytes of `numbers` numbers and `wide` numbers that are always wide."""

@@ -20,6 +20,7 @@ from fedplan.models.params import Param
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.forecasts import Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes
+from fedplan.secagg.config import NO_DEFENCE
 from fedplan.sites.policy import Policy, site_in_study
 from fedplan.studies.experiment import outline_agreement, privacy_statement
 from fedplan.studies.field_types import named_objects
@@ -32,6 +33,8 @@ ROLE_MEANINGS = {
     "frozen": "not trained; none of its values are sent",
 }
 """Explanations of the role words in the table of parts."""
+SECURE_SUMS = f"{NO_DEFENCE}: one site can spoil the model for all"
+"""What a site should know of a study with secure aggregation."""
 NO_PRIVACY = "no differential privacy; the values that leave are computed from this site's examples"
 
 
@@ -73,11 +76,16 @@ class StudyReview:
             "plan": self.plan,
             "parts": [asdict(part) for part in self.parts],
             "privacy": self.privacy,
+            **({"secure_aggregation": SECURE_SUMS} if self._is_secure else {}),
             "code": list(self.code),
             "disclosures": list(self.disclosures),
             "changes": list(self.changes),
             "violations": list(self.violations),
         }
+
+    @property
+    def _is_secure(self) -> bool:
+        return self.study.aggregation.config.active
 
     def __rich__(self) -> RenderableType:
         study, total = self.study, sum(part.bytes_total for part in self.parts)
@@ -104,6 +112,7 @@ class StudyReview:
             Text("".join(meanings)),
             _bullet_list("Also sent to the server", self.disclosures),
             Text(f"\nPrivacy: {self.privacy}"),
+            *([Text(f"\nSecure aggregation: {SECURE_SUMS}")] if self._is_secure else []),
             _bullet_list("Code that the study runs", self.code or ("only fedplan's own",)),
             _bullet_list("Changes since the last approved study", self.changes),
             _bullet_list("Violations of this site's policy", self.violations or ("none",)),

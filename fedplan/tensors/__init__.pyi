@@ -37,6 +37,7 @@ from .named import (
     full_digest,
     is_aux,
     nbytes,
+    number_digest,
     only_aux,
     param_key,
     same_bits,

@@ -23,6 +23,7 @@ from fedplan.federation.ledger.egress import (
 )
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
+from fedplan.secagg.config import SecAggConfig
 from fedplan.sites.approvals import current_user
 from fedplan.sites.gateway import SiteGateway
 from fedplan.sites.review import review_study
@@ -80,6 +81,23 @@ def test_what_would_leave_and_what_is_new_is_shown(site: Path) -> None:
     assert parts["embed"]["roles"] == "kept" and parts["embed"]["bytes_total"] == 0
     assert parts["head"]["bytes_total"] == 4 * parts["head"]["bytes_per_round"] > 0
     assert not any("loss" in each for each in said["disclosures"]), "the policy lets no loss leave"
+
+
+def test_a_study_with_secure_sums_says_that_no_update_can_be_checked(tmp_path: Path) -> None:
+    """At the site that decides, and where the study is explained."""
+    secure = '[aggregation]\nkind = "secure"'
+    (tmp_path / "site.toml").write_text('name = "north"\n')
+    approvals = approvals_in(tmp_path)
+    for data in ("", secure):
+        study = offered(data=data)
+        approvals.record_offer(study)
+        code, out = typed(tmp_path, "show", study.full_digest)
+        assert code == 0 and ("no defence against bad values" in out) == bool(data), out
+        said = json.loads(
+            run("site", "show", study.full_digest, "--json", "--site", str(tmp_path))[1]
+        )
+        assert ("spoil the model" in said.get("secure_aggregation", "")) == bool(data)
+        assert "no defence against bad values" in SecAggConfig("secure").cost_text
 
 
 def test_the_bytes_that_are_shown_are_those_that_leave(tmp_path: Path) -> None:

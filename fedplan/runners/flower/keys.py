@@ -171,6 +171,20 @@ def make_site_keys(folder: Path) -> list[Path]:
     return files
 
 
+def replace_node_key(folder: Path) -> list[Path]:
+    """Replace a site's node key by a new one, and return the new files.
+
+    The old pair becomes old-node and old-node.pub; an older pair under these names is overwritten.
+    Raises FedplanError if `folder` has no node key.
+    """
+    if not (folder / "node").exists():
+        raise FedplanError(f"{folder} has no node key to replace: run `fedplan site keys`")
+    for name in ("node", "node.pub"):
+        if (folder / name).exists():
+            (folder / name).replace(folder / f"old-{name}")
+    return make_site_keys(folder)
+
+
 def _write(path: Path, content: bytes, *, private: bool = False) -> Path:
     """Write a new file, with mode 600 if private; return its path. FedplanError if it exists."""
     make_private(path.parent)

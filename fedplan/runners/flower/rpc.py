@@ -36,6 +36,8 @@ Item = TypeVar("Item")
 MessageFactory = Callable[[], tuple[Message, ArrayRecord | None]]
 """Makes a request and its arrays at the time of sending, so that one is in memory at a time."""
 
+HELLO = "query.hello"
+"""Kind of the message that introduces server and site."""
 HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
 
@@ -151,7 +153,7 @@ class SiteRpc:
             if is_new or self._hello_after.get(node, inf) < time.monotonic():
                 self._hello_since[node] = since
                 self._hello_after.pop(node, None)
-                for message_id in self._push(node, "query.hello", self.hello, None):
+                for message_id in self._push(node, HELLO, self.hello, None):
                     self._pending_hellos[message_id] = node
         for message_id, node in list(self._pending_hellos.items()):
             for reply in self._retry(lambda i=message_id: self.grid.pull_messages([i])):
@@ -298,7 +300,8 @@ class SiteRpc:
         message, arrays = call.make_message()
         for message_id in self._push(site.node, kind, message, arrays):
             call.message_ids[message_id] = site.node
-        self.events.emit(ClientChanged(name, SiteState.REQUESTED))
+        if kind != HELLO:  # which asks for no work
+            self.events.emit(ClientChanged(name, SiteState.REQUESTED))
 
     def _push(
         self, node: int, kind: str, message: Message, arrays: ArrayRecord | None

@@ -19,7 +19,7 @@ from fedplan.federation.messages import turn_digest
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.runners.flower.records import refusal_text
-from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
+from fedplan.runners.flower.rpc import HELLO, MessageFactory, SiteRpc
 from fedplan.secagg.round import ROUND_CHECKPOINT, SCORING_CHECKPOINT, SecureRound
 from fedplan.secagg.terms import Terms
 from fedplan.tensors.message import Message
@@ -41,7 +41,7 @@ def announce_commit(rpc: SiteRpc, hello: Message) -> None:
     }
     # The run is complete: a link that is gone by now must not make it fail.
     with suppress(FedplanError):
-        for _ in rpc.call("query.hello", requests, lambda: True, timeout=rpc.timeouts.reconnect):
+        for _ in rpc.call(HELLO, requests, lambda: True, timeout=rpc.timeouts.reconnect):
             pass
 
 
