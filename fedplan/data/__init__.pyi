@@ -10,6 +10,7 @@ from .examples import (
     SparseExamples,
     TokenSequences,
     epoch_steps,
+    first_examples,
     prefetch,
     split_step,
     token_lengths,
@@ -26,6 +27,7 @@ from .partition import (
 )
 from .schema_inference import TableSchema, infer_schema
 from .tables import (
+    JSON_SUFFIXES,
     DataError,
     class_names,
     column_values,
@@ -36,6 +38,7 @@ from .tables import (
     label_values,
     load_table,
     matches_any,
+    require_column,
     select_rows,
 )
 from .tasks.definition import Task

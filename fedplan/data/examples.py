@@ -244,6 +244,11 @@ class ImageExamples:
         return {"pixel_values": blank, "labels": self.labels[indices]}
 
 
+def first_examples(examples: Iterable[Examples]) -> Examples | None:
+    """Return the first of several data sets that has an example; None if there is none."""
+    return next((each for each in examples if len(each)), None)
+
+
 def chunk_slices(count: int, chunk_size: int = 1000) -> Iterator[slice]:
     """Yield slices of `chunk_size` that cover `count` rows, to bound the memory of a chunk."""
     return (slice(start, start + chunk_size) for start in range(0, count, chunk_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite, isnan
 from pathlib import Path
@@ -32,8 +33,9 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
     `split` selects the rows of a file with this value in the column `split`; the arrays of an .npz
     file named as `x_train` for the split `train`; the files of a folder with names that start with
     the split, or else such rows of each file; or the split of this name in a dataset of the Hub or
-    saved by `datasets`. `allow_empty` is as in `filter_rows`. Raises DataError if the table or the
-    split cannot be read.
+    saved by `datasets`. `allow_empty` is as in `filter_rows`; with it, a cell of a JSON file that
+    has another type than most cells of its column is a missing value, instead of an error. Raises
+    DataError if the table or the split cannot be read.
     """
     place = Path(path)
     if is_hub_id(path):
@@ -44,8 +46,13 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
-            table = _READERS[place.suffix](place)
+            if allow_empty and place.suffix in JSON_SUFFIXES:
+                table = _from_json(place, drop_mixed=True)
+            else:
+                table = _READERS[place.suffix](place)
             if split and "split" not in table.column_names:
+                if allow_empty and place.suffix in JSON_SUFFIXES:
+                    return select_rows(table, [])
                 _raise_missing(f"column 'split' in {path}, to select {split!r}", table.column_names)
             return filter_rows(table, {"split": split}, allow_empty=allow_empty) if split else table
     except DataError:
@@ -82,8 +89,11 @@ def _from_csv(path: Path) -> Dataset:
     return Dataset(library.read_csv(path, parse_options=parse, convert_options=convert))
 
 
-def _from_json(path: Path) -> Dataset:
-    """Read a JSON list of objects, or JSON lines."""
+def _from_json(path: Path, *, drop_mixed: bool = False) -> Dataset:
+    """Read a JSON list of objects, or JSON lines.
+
+    `drop_mixed` makes cells missing whose type does not fit that of most cells of their column.
+    """
     from datasets import Dataset
 
     text = path.read_text(encoding="utf-8")
@@ -94,9 +104,29 @@ def _from_json(path: Path) -> Dataset:
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be an object with named values")
     names = dict.fromkeys(name for row in rows for name in row)
-    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    if drop_mixed:
+        columns = {name: _drop_mixed(cells) for name, cells in columns.items()}
+    return Dataset.from_dict(columns)
 
 
+def _drop_mixed(cells: list[Any]) -> list[Any]:
+    """Return cells of one Arrow type: if types are mixed, all but the most frequent become None."""
+    import pyarrow
+
+    library = cast("Any", pyarrow)
+    try:
+        library.array(cells)
+    except library.ArrowException:
+        types = [str(library.infer_type([cell])).replace("double", "int64") for cell in cells]
+        counts = Counter(kind for kind in types if kind != "null")
+        most = max(counts, key=lambda kind: (counts[kind], kind))
+        return [cell if kind == most else None for cell, kind in zip(cells, types, strict=True)]
+    return cells
+
+
+JSON_SUFFIXES = (".json", ".jsonl")
+"""Files whose columns are those that any row names."""
 _READERS: dict[str, Callable[[Path], Dataset]] = {
     ".parquet": _from_parquet,
     ".csv": _from_csv,

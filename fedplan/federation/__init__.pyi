@@ -16,6 +16,7 @@ from .client import (
     TrainSetup,
     make_example_guard,
     make_noise_guard,
+    require_private_setup,
 )
 from .client_round import score_layers, train_round
 from .endpoint import (

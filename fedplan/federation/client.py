@@ -23,13 +23,15 @@ from fedplan.federation.ledger.digests import (
 from fedplan.federation.ledger.egress import Account, Answer
 from fedplan.federation.ledger.records import role_letters
 from fedplan.federation.messages import ClientStateMissing, Request, RequestRefused
-from fedplan.language.plan import Roles
+from fedplan.language.plan import Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
+from fedplan.privacy.dpsgd.fit import ReportFault, require_dp_sgd
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard, DistributedGuard, Guard
 from fedplan.privacy.mechanisms.noise import load_or_create_secret
 from fedplan.storage.journal import Journal
+from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import DigestCache, Tensors, only_aux, param_key
 from fedplan.training.activation_cache import ActivationCache
 from fedplan.training.probes import ProbeInput, data_independent_input, is_data_independent
@@ -113,7 +115,8 @@ class TrainSetup:
     `model`: trained in place by each turn, with `loss`. `start`: initial values of the params that
     may change. `initial`: digests of all initial values. `digests`: cache of digests of tensors.
     `deterministic`: use deterministic algorithms, and fail where there are none.
-    `activation_cache`: cache of frozen activations.
+    `activation_cache`: cache of frozen activations. `trial_examples`: examples on which DP-SGD is
+    tested, at a site made up; None for none.
     """
 
     model: nn.Module
@@ -123,6 +126,7 @@ class TrainSetup:
     digests: DigestCache = field(default_factory=DigestCache)
     deterministic: bool = False
     activation_cache: ActivationCache | None = None
+    trial_examples: Examples | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,8 @@ class ClientPrivacy:
     `guard`: privacy budget of example-level DP. `noise_guard`: privacy budget of distributed DP,
     where clients add noise. `account`: replies of all studies on the dataset; None in a simulation.
     `hide_loss`: do not report the training loss. `metric_policy`: metrics that may leave.
+    `report_fault`: takes an error of private work that a site must not reveal, and logs it there;
+    None, as in a simulation, raises it.
     """
 
     guard: ClientGuard | None = None
@@ -139,11 +145,17 @@ class ClientPrivacy:
     account: Account | None = None
     hide_loss: bool = False
     metric_policy: MetricPolicy = field(default_factory=MetricPolicy)
+    report_fault: ReportFault | None = None
 
     @property
     def budget_guard(self) -> Guard | None:
         """The guard with the client's privacy budget; None without differential privacy here."""
         return self.guard or self.noise_guard
+
+    @property
+    def contained_fault(self) -> ReportFault | None:
+        """`report_fault` of a client that adds noise itself, else None: then errors are raised."""
+        return self.report_fault if self.budget_guard is not None else None
 
 
 @dataclass
@@ -179,6 +191,23 @@ class Client:
         if self.cached_digest is None or self.cached_digest[0] is not self.examples:
             self.cached_digest = self.examples, examples_digest(self.examples)
         return self.cached_digest[1]
+
+
+def require_private_setup(agreement: Agreement, setup: TrainSetup) -> None:
+    """Raise an error if the agreement has example-level DP and DP-SGD cannot train the model.
+
+    Tries the initial model on `setup.trial_examples`, for all params that the agreement may train.
+    Call this when a study is accepted, before any charge. Does nothing without trial examples.
+    Raises as `require_dp_sgd`.
+    """
+    guarantee = agreement.guarantee
+    if guarantee is None or guarantee.unit != "example" or setup.trial_examples is None:
+        return
+    roles = dict.fromkeys(agreement.params, Role.FREEZE)
+    roles |= dict.fromkeys(agreement.trainable, Role.SHARE)
+    arguments = agreement.train_arguments
+    with deterministic(setup.deterministic):
+        require_dp_sgd(setup.model, roles, setup.trial_examples, setup.loss, arguments)
 
 
 def make_example_guard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +35,13 @@ from fedplan.language.plan import Best, Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import candidate_blocks, permitted_roles
 from fedplan.models.params import Block
-from fedplan.models.values import copy_buffers, get_values, require_unchanged_buffers
+from fedplan.models.values import (
+    copy_buffers,
+    get_values,
+    require_unchanged_buffers,
+    restore_buffers,
+    set_values,
+)
 from fedplan.privacy.mechanisms.vote import make_ballot
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors, all_finite, nbytes, only_aux, same_bits, split_aux
@@ -116,6 +122,8 @@ def _train(
         turn = replace(turn, scores=scores)
     roles = agreement.resolved(turn)
     result = _charge_and_fit(agreement, client, request, turn, roles, before, client_state)
+    if client.privacy.contained_fault is not None:
+        restore_buffers(model, buffers)  # an error would reveal that an example changed them
     require_unchanged_buffers(model, buffers)
     after = get_values(model, agreement.trainable, copy=copy)
     old_digests = notes.get("digests", {})
@@ -164,8 +172,9 @@ def _charge_and_fit(
     Trains by DP-SGD under example-level DP, which also charges the privacy budget; else by the fit
     of the agreement's method. `request`: gives the name for account and privacy ledger. `roles`:
     resolved roles of the turn. `before`: start values. `client_state`: values in the journal, with
-    the memory of client hooks. Raises PrivacyError if the privacy budget does not allow the turn,
-    RequestRefused if the account's limits do not; both before any training.
+    the memory of client hooks. At a site with a privacy budget, an error of training is logged, and
+    the result is that of a client without examples. Raises PrivacyError if the privacy budget does
+    not allow the turn, RequestRefused if the account's limits do not; both before any training.
     """
     setup, privacy = client.setup, client.privacy
     content = answer_content(agreement, client, turn, roles, before, client_state)
@@ -192,9 +201,20 @@ def _charge_and_fit(
         activation_cache=setup.activation_cache,
         examples_digest=client.examples_digest() if cached else "",
     )
+    report_fault = privacy.contained_fault
     if privacy.guard is not None:
-        return privacy.guard.make_fit(turn.round, request.name, content)(job)
-    return agreement.method.fit(job)
+        trial = setup.trial_examples
+        return privacy.guard.make_fit(
+            turn.round, request.name, content, trial=trial, report_fault=report_fault
+        )(job)
+    try:
+        return agreement.method.fit(job)
+    except Exception as error:
+        if report_fault is None:
+            raise
+        report_fault(error)
+        set_values(setup.model, before, agreement.trainable)  # its share of the sum is noise alone
+        return FitResult(loss=nan, steps=0)
 
 
 def _param_digests(
@@ -388,8 +408,18 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
         charge_answer(client.privacy, answer, without_data=is_data_independent(probe))
         if not votes:
             return probe(probe_input)
+        report_fault = client.privacy.contained_fault
         if guard is not None:
-            return guard.release_votes(probe_input, probe, max_k, request.name, content)
-        # A client without examples votes at random, so that this is not revealed.
-        chosen = make_ballot((probe if len(client.examples) else random_probe)(probe_input), max_k)
+            return guard.release_votes(
+                probe_input, probe, max_k, request.name, content, report_fault
+            )
+        # A client that has no examples, or fails, votes at random, so that this is not revealed.
+        try:
+            block_scores = (probe if len(client.examples) else random_probe)(probe_input)
+        except Exception as error:
+            if report_fault is None:
+                raise
+            report_fault(error)
+            block_scores = random_probe(probe_input)
+        chosen = make_ballot(block_scores, max_k)
         return {block: float(block in chosen) for block in probe_input.blocks}

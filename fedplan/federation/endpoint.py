@@ -78,7 +78,8 @@ class Endpoint:
     `folder`: the site's folder of the study; the attribute `folder` is the run's subfolder
     (`site_run_folder`), where the global values last received are stored. Both are created, and
     each gets a file AGREEMENT with the settings. `egress`: log of everything that leaves, default
-    in `folder`. `faults`: error log, default in `folder`. `authorization`: study, server and
+    in `folder`. `faults`: error log, default in `folder`; `site` reports errors of private work
+    there, and answers all the same. `authorization`: study, server and
     approver, logged with each reply; callers may replace the attribute. `secagg_client`: the site's
     side of secure aggregation; None refuses requests that need one.
     """
@@ -100,6 +101,7 @@ class Endpoint:
         self.egress = egress or EgressLog(folder)
         self.authorization = authorization or Authorization()
         self.faults = faults or FaultLog(folder, site.journal.encryption)
+        site.privacy = replace(site.privacy, report_fault=self.faults.append)
         self.received_store, self._checkpoint = self._open_store(), 0
         method, account = agreement.method, site.privacy.account
         fields = {

@@ -53,6 +53,7 @@ from .values import (
     pin_packed_layout,
     quantization_config,
     require_unchanged_buffers,
+    restore_buffers,
     set_values,
 )
 

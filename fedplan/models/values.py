@@ -165,6 +165,24 @@ def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
+def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Give all buffers of a model the values of `before`, an earlier result of `copy_buffers`.
+
+    A buffer that was replaced or removed is put back, and a new one is removed.
+    """
+    for name in {name for name, _ in model.named_buffers()} - before.keys():
+        owner, _, attribute = name.rpartition(".")
+        delattr(model.get_submodule(owner), attribute)
+    for name, value in before.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        buffer = getattr(module, attribute, None)
+        if isinstance(buffer, Tensor) and buffer.shape == value.shape:
+            buffer.copy_(value)
+        else:
+            setattr(module, attribute, value.clone())
+
+
 def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
     """Raise FedplanError if a buffer of the model differs from `before`, or is new or missing.
 

@@ -2,7 +2,7 @@
 # pyright: reportUnusedImport=false
 from .accounting.accountant import NOISE_MULTIPLIERS
 from .accounting.budget import Budget, Unit, read_budget_unit
-from .dpsgd.fit import require_train_arguments
+from .dpsgd.fit import ReportFault, require_dp_sgd, require_train_arguments
 from .guarantee import Guarantee
 from .guard import CHARGES_FILE, SECRET_FILE, ClientGuard, DistributedGuard, Guard, ServerGuard
 from .mechanisms.clipping import CLIPPING_NORMS, capped_weight

@@ -37,6 +37,8 @@ class Guarantee:
     every `vote_every` rounds after it; 0: no votes.
     clipping_quantile: quantile of client norms that the clipping norm follows; 0: a fixed norm.
     max_weight: clients are weighted by min(examples, max_weight); 0: all have the same weight.
+    ghost_clipping: DP-SGD runs several examples at a time, which assumes that the server does not
+    choose values to amplify rounding.
     """
 
     # The field names are part of `text`, which both ends compare, and of the statement's JSON.
@@ -52,6 +54,7 @@ class Guarantee:
     vote_every: int = 10
     clipping_quantile: float = 0.0
     max_weight: int = 0
+    ghost_clipping: bool = False
 
     def is_voting_round(self, round: int) -> bool:
         """Whether clients vote on blocks in this round: votes are on, and the period is due."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from torch import Tensor
 from fedplan.data.examples import Examples
 from fedplan.errors import PrivacyError
 from fedplan.models.params import Block
+from fedplan.models.values import copy_buffers, restore_buffers, set_values
 from fedplan.privacy.accounting.accountant import Charge
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap
-from fedplan.privacy.dpsgd.fit import DPSGDConfig, Uniform, dp_sgd
+from fedplan.privacy.dpsgd.fit import DPSGDConfig, ReportFault, Uniform, dp_sgd
 from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, vote_name
 from fedplan.privacy.mechanisms.clipping import AdaptiveClipping
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
@@ -35,7 +36,7 @@ from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import make_folder
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum
-from fedplan.training.fit import Fit
+from fedplan.training.fit import Fit, FitResult, Job
 from fedplan.training.probes import Probe, ProbeInput
 
 T = TypeVar("T", bound=Hashable)
@@ -221,14 +222,21 @@ class ClientGuard(Guard):
     """A client's guard for example-level DP: `make_fit` for training by DP-SGD, `release_votes`."""
 
     def release_votes(
-        self, inputs: ProbeInput, probe: Probe, k: int, name: str, content: str
+        self,
+        inputs: ProbeInput,
+        probe: Probe,
+        k: int,
+        name: str,
+        content: str,
+        report_fault: ReportFault | None = None,
     ) -> dict[Block, float]:
         """Charge a vote as `vote_name(name)`; return the noisy number of examples for each block.
 
         inputs: model, examples and blocks. Examples are sampled at the guarantee's rate, by the
         secret and `name`; each one votes for the `k` blocks of its highest scores by `probe`. name:
-        of the turn. content: digest of everything that the scores depend on. Raises a PrivacyError
-        if the budget does not allow the vote.
+        of the turn. content: digest of everything that the scores depend on. report_fault: called
+        with the last exception of an example's probe; such an example has no vote; None raises the
+        exception. Raises a PrivacyError if the budget does not allow the vote.
         """
         # The noise depends on `content`: by the counts alone, equal bytes would tell that two
         # counts are equal. The sample depends on the name: votes of one name are charged as sums
@@ -237,10 +245,17 @@ class ClientGuard(Guard):
         source = NoiseStream.for_release(self._secret, "rows of a vote", name)
         draws = self._uniform(source)(len(inputs.examples))
         sampled = (draws <= rate).nonzero().flatten()
-        ballots = [
-            make_ballot(probe(replace(inputs, examples=_OneExample(inputs.examples, int(i)))), k)
-            for i in sampled
-        ]
+        ballots, fault = list[Collection[Block]](), cast("Exception | None", None)
+        for i in sampled:
+            one = replace(inputs, examples=_OneExample(inputs.examples, int(i)))
+            try:
+                ballots.append(make_ballot(probe(one), k))
+            except Exception as error:
+                if report_fault is None:
+                    raise
+                fault = error
+        if report_fault is not None and fault is not None:
+            report_fault(fault)
         vote = NoisyVote(k, self.guarantee.vote_noise_multiplier, rate)
         return self._noisy_counts(vote, ballots, inputs.blocks, name, content)
 
@@ -252,26 +267,50 @@ class ClientGuard(Guard):
         digest = derive_key(self._secret, "digest", name, content).hex()[:32]
         return Charge(self.guarantee.round_events(round, name)[name], name, digest)
 
-    def make_fit(self, round: int, name: str, content: str) -> Fit:
+    def make_fit(
+        self,
+        round: int,
+        name: str,
+        content: str,
+        *,
+        trial: Examples | None = None,
+        report_fault: ReportFault | None = None,
+    ) -> Fit:
         """Charge a turn (a client's work in a round) as `name`; return the fit that trains it.
 
         round: number of the round. content: digest of everything that the turn depends on
         (examples, values, settings). The noise of DP-SGD follows from the secret and `content`, not
-        from `name`: the same turn again draws the same noise. Call the fit once. Raises a
-        PrivacyError if the budget does not allow the turn.
+        from `name`: the same turn again draws the same noise. trial, report_fault: as in
+        `train_dp_sgd`. With `report_fault`, a fit that raises an exception runs again without
+        examples, so that an answer of noise alone leaves; what this raises does not depend on
+        examples. Call the fit once. Raises a PrivacyError if the budget does not allow the turn.
         """
         guarantee = self.guarantee
         charge = self._charge(round, name, content)
         self.budget.charge(charge.event, name, digest=charge.digest)
-        noise = NoiseStream.for_release(self._secret, "turn", content)
         config = DPSGDConfig(
             max_grad_norm=guarantee.clipping_norm,
             noise_multiplier=guarantee.noise_multiplier,
             expected_batch_size=guarantee.batch_size,
             sampling_rate=guarantee.sampling_rate or 1.0,
             steps=guarantee.steps,
+            ghost_clipping=guarantee.ghost_clipping,
         )
-        return dp_sgd(config, noise=noise.rounded_gaussian, uniform=self._uniform(noise))
+
+        def fit_with(noise: NoiseStream) -> Fit:
+            return dp_sgd(
+                config,
+                noise=noise.rounded_gaussian,
+                uniform=self._uniform(noise),
+                trial=trial,
+                report_fault=report_fault,
+            )
+
+        fit = fit_with(NoiseStream.for_release(self._secret, "turn", content))
+        if report_fault is None:
+            return fit
+        blank = NoiseStream.for_release(self._secret, "turn without examples", content)
+        return _contained(fit, fit_with(blank), report_fault)
 
     @staticmethod
     def _uniform(noise: NoiseStream) -> Uniform:
@@ -315,6 +354,33 @@ class DistributedGuard(Guard):
         digest = mechanism.digest(clipped, self._secret, name)
         self.budget.charge(self.guarantee.round_events(round, name)[name], name, digest=digest)
         return mechanism.add_noise(clipped, self._secret, name, terms_digest)
+
+
+def _contained(fit: Fit, fit_without: Fit, report_fault: ReportFault) -> Fit:
+    """A fit that reports an exception of `fit` and runs `fit_without` on no examples instead."""
+
+    def contained(job: Job) -> FitResult:
+        params = [param for param in job.roles if param.key in job.start]
+        buffers = copy_buffers(job.model)
+        try:
+            return fit(job)
+        except Exception as error:
+            report_fault(error)
+            set_values(job.model, job.start, params)
+            restore_buffers(job.model, buffers)
+            return fit_without(replace(job, examples=_NoExamples()))
+
+    return contained
+
+
+class _NoExamples:
+    """A data set without examples."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        raise IndexError("there are no examples")
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,15 @@ EXCLUDED = (
     "personal models and parameters that a client keeps, for anyone who obtains them",
     "metrics on the clients' examples that a simulation prints",
     "the choice of settings (hyperparameter tuning), if private examples were used for it",
-    "timing and message sizes, for an observer of the network",
+    "the time that an answer takes, which the server and observers of the network see, and which "
+    "depends on the number and the lengths of examples",
 )
 """What no guarantee covers."""
+GHOST_CLIPPING = (
+    "a server that chooses values to amplify rounding: with ghost_clipping several examples run at "
+    "a time, and such values let one of them change the gradients of others by more than is charged"
+)
+"""What example-level DP with ghost clipping does not cover in addition."""
 EXCLUDED_DISTRIBUTED = (
     "participation: which clients take part, drop out or refuse, and which rounds fail, is public"
 )
@@ -112,7 +118,9 @@ class Statement:
     @property
     def excluded(self) -> tuple[str, ...]:
         """What the guarantee does not cover, one sentence each."""
-        return (*EXCLUDED, EXCLUDED_DISTRIBUTED) if self.noise_shares else EXCLUDED
+        ghost = (GHOST_CLIPPING,) if self.guarantee.ghost_clipping else ()
+        distributed = (EXCLUDED_DISTRIBUTED,) if self.noise_shares else ()
+        return (*EXCLUDED, *ghost, *distributed)
 
     @property
     def sampler(self) -> str:

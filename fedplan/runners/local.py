@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.examples import Examples, Loss
+from fedplan.data.examples import Examples, Loss, first_examples
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import EvalSet, TrainSetup
+from fedplan.federation.client import EvalSet, TrainSetup, require_private_setup
 from fedplan.federation.evaluation import Scores
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
@@ -96,6 +96,7 @@ class Federation:
                 digests=self.server.digests,
                 deterministic=deterministic,
                 activation_cache=activation_cache,
+                trial_examples=first_examples(examples.values()),
             ),
             examples=dict(examples),
             folder=folder,
@@ -106,6 +107,7 @@ class Federation:
             examples_digests=examples_digests or {},
             keep_replies=keep_replies,
         )
+        require_private_setup(agreement, self.clients.setup)
         make_executor = make_executor or SerialExecutor
         self.executor: Executor = make_executor(self.server, self.clients, self.events)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplan.data.tables import load_table
+from fedplan.data.tables import JSON_SUFFIXES, DataError, load_table
 from fedplan.federation.client import (
     Client,
     ClientPrivacy,
@@ -20,6 +20,7 @@ from fedplan.federation.client import (
     TrainSetup,
     make_example_guard,
     make_noise_guard,
+    require_private_setup,
 )
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
 from fedplan.federation.ledger.egress import Account, EgressLog, Limits
@@ -28,7 +29,12 @@ from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
 from fedplan.storage.files import safe_folder_name
-from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation
+from fedplan.studies.experiment import (
+    Experiment,
+    build_experiment,
+    make_eval_set,
+    make_participation,
+)
 from fedplan.studies.run import write_run_files, write_task_file
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import move_model, resolve_device
@@ -48,7 +54,10 @@ class SiteRuntime:
 
     The constructor loads the data and builds the model, and raises ConfigError if the study has no
     client of the site's name. A request of another run than the last makes the endpoint of the run,
-    which trains and keeps the client's state below `site.state`. Files are readable by their owner
+    which trains and keeps the client's state below `site.state`. Under example-level DP the
+    constructor tries the model on made-up examples, and raises PrivacyError if its examples mix:
+    later nothing that depends on examples is refused. Examples that do not fit a private study are
+    left out, and counted in the site's fault log. Files are readable by their owner
     only; data derived from examples is encrypted if the site has a key. A study comes over the
     network, so it may import only packages in `site.allow_packages`. `limits` are the
     site's privacy limits over all studies on the dataset. `egress` logs everything that is sent
@@ -80,6 +89,10 @@ class SiteRuntime:
             self.account = Account(account, limits, encryption=self.encryption)
             self.faults = FaultLog(Path(site.state), self.encryption)
             self.egress, self.hide_loss = egress or EgressLog(Path(site.state)), hide_loss
+            if text := self.experiment.data.left_out:
+                self.faults.append(DataError(text))
+            self.setup = _train_setup(study, self.experiment)
+            require_private_setup(self.experiment.agreement, self.setup)
         self._endpoint: Endpoint | None = None
 
     def answer(self, kind: str, message: Message) -> Message:
@@ -119,14 +132,7 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
         name=name,
         examples=experiment.data.train[name],
         journal=open_journal(run_folder, runtime.encryption),
-        setup=TrainSetup(
-            model=experiment.model,
-            loss=experiment.data.task.loss,
-            start=experiment.initial_values,
-            initial=experiment.initial_model.with_checksums(experiment.model, agreement.frozen),
-            deterministic=study.deterministic,
-            activation_cache=study.train.activation_cache,
-        ),
+        setup=runtime.setup,
         traits=runtime.traits,
         privacy=ClientPrivacy(
             guard=make_example_guard(agreement, account.folder, account),
@@ -150,6 +156,21 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
     faults, egress = runtime.faults, runtime.egress
     return Endpoint(
         agreement, client, folder, faults=faults, egress=egress, secagg_client=secagg_client
+    )
+
+
+def _train_setup(study: Study, experiment: Experiment) -> TrainSetup:
+    """Make the setup of a study's client at a site, with made-up trial examples if private."""
+    privacy, task, model = study.privacy, experiment.data.task, experiment.model
+    is_example_level = privacy is not None and privacy.unit == "example"
+    return TrainSetup(
+        model=model,
+        loss=task.loss,
+        start=experiment.initial_values,
+        initial=experiment.initial_model.with_checksums(model, experiment.agreement.frozen),
+        deterministic=study.deterministic,
+        activation_cache=study.train.activation_cache,
+        trial_examples=task.made_up_examples() if is_example_level else None,
     )
 
 
@@ -215,14 +236,22 @@ def site_study_folder(state_folder: str, study: Study, name: str) -> Path:
 def load_site_table(site: Site, study: Study) -> Dataset:
     """Load the site's table from the file `site.data`, or by the function `site.reader`.
 
-    The study gives the split of a file, and allows an empty table only with privacy. The reader's
-    file is executed, with its folder put first on `sys.path`. Raises ConfigError if the site has no
-    data or the reader's file is not a Python file.
+    The study gives the split of a file, and allows an empty table only with privacy. With privacy,
+    a column of the study that a JSON file lacks is a column without values: in such a file one row
+    decides whether there is a column. The reader's file is executed,
+    with its folder put first on `sys.path`. Raises ConfigError if the site has no data or the
+    reader's file is not a Python file.
     """
     if not site.data:
         raise ConfigError(f"the site {site.name!r} has no data: set data in its site.toml")
     if not site.reader:
-        return load_table(site.data, split=study.data.split, allow_empty=study.privacy is not None)
+        is_private, data, task = study.privacy is not None, study.data, study.task
+        table = load_table(site.data, split=data.split, allow_empty=is_private)
+        if is_private and Path(site.data).suffix in JSON_SUFFIXES:
+            columns = {*task.input.split(), task.label, *data.filter, *data.train_filter} - {""}
+            for column in sorted(columns - {*table.column_names}):
+                table = table.add_column(column, [None] * len(table))  # pyright: ignore
+        return table
     file, _, function = site.reader.rpartition(":")
     module_spec = importlib.util.spec_from_file_location("fedplan_site_rows", file)
     if module_spec is None or module_spec.loader is None:

@@ -9,7 +9,7 @@ import pwd
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +230,19 @@ class Approvals:
 
         Also approves the study by rule, if the policy approves without a person and allows the
         study, no person has decided on the study, and the study does not filter the site's
-        examples. Raises RequestRefused if the inbox is full.
+        examples. Raises RequestRefused if the inbox is full, or for a new study beyond the policy's
+        `studies_per_day`.
         """
         digest, log = self._digest(study), self._log.read()
         entries = [entry for entry in log if entry["study"] == digest]
+        limit, since = self.policy.limits.studies_per_day, datetime.now(UTC) - timedelta(days=1)
+        offers = (entry["time"] for entry in log if entry["decision"] == OFFERED)
+        recent = sum(datetime.fromisoformat(time) > since for time in offers)
+        if not entries and limit and recent >= limit:
+            raise RequestRefused(
+                f"{recent} studies were offered within 24 hours, and limits.studies_per_day of "
+                f"{self._policy_file} is {limit}"
+            ).with_code("too-many-studies")
         # The offer is recorded once; a deleted file of the inbox is written again.
         decided = {entry["study"] for entry in log if entry["decision"] not in UNDECIDED}
         self.inbox.add(study, server=server, decided=decided)

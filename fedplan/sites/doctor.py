@@ -254,11 +254,16 @@ def _check_data(site: Site) -> Iterator[Finding]:
         try:
             with allow_imports(site.allow_packages):
                 table = load_site_table(site, study)
-                examples = load_federated_data(study, (site.name, table)).train[site.name]
+                data = load_federated_data(study, (site.name, table))
         except FedplanError as error:
             yield Finding(name, "fail", str(error), "check data and reader in site.toml")
         else:
-            yield Finding(name, "ok", f"{len(examples)} examples to train on")
+            message = f"{len(data.train[site.name])} examples to train on"
+            if data.left_out:
+                remedy = "correct these rows, or ask for a study that they fit"
+                yield Finding(name, "warn", f"{message}; {data.left_out}", remedy)
+            else:
+                yield Finding(name, "ok", message)
 
 
 CHECKS: tuple[tuple[str, Callable[[Site], Iterator[Finding]]], ...] = (

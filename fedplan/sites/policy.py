@@ -48,7 +48,10 @@ PartText = Annotated[str, AfterValidator(_check_part)]
 
 
 class LimitsSection(Section):
-    """Limits on the rounds, bytes and epsilon of all studies together, for each dataset."""
+    """Limits on the rounds, bytes and epsilon of all studies together, for each dataset.
+
+    Also on the studies that servers may offer.
+    """
 
     rounds: Count = Limits.rounds
     """The most rounds that are answered; 0 is no limit."""
@@ -58,6 +61,8 @@ class LimitsSection(Section):
     """The most epsilon that is spent; 0 is no limit."""
     delta: Annotated[float, Field(gt=0, lt=1)] = Limits.delta
     """The delta at which epsilon is computed."""
+    studies_per_day: Count = 100
+    """The most studies that may be offered to the site within 24 hours; 0 is no limit."""
 
 
 class RequiredPrivacySection(Section):
@@ -69,6 +74,8 @@ class RequiredPrivacySection(Section):
     """The largest epsilon that a study may promise."""
     delta: Annotated[float, Field(gt=0, lt=1)] = Limits.delta
     """The largest delta that a study may promise."""
+    allow_ghost_clipping: bool = False
+    """Whether a study may run several examples at a time, trusting the values of its server."""
 
 
 class Policy(Section):
@@ -107,7 +114,7 @@ class Policy(Section):
     @property
     def account_limits(self) -> Limits:
         """The limits as the site's account takes them."""
-        return Limits(**self.limits.model_dump())
+        return Limits(**self.limits.model_dump(exclude={"studies_per_day"}))
 
     def may_approve(self, user: str) -> bool:
         """Whether a user may approve studies."""
@@ -137,9 +144,11 @@ class Policy(Section):
                 f"The server must not see this site's update, even if {self.colluders} of the "
                 "other sites give it all their data."
             )
-        fields = self.limits.model_dump(exclude={"delta"})
+        fields = self.limits.model_dump(exclude={"delta", "studies_per_day"})
         limits = ", ".join(f"{name} {value:g}" for name, value in fields.items() if value)
         lines.append(f"Limits for each dataset, over all studies: {limits or 'none'}.")
+        if self.limits.studies_per_day:
+            lines.append(f"At most {self.limits.studies_per_day} studies may be offered in a day.")
         if (required := self.require_privacy) is not None:
             lines.append(
                 f"A study must protect each {required.unit} by differential privacy with at most "
@@ -336,6 +345,11 @@ def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> I
         yield (
             f"require_privacy asks for epsilon {required.epsilon:g} at delta {required.delta:g}, "
             f"but the study promises epsilon {promised.epsilon:g} at delta {promised.delta:g}"
+        )
+    if promised is not None and promised.ghost_clipping and not required.allow_ghost_clipping:
+        yield (
+            "require_privacy.allow_ghost_clipping is false, but the study has ghost_clipping: its "
+            "promise holds only if the server does not choose values to amplify rounding"
         )
 
 

@@ -334,5 +334,6 @@ def privacy_guarantee(study: Study) -> Guarantee | None:
         vote_every=section.vote_every,
         clipping_quantile=section.clipping_quantile,
         max_weight=section.max_weight,
+        ghost_clipping=section.ghost_clipping,
     )
     return guarantee if section.noise_multiplier else _calibrate_noise(guarantee, train.rounds)

@@ -31,6 +31,7 @@ from fedplan.data.tables import (
     label_values,
     load_table,
     matches_any,
+    require_column,
     select_rows,
 )
 from fedplan.data.tasks.definition import Task
@@ -47,7 +48,8 @@ class FederatedData:
     """Prepared (tokenized or resized) examples of all clients, and the task that prepared these.
 
     `client_tests`: held-out examples, for clients that have any. `common_test`: the examples on
-    which the global model is evaluated. `notes`: sentences for the user about the data.
+    which the global model is evaluated. `notes`: sentences for the user about the data. `left_out`:
+    at a site, a sentence about rows that do not fit the study; it must stay there.
     """
 
     train: dict[str, Examples]
@@ -55,6 +57,7 @@ class FederatedData:
     common_test: Examples | None
     task: Task
     notes: tuple[str, ...] = ()
+    left_out: str = ""
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -78,8 +81,9 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
 
     `site_table`: at a client's site, the client's name and own dataset, in place of `data.path`;
     this client gets all rows. With neither, the result has no clients, only common test set and
-    task. Clients without training examples are dropped, but not under differential privacy. Raises
-    DataError for data that the study cannot use.
+    task. Clients without training examples are dropped, but not under differential privacy. At a
+    site under differential privacy, rows that do not fit the study are left out: an error would
+    tell the server what rows hold. Raises DataError for other data that the study cannot use.
     """
     if study.data.from_python:
         raise DataError("this study has in-memory data: there is none to load")
@@ -90,22 +94,88 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
     if task.one_example_per_row and task.kind in TRUNCATING_TASKS:
         notes.append(TRUNCATION_NOTE.format(task.max_length))
     notes += task.notes
-    train, client_tests = dict[str, Examples](), dict[str, Examples]()
+    train, client_tests, left_out = dict[str, Examples](), dict[str, Examples](), ""
     if table is not None:
-        table, fingerprints, overlap_notes = _drop_tested(study, task, table, test)
-        task_table = table.select_columns(_task_columns(task))
-        for name, (train_rows, test_rows) in _split_rows(
-            study, table, fingerprints, site_table
-        ).items():
-            train[name] = task.prepare(select_rows(task_table, train_rows))
-            client_tests[name] = task.prepare(select_rows(task_table, test_rows))
+        try:
+            train, client_tests, overlap_notes = _prepare(study, task, table, test, site_table)
+        except Exception:
+            if study.privacy is None or site_table is None:
+                raise
+            table, left_out = _leave_out_unfit(task, table)
+            train, client_tests, overlap_notes = _prepare(study, task, table, test, site_table)
         # Under differential privacy, counts of examples and empty clients are not revealed.
         notes += [] if study.privacy else [*overlap_notes, *_drop_empty_clients(train, site_table)]
     nonempty_tests = {
         name: examples for name, examples in client_tests.items() if len(examples) and name in train
     }
     common_test = task.prepare(test) if test else None
-    return FederatedData(train, nonempty_tests, common_test, task, tuple(notes))
+    return FederatedData(train, nonempty_tests, common_test, task, tuple(notes), left_out)
+
+
+def _prepare(
+    study: Study,
+    task: Task,
+    table: Dataset,
+    test: Dataset | None,
+    site_table: tuple[str, Dataset] | None,
+) -> tuple[dict[str, Examples], dict[str, Examples], list[str]]:
+    """Divide the rows of a table among clients and prepare them; return (train, tests, notes)."""
+    train, client_tests = dict[str, Examples](), dict[str, Examples]()
+    table, fingerprints, notes = _drop_tested(study, task, table, test)
+    task_table = table.select_columns(_task_columns(task))
+    for name, (train_rows, test_rows) in _split_rows(
+        study, table, fingerprints, site_table
+    ).items():
+        train[name] = task.prepare(select_rows(task_table, train_rows))
+        client_tests[name] = task.prepare(select_rows(task_table, test_rows))
+    return train, client_tests, notes
+
+
+def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
+    """Return the rows that a task can prepare and digest, each by itself, and a text on the others.
+
+    Raises what does not depend on any row: a missing column, or a task that cannot prepare a table
+    without rows.
+    """
+    columns = _task_columns(task)
+    for column in columns:
+        require_column(table, column)
+    task_table = table.select_columns(columns)
+    task.prepare(select_rows(task_table, []))
+    names = class_names(table, task.label) if task.label else None
+    has_labels = bool(task.label) and task.answer_kind in ("class", "labels")
+    cells = cast("list[Any]", table[task.label][:]) if has_labels else []
+    rows = [i for i, cell in enumerate(cells) if _is_labelled(cell, names, task.labels)]
+    fault = f"column {task.label!r} has a value that is not one of the task's labels"
+
+    def fitting(rows: list[int]) -> list[int]:
+        nonlocal fault
+        try:
+            part = select_rows(task_table, rows)
+            example_digests(part)
+            task.prepare(part)
+        except Exception as error:
+            if len(rows) == 1:
+                fault = str(error) or type(error).__name__
+                return []
+            middle = len(rows) // 2
+            return [*fitting(rows[:middle]), *fitting(rows[middle:])]
+        return rows
+
+    kept = fitting(rows if has_labels else list(range(len(table))))
+    count = len(table) - len(kept)
+    text = f"{count} of {len(table)} rows do not fit the study and are left out; one of them: "
+    return select_rows(table, kept), text + fault if count else ""
+
+
+def _is_labelled(cell: Any, names: list[str] | None, labels: Iterable[str]) -> bool:
+    """Whether a cell of the label column is one of the labels, or a list of some of them."""
+    values = cast("list[Any]", cell) if isinstance(cell, list) else [cell]
+    try:
+        texts = {str(names[value]) if names else label_text(value) for value in values}
+    except (IndexError, TypeError):
+        return False
+    return texts <= set(labels)
 
 
 @dataclass(frozen=True)
@@ -223,7 +293,7 @@ def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None
     if table is None:
         table = load_table(section.path, split=section.split, allow_empty=is_private)
     table = filter_rows(table, section.train_filter, allow_empty=is_private)
-    table = _filter_values(table, section.filter)
+    table = _filter_values(table, section.filter, allow_missing=is_private)
     if not len(table) and not is_private:
         raise DataError("no row is left to train on: change data.train_filter or data.filter")
     limit = section.max_examples
@@ -333,10 +403,17 @@ def _public_values(study: Study, partition: Partition) -> list[str]:
     return list(dict.fromkeys(map(label_text, values)))
 
 
-def _filter_values(table: Dataset, allowed_values: Mapping[str, list[Any]]) -> Dataset:
-    """Return the rows of a table with an allowed value in each listed column."""
+def _filter_values(
+    table: Dataset, allowed_values: Mapping[str, list[Any]], *, allow_missing: bool = False
+) -> Dataset:
+    """Return the rows of a table with an allowed value in each listed column.
+
+    A row without a value is an error, or left out with `allow_missing`.
+    """
     for column, allowed in allowed_values.items():
-        values = column_values(table, column)
+        require_column(table, column)
+        cells = cast("list[Any]", table[column][:])
+        values = cells if allow_missing else column_values(table, column)
         table = select_rows(
             table, [row for row, value in enumerate(values) if matches_any(value, allowed)]
         )

@@ -207,9 +207,13 @@ class PrivacyConfig(Section):
     """Client-level: quantile of update norms for adaptive clipping; 0: fixed clipping norm."""
     max_weight: Count = Guarantee.max_weight
     """Client-level: weigh clients by examples, up to this number; 0: equal weights."""
+    ghost_clipping: bool = Guarantee.ghost_clipping
+    """Example-level: run several examples at a time; trusts the server's values (see statement)."""
 
     @model_validator(mode="after")
     def _validate_unit(self) -> PrivacyConfig:
+        if self.unit == "client" and self.ghost_clipping:
+            raise ValueError('ghost_clipping needs unit = "example"')
         if self.unit == "example" and (self.clipping_quantile or self.max_weight):
             raise ValueError('clipping_quantile and max_weight need unit = "client"')
         return self

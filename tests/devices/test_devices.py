@@ -281,7 +281,12 @@ def test_a_model_moved_after_mark_is_told(device: torch.device) -> None:
 
 
 PRIVATE = DPSGDConfig(
-    max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=2, sampling_rate=0.9, steps=2
+    max_grad_norm=1.0,
+    noise_multiplier=1.0,
+    expected_batch_size=2,
+    sampling_rate=0.9,
+    steps=2,
+    ghost_clipping=True,
 )
 
 

@@ -53,6 +53,7 @@ from fedplan.privacy.dpsgd.per_example import (
     Objective,
     add_clipped_one_by_one,
     require_independent_examples,
+    require_private_training,
     squared_norm,
     trained_tensors,
 )
@@ -208,6 +209,7 @@ PRIVATELY = DPSGDConfig(
     expected_batch_size=4,
     sampling_rate=0.5,
     steps=3,
+    ghost_clipping=True,
     microbatch_size=2,
 )
 
@@ -662,7 +664,8 @@ def test_a_loss_that_compares_examples_is_refused() -> None:
 
     for name in ("clip", "siglip"):
         with pytest.raises(PrivacyError, match="contrastive"):
-            run(job_of(zoo.build(name), rows=Few(name, 0, 4), loss=contrastive))
+            subject = seen(zoo.build(name), "share()", Few(name, 0, 4), contrastive)
+            require_private_training(subject)
 
 
 def test_losses_of_sums_and_of_unequal_rows_are_not_refused() -> None:

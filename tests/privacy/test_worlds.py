@@ -23,8 +23,7 @@ from torch import Tensor
 from fedplan.data.examples import Examples
 from fedplan.federation.endpoint import Endpoint
 from fedplan.federation.messages import block_scores_to_json
-from fedplan.privacy.dpsgd import fit as private_fit
-from fedplan.privacy.dpsgd import ghost_clipping as ghost
+from fedplan.privacy.dpsgd import per_example
 from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key
 from fedplan.runners import site_runtime
 from fedplan.runners.flower.rpc import ConnectedSite
@@ -232,11 +231,8 @@ def errors_with_rows() -> Any:
 @contextmanager
 def short_lengths() -> Generator[None]:
     """Lengths come out short where nobody tried them."""
-    real = ghost.squared_norm_bounds
-    with (
-        patch.object(ghost, "squared_norm_bounds", lambda factors: real(factors) / 1e6),
-        patch.object(private_fit, "why_not_ghost_clipping", lambda subject: ""),
-    ):
+    real = per_example.squared_norm
+    with patch.object(per_example, "squared_norm", lambda tensor: real(tensor) / 1e6):
         yield
 
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
@@ -103,6 +105,10 @@ class MultiLabel(_TextTask):
         for row, indices in enumerate(split_by_sizes(flat, list(map(len, lists)))):
             targets[row, indices] = 1.0
         return self._tokenize(table, targets)
+
+    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
+        texts, label = super()._made_up(draw, length)
+        return texts, [label]
 
     def _label_mask(self, labels: Tensor) -> Tensor:
         return torch.ones(len(labels), dtype=torch.bool, device=labels.device)
@@ -237,6 +243,10 @@ class TokenClassification(Task):
             RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
         )
 
+    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
+        words = self._made_up_words(draw, length)
+        return [words], draw.choice(self.labels, len(words)).tolist()
+
     def _task_scores(
         self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
     ) -> dict[str, float]:
@@ -273,6 +283,10 @@ class _ImageTask(Task):
                 raise DataError(f"{place} is not an image: {error}") from error
         mean, std = image_mean_std(self.source)
         return ImageExamples(pixels, torch.tensor(labels, dtype=torch.long), mean, std)
+
+    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
+        image = draw.integers(256, size=(self.image_size, self.image_size))
+        return [image.tolist()], str(draw.choice(self.labels))
 
 
 @final

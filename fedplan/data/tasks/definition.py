@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -88,6 +90,36 @@ class Task(ABC):
 
         Raises DataError if the rows do not fit the task.
         """
+
+    def made_up_examples(self, count: int = 4, seed: int = 0) -> Examples:
+        """Return random examples of the task's shape, made from its settings alone.
+
+        Texts have random words of the tokenizer and images random pixels; the last text is short
+        and all others are as long as `max_length` allows. A site tries these before it agrees to
+        a study, instead of private ones. A subclass that reads other columns overrides `_made_up`.
+        Raises DataError if `prepare` rejects them.
+        """
+        from datasets import Dataset
+
+        draw, rows = np.random.default_rng(seed), list[dict[str, Any]]()
+        for number in range(count):
+            inputs, answer = self._made_up(draw, 2 if number == count - 1 else self.max_length)
+            cells = dict(zip(self.columns, inputs, strict=True))
+            rows.append({**cells, **({self.label: answer} if self.label else {})})
+        return self.prepare(Dataset.from_list(rows))
+
+    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
+        """Return random cells of the input columns, of about `length` words, and of the label."""
+        texts = [" ".join(self._made_up_words(draw, length)) for _ in self.columns]
+        return texts, str(draw.choice(self.labels)) if self.labels else draw.random()
+
+    def _made_up_words(self, draw: np.random.Generator, count: int) -> list[str]:
+        """Return words of random tokens of the tokenizer."""
+        tokenizer = self.tokenizer
+        words = (tokenizer.decode([i]).split() for i in draw.integers(len(tokenizer), size=10**4))
+        special = set(tokenizer.all_special_tokens)
+        found = (parts[0] for parts in words if len(parts) == 1 and not special & set(parts))
+        return [*islice(found, count)]
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a model on a batch and return the mean loss over all labels; 0 without labels.

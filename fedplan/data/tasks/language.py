@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -302,6 +303,14 @@ class Instruction(_Language):
             for rows in (ids, labels, positions)
         )
         return PackedSequences(packed_ids, packed_labels, packed_positions, pad_token_id(tokenizer))
+
+    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
+        # A short question, so that an answer is within max_length.
+        texts = [" ".join(self._made_up_words(draw, count)) for count in (1, length)]
+        if len(self.columns) == 2:
+            return texts, None
+        roles = zip(("user", "assistant"), texts, strict=True)
+        return [[{"role": role, "content": text} for role, text in roles]], None
 
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor

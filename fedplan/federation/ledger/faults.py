@@ -25,6 +25,7 @@ REFUSALS = {
     APPROVAL: "the study waits for approval at the site (fedplan site approve)",
     "study-refused": "the site's operator has refused the study",
     "policy": "the site's policy does not allow the study",
+    "too-many-studies": "it was offered too many studies within a day (limits.studies_per_day)",
     "too-many-rounds": "the run has more rounds than the site approved",
     "unknown-run": "the site does not know this run: it received no hello of it",
     "outdated-state": "its client state is older than its last reply (fedplan site rejoin)",

@@ -10,15 +10,16 @@ be a release of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedplan.data.examples import Examples, SeededExamples
+from fedplan.data.examples import Examples, Loss, SeededExamples
 from fedplan.errors import PrivacyError
+from fedplan.language.plan import Roles
 from fedplan.privacy.accounting.accountant import DPSGDSteps
 from fedplan.privacy.dpsgd.factors import GhostClippingError
 from fedplan.privacy.dpsgd.ghost_clipping import add_ghost_clipped, why_not_ghost_clipping
@@ -26,7 +27,7 @@ from fedplan.privacy.dpsgd.per_example import (
     ClippedSum,
     Objective,
     add_clipped_one_by_one,
-    require_independent_examples,
+    require_private_training,
     trained_tensors,
 )
 from fedplan.privacy.mechanisms.noise import grid_step
@@ -46,6 +47,10 @@ RoundedGaussian = Callable[[tuple[int, ...], float, float], Tensor]
 `NoiseStream.rounded_gaussian` is one."""
 Uniform = Callable[[int], Tensor]
 """Samples that many float64 numbers of (0, 1], cryptographically secure."""
+ReportFault = Callable[[Exception], object]
+"""Takes an error that must not leave the client, to log it there."""
+ONE_BY_ONE = "ghost_clipping is off"
+"""Reason of the default, one example at a time."""
 _MAX_TOKENS = 2**12
 """Most tokens in a microbatch, to bound the memory of all layers' gradient factors."""
 _DEFAULT_LENGTH = 2**8
@@ -61,7 +66,10 @@ class DPSGDConfig:
     expected_batch_size: number that the noisy sum of gradients is divided by.
     sampling_rate: probability of each example to be in a step.
     steps: steps of one fit.
-    microbatch_size: most examples that run at a time; fewer of long texts.
+    ghost_clipping: run several examples at a time. Rounding then lets the examples of a microbatch
+    change each other's gradients a little; a server that chooses values to amplify rounding can
+    make this more than a little. False: one example at a time.
+    microbatch_size: most examples that run at a time with ghost clipping; fewer of long texts.
 
     Raises a PrivacyError for values out of range.
     """
@@ -71,6 +79,7 @@ class DPSGDConfig:
     expected_batch_size: int
     sampling_rate: float
     steps: int
+    ghost_clipping: bool = False
     microbatch_size: int = 64
 
     def __post_init__(self) -> None:
@@ -100,27 +109,38 @@ class DPSGDStats:
     """Counts of one fit. Only `steps` is public; the rest must not leave the client.
 
     examples: examples sampled, over all steps; clipped: clipped gradients among them; non_finite:
-    gradients left out because they were not finite.
-    slow_reason: why examples ran one by one; "" if ghost clipping worked throughout.
+    gradients left out because they were not finite; failed: examples left out because of an
+    exception. slow_reason: why examples ran one by one; "" if ghost clipping worked throughout.
     """
 
     steps: int = 0
     examples: int = 0
     clipped: int = 0
     non_finite: int = 0
+    failed: int = 0
     slow_reason: str = ""
 
 
-def dp_sgd(config: DPSGDConfig, *, noise: RoundedGaussian, uniform: Uniform) -> Fit:
+def dp_sgd(
+    config: DPSGDConfig,
+    *,
+    noise: RoundedGaussian,
+    uniform: Uniform,
+    trial: Examples | None = None,
+    report_fault: ReportFault | None = None,
+) -> Fit:
     """Make a fit function that trains the SHARE and KEEP params of a job by DP-SGD.
 
     config: clipping, noise and sampling; noise: secure random source of the noise; uniform: secure
-    random source of the samples of examples and of the seed. Charge `config.event` to a privacy
-    budget before each fit: the fit does not. The fit is `train_dp_sgd`, without its counts.
+    random source of the samples of examples and of the seed; trial, report_fault: as in
+    `train_dp_sgd`. Charge `config.event` to a privacy budget before each fit: the fit does not. The
+    fit is `train_dp_sgd`, without its counts.
     """
 
     def fit(job: Job) -> FitResult:
-        return train_dp_sgd(job, config, noise=noise, uniform=uniform)[0]
+        return train_dp_sgd(
+            job, config, noise=noise, uniform=uniform, trial=trial, report_fault=report_fault
+        )[0]
 
     return fit
 
@@ -152,18 +172,48 @@ def require_train_arguments(train_arguments: TrainArguments) -> None:
             )
 
 
+def require_dp_sgd(
+    model: nn.Module,
+    roles: Roles,
+    examples: Examples,
+    loss: Loss,
+    train_arguments: TrainArguments,
+) -> None:
+    """Raise an error if DP-SGD cannot train the SHARE and KEEP params of a model.
+
+    Tries the model on a few `examples`. The outcome is visible, so call this before any charge, at
+    a site with made-up examples and initial values. Raises as `require_train_arguments` and
+    `require_private_training`; model and random state are as before.
+    """
+    require_train_arguments(train_arguments)
+    with trainable(model, roles):
+        tensors = trained_tensors(model, roles)
+        require_private_training(Objective(model, tensors, examples, loss, train_arguments.dtype))
+
+
 def train_dp_sgd(
-    job: Job, config: DPSGDConfig, *, noise: RoundedGaussian, uniform: Uniform
+    job: Job,
+    config: DPSGDConfig,
+    *,
+    noise: RoundedGaussian,
+    uniform: Uniform,
+    trial: Examples | None = None,
+    report_fault: ReportFault | None = None,
 ) -> tuple[FitResult, DPSGDStats]:
     """Train a job's SHARE and KEEP params in place by DP-SGD; return (result, counts).
 
     Steps and batch size are of `config`; optimizer, lr, schedule, weight decay, max_grad_norm (of
     the noisy gradient), bf16 and gradient checkpointing are of the job. noise, uniform: as in
-    `dp_sgd`. Gradient changes of the job, as of FedProx, apply to noisy gradients. The result's
-    loss is nan. Leaves the model in eval mode, and the global random state unchanged. Without
-    trained params the result has 0 steps, and the model is unchanged. Charges no privacy budget.
-    Raises a PrivacyError for unsupported settings, devices without float64, models or losses that
-    mix examples, and random sources of a wrong shape or dtype.
+    `dp_sgd`. trial: examples to test ghost clipping on; at a site no private ones, since a test
+    with the server's values would be a release; None: the job's. report_fault: called once at the
+    end if examples were left out, because of an exception or a gradient that is not finite; None
+    raises the exception of an example instead.
+    Gradient changes of the job, as of FedProx, apply to noisy gradients. The result's loss is nan.
+    Leaves the model in eval mode, and the global random state unchanged. Without trained params the
+    result has 0 steps, and the model is unchanged. Charges no privacy budget. Does not check that
+    model and loss treat examples apart: `require_dp_sgd` does, before the first charge.
+    Raises a PrivacyError for unsupported settings, devices without float64, and random sources of a
+    wrong shape or dtype.
     """
     require_train_arguments(job.train_arguments)
     device, examples = model_device(job.model), job.examples
@@ -185,8 +235,11 @@ def train_dp_sgd(
         seeded = examples.with_seed(seed) if isinstance(examples, SeededExamples) else examples
         tensors = trained_tensors(job.model, job.roles)
         objective = Objective(job.model, tensors, seeded, job.loss, job.train_arguments.dtype)
-        require_independent_examples(objective)
-        noisy = NoisyGradients(objective, config, params, noise)
+        tested = objective if trial is None else replace(objective, examples=trial)
+        slow_reason = why_not_ghost_clipping(tested) if config.ghost_clipping else ONE_BY_ONE
+        noisy = NoisyGradients(
+            objective, config, params, noise, slow_reason, contain=report_fault is not None
+        )
         stepper = job.stepper(params, config.steps)
         for _ in range(config.steps):
             draws = _require_shape(uniform(len(examples)), (len(examples),))
@@ -196,17 +249,25 @@ def train_dp_sgd(
     result = FitResult(
         loss=nan, steps=noisy.steps, lr_sum=job.train_arguments.lr * stepper.factor_sum
     )
-    return result, noisy.stats()
+    stats = noisy.stats()
+    if report_fault is not None and stats.failed + stats.non_finite:
+        fault = PrivacyError(
+            f"{stats.failed} of {stats.examples} sampled examples failed and {stats.non_finite} "
+            "have a gradient that is not finite: they were left out, and the answer was sent"
+        ).with_code("training")
+        fault.__cause__ = noisy.first_error
+        report_fault(fault)
+    return result, stats
 
 
 class NoisyGradients:
     """Gradients of DP-SGD for one fit: call `write_gradients` once per step, `stats` at the end.
 
     objective: model, examples and loss; config: clipping, noise and divisor; params: the trained
-    params, which get `.grad`; noise: source of rounded Gaussian noise.
-    slow_reason: why examples run one by one; "" while ghost clipping, tested by the constructor,
-    works.
-    steps: number of gradients written so far.
+    params, which get `.grad`; noise: source of rounded Gaussian noise. slow_reason: why examples
+    run one by one; "" for ghost clipping. contain: leave out an example that raises an exception,
+    instead of raising it.
+    steps: number of gradients written so far; first_error: the first exception of an example.
     """
 
     def __init__(
@@ -215,11 +276,19 @@ class NoisyGradients:
         config: DPSGDConfig,
         params: TrainableParams,
         noise: RoundedGaussian,
+        slow_reason: str = ONE_BY_ONE,
+        *,
+        contain: bool = False,
     ) -> None:
         self._objective, self._config, self._noise = objective, config, noise
         self._params = dict(params.named_parameters())
-        self.slow_reason = why_not_ghost_clipping(objective)
-        self.steps = self._examples = self._clipped = self._non_finite = 0
+        self.slow_reason, self.first_error = slow_reason, cast("Exception | None", None)
+        self._leave_out = self._count_failure if contain else None
+        self.steps = self._examples = self._clipped = self._non_finite = self._failed = 0
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failed += 1
+        self.first_error = self.first_error or error
 
     def write_gradients(self, indices: Tensor) -> None:
         """Set `.grad` of each param to the noisy mean of clipped gradients, and update the counts.
@@ -231,15 +300,9 @@ class NoisyGradients:
         stddev = config.noise_multiplier * config.max_grad_norm
         step = grid_step(stddev or config.max_grad_norm)
         clipped = ClippedSum(self._objective.tensors, config.max_grad_norm, step)
-        size = config.microbatch_size
-        for microbatch in _microbatches(self._objective.examples, indices, size):
-            if not self.slow_reason:
-                try:
-                    add_ghost_clipped(self._objective, microbatch, clipped)
-                    continue
-                except GhostClippingError as error:
-                    self.slow_reason = str(error)
-            add_clipped_one_by_one(self._objective, microbatch, clipped)
+        for microbatch in [indices] if self.slow_reason else self._microbatches(indices):
+            if self.slow_reason or not self._add_ghost_clipped(microbatch, clipped):
+                add_clipped_one_by_one(self._objective, microbatch, clipped, self._leave_out)
         sums = clipped.sums
         for trained in self._objective.tensors:
             for key, total in trained.views(sums[trained.name]).items():
@@ -249,6 +312,29 @@ class NoisyGradients:
         too_long = clipped.norms.isfinite() & (clipped.norms > clipped.max_grad_norm)
         self._clipped += int(too_long.sum())
         self._non_finite += clipped.non_finite
+
+    def _microbatches(self, indices: Tensor) -> list[Tensor]:
+        """Split the examples of a step into microbatches; one if an example cannot be read."""
+        try:
+            size = self._config.microbatch_size
+            return list(_microbatches(self._objective.examples, indices, size))
+        except Exception:
+            if self._leave_out is None:
+                raise
+            return [indices]
+
+    def _add_ghost_clipped(self, microbatch: Tensor, clipped: ClippedSum) -> bool:
+        """Add a microbatch by ghost clipping; False, with the sum unchanged, if that fails."""
+        try:
+            add_ghost_clipped(self._objective, microbatch, clipped)
+        except GhostClippingError as error:
+            self.slow_reason = str(error)
+            return False
+        except Exception:  # one by one, the example that fails is found and left out
+            if self._leave_out is None:
+                raise
+            return False
+        return True
 
     def _noisy(self, total: Tensor, stddev: float, step: float) -> Tensor:
         """Add noise to a sum of multiples of `step`, and divide by the expected batch size."""
@@ -260,7 +346,12 @@ class NoisyGradients:
     def stats(self) -> DPSGDStats:
         """The counts so far."""
         return DPSGDStats(
-            self.steps, self._examples, self._clipped, self._non_finite, self.slow_reason
+            self.steps,
+            self._examples,
+            self._clipped,
+            self._non_finite,
+            self._failed,
+            self.slow_reason,
         )
 
 

@@ -2,12 +2,13 @@
 """Per-example gradients, clipped and summed, with one backward pass for each example.
 
 An example's gradient is that of the loss on this example alone, over all trained params as one
-vector. This works for every model; `ghost_clipping` is faster.
+vector. No other example is in the batch, so none can change it, whatever values the server sends.
+This works for every model; `ghost_clipping` is faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import isfinite
@@ -20,7 +21,7 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.errors import PrivacyError
 from fedplan.language.plan import Roles
 from fedplan.models.params import Param, Params
-from fedplan.models.values import mixes_examples
+from fedplan.models.values import copy_buffers, mixes_examples, restore_buffers
 from fedplan.privacy.mechanisms.noise import grid_step
 from fedplan.tensors.devices import autocast, eval_mode, fork_rng_state, model_device, to_device
 
@@ -147,16 +148,32 @@ class ClippedSum:
         return torch.where(norms.isfinite(), factors, 0.0) / self.step
 
 
-def add_clipped_one_by_one(objective: Objective, indices: Tensor, into: ClippedSum) -> None:
+def add_clipped_one_by_one(
+    objective: Objective,
+    indices: Tensor,
+    into: ClippedSum,
+    leave_out: Callable[[Exception], None] | None = None,
+) -> None:
     """Add the clipped gradient of each example at `indices` to a sum, by one backward pass each.
 
     into: the sum, changed in place; an example with a gradient that is not finite adds nothing.
-    `.grad` of the objective's model is not touched.
+    leave_out: called with an exception of an example, which then adds nothing; None raises it.
+    `.grad` of the objective's model is not touched, and its buffers are restored.
     """
+    # One example must not decide whether others are added: a failure is that of one example alone.
     leaves = [trained.tensor for trained in objective.tensors]
-    for index in cast("tuple[Tensor, ...]", indices.split(1)):
-        loss = objective.batch_loss(index)
-        pairs = zip(objective.tensors, gradients_or_none(loss, leaves), strict=True)
+    buffers = copy_buffers(objective.model)
+    for i in range(len(indices)):
+        try:
+            all_gradients = gradients_or_none(objective.batch_loss(indices[i : i + 1]), leaves)
+        except Exception as error:
+            if leave_out is None:
+                raise
+            leave_out(error)
+            continue
+        finally:
+            restore_buffers(objective.model, buffers)
+        pairs = zip(objective.tensors, all_gradients, strict=True)
         gradients = {trained: gradient for trained, gradient in pairs if gradient is not None}
         views = [view for trained, g in gradients.items() for view in trained.views(g).values()]
         squares = [torch.zeros((), dtype=torch.float64), *map(squared_norm, views)]
@@ -185,6 +202,27 @@ def squared_norm(tensor: Tensor) -> Tensor:
     return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum().cpu()
 
 
+def require_private_training(objective: Objective) -> None:
+    """Raise a PrivacyError if DP-SGD cannot train an objective's model with its loss.
+
+    Call this once, before any charge, with examples and values that are not private: its outcome
+    is visible. Raises as `require_independent_examples` in training mode, and whatever one gradient
+    of each of a few examples raises. Restores the model's mode, buffers and the random state.
+    """
+    modes = {module: module.training for module in objective.model.modules()}
+    buffers = copy_buffers(objective.model)
+    try:
+        objective.model.train()
+        require_independent_examples(objective)
+        with fork_rng_state(model_device(objective.model)):
+            into = ClippedSum(objective.tensors, 1.0)
+            add_clipped_one_by_one(objective, probe_examples(objective.examples), into)
+    finally:
+        restore_buffers(objective.model, buffers)
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def require_independent_examples(objective: Objective) -> None:
     """Raise a PrivacyError if the objective's model or loss mixes the examples of a batch.
 
@@ -193,8 +231,8 @@ def require_independent_examples(objective: Objective) -> None:
     single losses (a mean) nor about their sum. Losses that are not finite pass; without examples
     only the layers are checked. Restores the model's mode and the random state.
     """
-    # A mixed example would have no gradient of its own to clip. Examples of one length: otherwise
-    # the server's values could decide, by their effect on padding, whether there is an answer.
+    # A mixed example would have no gradient of its own to clip. Examples of one length: padding
+    # may change a loss by rounding.
     _require_no_batch_statistics(objective)
     indices = same_length_examples(objective.examples)
     if not len(indices):

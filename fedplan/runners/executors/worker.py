@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from fedplan.data.examples import first_examples
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
 from fedplan.federation.aggregation.protocol import TensorsAndJson
@@ -68,6 +69,7 @@ class Worker:
                 digests=self.digests,
                 deterministic=study.deterministic,
                 activation_cache=study.train.activation_cache,
+                trial_examples=first_examples(experiment.data.train.values()),
             ),
             examples=experiment.data.train,
             folder=self.folder,

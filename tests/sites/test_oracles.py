@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies as questions: what a site answers to an offer does not depend on one of its rows."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import sites
+from sites import study_text, words_of
+from studies import approvals_in, offered
+
+from fedplan.errors import FedplanError
+from fedplan.federation.endpoint import HELLO
+from fedplan.federation.ledger.faults import KINDS, read_faults
+from fedplan.federation.messages import RequestRefused
+from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.sites.approvals import APPROVALS_FILE, site_approvals
+from fedplan.sites.doctor import check_site
+from fedplan.sites.gateway import SiteGateway
+from fedplan.sites.policy import policy_from_dict, policy_violations
+from fedplan.storage.append_log import AppendLog
+from fedplan.studies import federated_data
+from fedplan.studies.experiment import outline_agreement
+from fedplan.studies.schema import study_from_dict
+from fedplan.tensors.serialization import pack_message, unpack_message
+
+POLICY = """auto_approve = true
+[limits]
+rounds = 3
+epsilon = 8.0
+[require_privacy]
+unit = "example"
+epsilon = 8.0
+"""
+PRIVATE = 'unit = "example"\nepsilon = 4.0\nexamples_per_site = 24\n'
+LABELS = ["a01", "a07", "b20", "c34", "hiv"]
+ROWS = 24
+
+
+def rows(target: dict[str, Any] | None, suffix: str) -> dict[str, list[Any]] | list[dict[str, Any]]:
+    """A table of which the last row is the target, or is missing."""
+    draw = np.random.default_rng(0)
+    found: list[dict[str, Any]] = [
+        {
+            "image": draw.integers(0, 255, (8, 8), dtype=np.uint8),
+            "diagnosis": LABELS[int(draw.integers(0, 4))],
+            "ward": "x",
+        }
+        for _ in range(ROWS)
+    ]
+    if target is not None:
+        found.append({**found[0], **target})
+    return found if suffix == ".jsonl" else {k: [row[k] for row in found] for k in found[0]}
+
+
+def gateway(folder: Path, target: dict[str, Any] | None, suffix: str = ".npz") -> SiteGateway:
+    """A site that demands privacy and approves by rule."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "policy.toml").write_text(POLICY)
+    table, file = rows(target, suffix), folder / f"rows{suffix}"
+    if isinstance(table, dict):
+        np.savez(file, **{name: np.array(column) for name, column in table.items()})
+    else:
+        images = [
+            each if isinstance(each := row["image"], list) else each.tolist() for row in table
+        ]
+        plain = [{**row, "image": image} for row, image in zip(table, images, strict=True)]
+        plain = [{k: v for k, v in row.items() if v is not None} for row in plain]
+        file.write_text("".join(json.dumps(row) + "\n" for row in plain))
+    site, _ = words_of(folder, data=str(file))
+    return SiteGateway(site, site_approvals(site))
+
+
+def question(
+    labels: list[str] = LABELS,
+    column: str = "diagnosis",
+    data: str = "",
+    name: str = "s",
+    privacy: str = PRIVATE,
+) -> str:
+    text = study_text(
+        name=name,
+        labels=json.dumps(labels),
+        privacy=privacy,
+        rounds=2,
+        method='plan = "chain(freeze(), share(head))"',
+        data=data,
+    )
+    return text.replace('label = "digit"', f'label = "{column}"')
+
+
+def answer(desk: SiteGateway, text: str, run: str = sites.RUN) -> str:
+    """The code of the answer to an offer, or "answered"."""
+    message = pack_message({}, {"run": run, "study": tomllib.loads(text)})
+    words = unpack_message(desk.answer(HELLO, message))[1]
+    return next((f"{kind}: {words[kind]}" for kind in KINDS if kind in words), "answered")
+
+
+WITHOUT = [label for label in LABELS if label != "hiv"]
+QUESTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a label that one row has": (".npz", {"diagnosis": "hiv"}, question(WITHOUT)),
+    "labels that no row has": (".npz", {"diagnosis": "hiv"}, question(["z98", "z99"])),
+    "a cell without a label": (".jsonl", {"diagnosis": None}, question()),
+    "a cell that is no image": (".jsonl", {"image": [[1, 2], [3]]}, question()),
+    "a cell of another type": (".jsonl", {"diagnosis": 7}, question()),
+    "a cell that is a list": (".jsonl", {"diagnosis": ["a01", "hiv"]}, question()),
+    "a column that one row has": (".jsonl", {"drug": "hiv"}, question(["hiv"], "drug")),
+    "a filter by a column with a gap": (
+        ".jsonl",
+        {"ward": None},
+        question(data='filter = { ward = ["x", "y"] }'),
+    ),
+    "a filter by a column that one row has": (
+        ".jsonl",
+        {"drug": "hiv"},
+        question(data='train_filter = { drug = "hiv" }'),
+    ),
+    "a split that one row has": (".jsonl", {"split": "test"}, question(data='split = "test"')),
+}
+
+
+def by_rule(study: Any) -> list[str]:
+    """As if a person had approved of studies that select rows."""
+    return []
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_no_row_decides_whether_a_study_is_answered(name: str, tmp_path: Path) -> None:
+    suffix, target, study = QUESTIONS[name]
+    with patch("fedplan.sites.approvals.example_filters", by_rule):
+        seen = [
+            answer(gateway(tmp_path / str(number), each, suffix), study)
+            for number, each in enumerate((target, None))
+        ]
+    assert seen == ["answered", "answered"]
+
+
+def test_the_oracle_of_labels_put_back_is_found(tmp_path: Path) -> None:
+    """Studies that differ in a label tell, one by one, which labels a private table holds."""
+
+    def raised(task: Any, table: Any) -> Any:
+        raise FedplanError("as it was").with_code("data")
+
+    with patch.object(federated_data, "_leave_out_unfit", raised):
+        desk = gateway(tmp_path, {"diagnosis": "hiv"})
+        labels = {
+            gone: answer(
+                desk, question([x for x in LABELS if x != gone], name=gone), f"{number:016x}"
+            )
+            for number, gone in enumerate(LABELS)
+        }
+        absent = answer(gateway(tmp_path / "other", None), question(WITHOUT))
+    assert set(labels.values()) == {"failed: data"} and absent == "answered"
+
+
+def test_what_is_left_out_is_counted_at_home_and_the_rest_is_trained_on(tmp_path: Path) -> None:
+    desk = gateway(tmp_path, {"diagnosis": "hiv"})
+    assert answer(desk, question(WITHOUT)) == "answered"
+    runtime = desk._runtime  # pyright: ignore[reportPrivateUsage]
+    assert runtime is not None
+    assert len(runtime[1].experiment.data.train[sites.NAME]) == ROWS
+    (fault,) = read_faults(desk.state_folder)
+    assert f"1 of {ROWS + 1} rows do not fit the study and are left out" in fault
+    (finding,) = [each for each in check_site(desk.site) if each.name == "data for s"]
+    assert finding.state == "warn" and "1 of 25 rows" in finding.message
+
+
+def test_a_missing_column_of_a_table_with_columns_is_refused(tmp_path: Path) -> None:
+    assert answer(gateway(tmp_path, None), question(column="patient")) == "failed: data"
+
+
+def test_without_privacy_the_error_says_what_is_wrong(tmp_path: Path) -> None:
+    desk = gateway(tmp_path, {"diagnosis": "hiv"})
+    (tmp_path / "policy.toml").write_text("auto_approve = true\n")
+    assert answer(desk, question(WITHOUT, privacy="")) == "failed: data"
+    assert "label 'hiv' in column 'diagnosis'" in read_faults(desk.state_folder)[-1]
+
+
+# -------------------------------------------------------------------------- the budget
+
+
+SELECTIONS: dict[str, Callable[[int], str]] = {
+    "labels": lambda n: question(LABELS[: 3 + n]),
+    "a filter": lambda n: question(
+        data=f"filter = {{ diagnosis = {json.dumps(LABELS[: 3 + n])} }}"
+    ),
+    "rows held out": lambda n: question().replace(
+        "holdout_fraction = 0.0", f"holdout_fraction = 0.{n}"
+    ),
+    "another name": lambda n: question(name=f"s{n}"),
+    "another seed": lambda n: question().replace("seed = 0", f"seed = {n}"),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_study_that_selects_other_rows_spends_from_the_same_budget(
+    selection: str, tmp_path: Path
+) -> None:
+    sites.write_rows(
+        tmp_path / "rows.npz", diagnosis=np.array(LABELS)[np.arange(ROWS) % len(LABELS)]
+    )
+    site, limits = words_of(tmp_path)
+    for number in range(2):
+        study = study_from_dict(tomllib.loads(SELECTIONS[selection](number)))
+        endpoint = SiteRuntime(site, study, limits).endpoint(f"{number:016x}")
+        tensors, words = sites.asked(endpoint, sites.world_of(endpoint))
+        assert tensors, words
+    assert sites.charges(tmp_path) == 2
+    guard = endpoint.site.privacy.guard
+    assert guard is not None and guard.budget.epsilon_spent() > 1.2 * guard.epsilon_spent
+
+
+# ------------------------------------------------------------------------ many offers
+
+
+def test_offers_are_counted_and_limited(tmp_path: Path) -> None:
+    approvals = approvals_in(tmp_path, "[limits]\nstudies_per_day = 3\n")
+    studies = [offered(name=f"s{number}") for number in range(5)]
+
+    def code(study: Any) -> str:
+        with pytest.raises(RequestRefused) as caught:
+            approvals.require_approval(study)
+        return caught.value.code
+
+    codes = [code(study) for study in studies]
+    assert codes == ["not-approved"] * 3 + ["too-many-studies"] * 2
+    assert code(studies[0]) == "not-approved", "a study that is known is no new question"
+    again = approvals_in(tmp_path, "[limits]\nstudies_per_day = 3\n")
+    with pytest.raises(RequestRefused, match=r"limits\.studies_per_day"):
+        again.require_approval(offered(name="restarted"))
+    assert len(AppendLog(tmp_path / "state" / APPROVALS_FILE, chained=True).read()) == 3
+    assert approvals_in(tmp_path).policy.limits.studies_per_day == 100
+
+
+def test_a_policy_that_requires_privacy_refuses_ghost_clipping() -> None:
+    study = offered("share()", privacy=PRIVATE + "ghost_clipping = true\n")
+    required = {"unit": "example", "epsilon": 8.0}
+    agreement = outline_agreement(study)
+
+    def violations(**more: Any) -> list[str]:
+        policy = policy_from_dict({"require_privacy": {**required, **more}})
+        return policy_violations(policy, study, agreement)
+
+    assert any("ghost_clipping" in each for each in violations())
+    assert violations(allow_ghost_clipping=True) == []
