@@ -104,7 +104,7 @@ class Here:
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
         number = self.draw.choice([number for number, _, _ in self.asked])
         at = next(i for i, (of, _, _) in enumerate(self.asked) if of == number)
-        if self.left and number in self.workers and self.draw.random() < 0.2:
+        if self.left and number in self.workers and self.draw.random() < 0.4:
             self.left, self.died = self.left - 1, self.died + 1
             self.asked = [each for each in self.asked if each[0] != number]
             return [(number, None)]
