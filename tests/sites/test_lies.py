@@ -151,7 +151,10 @@ REQUESTS: dict[str, tuple[Callable[[Endpoint], tuple[str, Message]], str]] = {
     "another run": (lambda e: (TRAIN, request(e, run=OTHER)), "unknown-run"),
     "no run": (lambda e: (TRAIN, request(e, run="")), "message"),
     "a run that is a path": (lambda e: (TRAIN, request(e, run="../../../../x")), "message"),
-    "another agreement": (lambda e: (TRAIN, request(e, agreed="0" * 64)), "another-study"),
+    "another agreement": (
+        lambda e: (TRAIN, request(e, agreement_digest="0" * 64)),
+        "another-study",
+    ),
     "another site's request": (lambda e: (TRAIN, request(e, name="south")), "another-study"),
     "a round after the last": (lambda e: (TRAIN, request(e, round=4)), "too-many-rounds"),
     "a home that was put back": (

@@ -49,7 +49,7 @@ from fedplan.training.optimizers import sgd
 ROUNDS = 3
 PACE = TrainArguments(sgd(), lr=1e-2, batch_size=2, steps=1)
 MASKED = '[aggregation]\nkind = "secure"\nthreshold = 5'
-CLIENTS = 'unit = "client"\nepsilon = 900.0\nnoise = 1.0\n'
+CLIENTS = 'unit = "client"\nepsilon = 900.0\nnoise_multiplier = 1.0\n'
 
 
 def played(name: str, folder: Path) -> tuple[Agreement, set[str], set[str]]:
@@ -235,7 +235,7 @@ def test_rounds_without_end_are_judged_in_no_time() -> None:
         ({"reveal_example_count": False}, {"data": f"{MASKED}\nequal_weights = true"}, ""),
         ({"min_sites_in_sum": 3}, {"data": MASKED}, ""),
         ({"min_sites_in_sum": 4}, {"data": MASKED}, "the server may see a sum of only 3 sites"),
-        ({"min_sites_in_sum": 3}, {"data": MASKED[:-13]}, "1 clients are asked and a masked sum"),
+        ({"min_sites_in_sum": 3}, {"data": MASKED[:-13]}, "a round has 1 clients and secure"),
         ({"colluders": 1}, {}, "colluders is 1, but the study has no secure aggregation"),
         (
             {"colluders": 1},
@@ -286,8 +286,8 @@ SAID: dict[str, dict[str, Any]] = {
     "a study's adapter": {"model": {"dtype": "float16", "adapter": LORA}},
     "dora": {"model": {"adapter": {**LORA, "use_dora": True}}},
     "ia3": {"model": {"adapter": {"type": "ia3", "target": "query | mlp"}}},
-    "still": {"model": {"still": True}},
-    "like another": {"model": {"like": "vit"}},
+    "frozen batch norm": {"model": {"freeze_batch_norm": True}},
+    "like another": {"model": {"layer_map_like": "vit"}},
     "weights": {"model": {"path": "weights"}},
 }
 

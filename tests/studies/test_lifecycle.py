@@ -86,7 +86,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no such type": changed('type = "vit"', 'type = "vitt"'),
     "settings that do not fit": changed("hidden_size = 16", "hidden_size = -1"),
     "a setting of another kind": changed("hidden_size = 16", 'hidden_size = "wide"'),
-    "pictures of another size": changed("settings = { image_size = 8", "settings = { image_size = 16"),
+    "pictures of another size": changed("config = { image_size = 8", "config = { image_size = 16"),
     "no weights": changed(STUDY[STUDY.index("type =") : STUDY.index("[task]")], 'path = "w"\n'),
     "broken weights": broken_weights,
     "a plan of other parts": changed("keep(head)", "keep(prompt)"),

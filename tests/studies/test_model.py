@@ -185,7 +185,7 @@ def test_exact_lora_folds_at_the_scale_of_the_adapter_and_never_into_what_is_pac
         (adapter(type="prompt", num_virtual_tokens=2, target="query"), "no setting 'target_mod"),
         (adapter(type="lora", target_modules=["nowhere"]), "cannot be added to this model"),
         (adapter(path="nowhere"), "no adapter_config.json"),
-        (packed("int5"), "no packing 'int5': did you mean int8"),
+        (packed("int5"), "no quantization 'int5': did you mean int8"),
         ("model.dtype=float8", "float32"),
     ],
 )

@@ -246,7 +246,7 @@ def test_a_run_without_a_test_says_so_and_scores_no_world(folder: Path) -> None:
     ("changes", "words_said"),
     [
         (["task.label=score"], "looks like a measurement and not like a class"),
-        (["task.label=text"], "different labels in 60"),
+        (["task.label=text"], "different values in 60"),
         (["task.kind=causal-lm"], "sees the tokens that causal-lm asks it to predict"),
         (
             ["task.kind=masked-lm", "model.config.is_decoder=true"],
