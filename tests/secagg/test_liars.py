@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import masked_liars
 import pytest
 from masked_liars import LEFT_OUT, STILL_SUMMED, Liars
+from masked_runs import NAMES, MaskedRun
 from often import AT_NIGHT
+
+from fedplan.federation.ledger.records import RecordError, read_round
+from fedplan.methods.registry import method_by_name
+from fedplan.secagg.messages import EncryptedShares, UnmaskShares, decode, encode
+from fedplan.tensors.message import Message
 
 COUNTS = (5, 10, 30) if AT_NIGHT else (5, 10)
 
@@ -76,3 +85,30 @@ def test_more_liars_than_may_be_missing_open_nothing() -> None:
     liars.ask = with_two  # type: ignore[method-assign]
     drive = liars.play()
     assert drive.unmasked is None and "3 clients have revealed unmask shares" in drive.failure
+
+
+def test_the_ledger_of_a_run_names_the_liar(tmp_path: Path) -> None:
+    """In round 1 a site gives wrong shares to the server, in round 2 to the other sites."""
+    run = MaskedRun(method_by_name("fedavg"), tmp_path, rounds=2)
+    calm, liar = run.answer, NAMES[1]
+
+    def answer(site: str, kind: str, asked: Message) -> Message:
+        said, number = calm(site, kind, asked), run.server.global_state.round + 1
+        lies: dict[tuple[str, str, int], tuple[type, Any]] = {
+            (liar, "unmask", 1): (UnmaskShares, masked_liars.wrong_seeds),
+            (liar, "share_keys", 2): (EncryptedShares, masked_liars.garbage_boxes),
+        }
+        if (lie := lies.get((site, kind, number))) is None:
+            return said
+        return encode(run.server.agreement.run, lie[1](None, decode(lie[0], said)))
+
+    run.answer = answer
+    run.carry()
+    first, second = run.rounds()
+    assert first["aggregated"] == list(NAMES) and not first["secagg"]["not_unmasked"]
+    assert first["secagg"]["faults"] == {liar: f"{liar} has given a wrong share of {NAMES[0]}"}
+    assert second["aggregated"] == [NAMES[0], NAMES[2]] and "faults" not in second["secagg"]
+    assert second["rejected"] == {liar: f"it dealt wrong shares, say {NAMES[0]}, {NAMES[2]}"}
+    assert run.faults() == []
+    with pytest.raises(RecordError, match="faults is empty"):
+        read_round(second | {"secagg": second["secagg"] | {"faults": {}}})
