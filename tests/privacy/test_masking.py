@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from often import AT_NIGHT, DAY, NIGHT
 from scipy.stats import chisquare
 
-from fedplan.secagg.crypto import KeyStream, node_public_key, sign, verify_signature
+from fedplan.secagg.crypto import CHUNK, KeyStream, node_public_key, sign, verify_signature
 from fedplan.secagg.masks import mask_context, self_mask_key
 from fedplan.secagg.terms import Slot
 
@@ -137,6 +137,13 @@ def test_one_bit_of_anything_that_is_agreed_changes_every_mask() -> None:
     for one, other in itertools.combinations(streams, 2):
         differing = sum(int(word).bit_count() for word in one ^ other)
         assert abs(differing - 32 * 64) < 6 * 32  # six standard deviations
+
+
+def test_a_key_stream_gives_as_many_bytes_as_are_asked_for() -> None:
+    for count in (0, 1, 8 * CHUNK, 8 * CHUNK + 9):
+        assert len(KeyStream(bytes(32)).bytes(count)) == count
+    whole, pieces = KeyStream(bytes(32)), KeyStream(bytes(32))
+    assert whole.bytes(9 * CHUNK) == pieces.bytes(7) + pieces.bytes(9 * CHUNK - 7)
 
 
 def test_a_part_with_too_few_senders_stays_closed_and_the_others_open() -> None:
