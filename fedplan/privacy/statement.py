@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import fsum, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import Charge, accountant_version, charge_to_json
-from fedplan.privacy.accounting.budget import Budget, EpsilonCap
+from fedplan.privacy.accounting.budget import Budget, EpsilonCap, Unit
 from fedplan.privacy.guarantee import Guarantee, vote_name
 from fedplan.privacy.guard import CHARGES_FILE
 
@@ -42,10 +43,20 @@ SPENT = "Epsilon spent"
 """Start of the line of a statement's text that has the epsilon spent."""
 EXCLUDED = (
     "personal models and parameters that a client keeps, for anyone who obtains them",
-    "metrics on the clients' examples that a simulation prints",
-    "the choice of settings (hyperparameter tuning), if private examples were used for it",
-    "the time that an answer takes, which the server and observers of the network see, and which "
-    "depends on the number and the lengths of examples",
+    "metrics on the clients' examples: those that a simulation prints, and those that a site's "
+    "policy lets leave",
+    "the choice among several runs or settings by private examples; the epsilon of runs that were "
+    "compared adds up, as `fedplan compare` and the export of a sweep's run show",
+    "what the initial model has learned before, unless its folder has fedplan's privacy.json, "
+    "whose epsilon is added",
+    "copies of the run's folder: each copy that is continued has an account of its own, so "
+    "continue only one; sites refuse a copy that is behind",
+    "that a site does not answer, or refuses a study or a request: the server sees that it does, "
+    "not why",
+    "the size of messages and the time that an answer takes, which the server and observers of the "
+    "network see; the time depends on the number and the lengths of examples",
+    "what the study itself says, such as labels, names of clients and numbers of examples: these "
+    "are public",
 )
 """What no guarantee covers."""
 GHOST_CLIPPING = (
@@ -57,6 +68,53 @@ EXCLUDED_DISTRIBUTED = (
     "participation: which clients take part, drop out or refuse, and which rounds fail, is public"
 )
 """What distributed DP does not cover in addition."""
+PRIVACY_FILE = "privacy.json"
+"""File with a privacy statement, in the folder of a run and of an exported model."""
+HISTORY = "history"
+"""Key of an exported PRIVACY_FILE: the expenses of all runs that the model came from."""
+MOST_EXPENSES = 1000
+"""Largest number of earlier expenses that a file may list."""
+
+
+@dataclass(frozen=True)
+class Expense:
+    """What a run has cost in privacy, as the models that came out of it carry it along.
+
+    source: the run, in a few words. unit: of its guarantee; "" for a run or model that no
+    differential privacy protects, which has neither epsilon nor delta.
+    """
+
+    # The field names are the keys of the JSON form.
+    source: str
+    unit: Unit | Literal[""]
+    epsilon: float = 0.0
+    delta: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The expense as words, without a full stop."""
+        if not self.unit:
+            return f"{self.source}: no differential privacy; what was learned there is not covered"
+        return f"{self.source}: epsilon {self.epsilon:.4f}, delta {self.delta:g}, {self.unit}-level"
+
+
+def expenses_from_json(data: object, file: str) -> tuple[Expense, ...]:
+    """Read a list of expenses; `file` names its origin. Raises a PrivacyError for other `data`."""
+    try:
+        entries = [Expense(**entry) for entry in cast("list[dict[str, Any]]", data)]
+        for entry in entries:
+            if entry.unit not in ("", *get_args(Unit)) or not entry.source.isprintable():
+                raise ValueError(f"{entry.unit!r} of {entry.source!r}")
+            if not (0 <= entry.epsilon < inf and 0 <= entry.delta < inf):
+                raise ValueError(f"epsilon {entry.epsilon!r} and delta {entry.delta!r}")
+        if len(entries) > MOST_EXPENSES:
+            raise ValueError(f"{len(entries)} entries")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PrivacyError(
+            f"{file} does not say what the model has cost in privacy ({error}): restore the file "
+            "of the export, or name another model"
+        ) from error
+    return tuple(entries)
 
 
 @dataclass(frozen=True)
@@ -67,7 +125,8 @@ class Statement:
     epsilon_spent: the largest epsilon of all privacy budgets (the server's one, or one per client).
     charges: the run's entries in the privacy budget with this epsilon, as JSON.
     noise_shares: with distributed DP, a text on how much noise each client adds, else "".
-    Make one with `of`; `json` and `text` give the two forms for readers.
+    earlier: expenses that come in addition: those of the initial model, and of the other runs of a
+    sweep. Make one with `of`; `json` and `text` give the two forms for readers.
     """
 
     guarantee: Guarantee
@@ -75,6 +134,7 @@ class Statement:
     epsilon_spent: float
     charges: Sequence[dict[str, Any]]
     noise_shares: str = ""
+    earlier: tuple[Expense, ...] = ()
 
     @staticmethod
     def of(
@@ -110,6 +170,25 @@ class Statement:
                 spent, charges = budget.epsilon_spent_under(cap), of_run
         lines = [charge_to_json(charge) for charge in charges]
         return Statement(guarantee, rounds, spent, lines, noise_shares)
+
+    def expense(self, source: str) -> Expense:
+        """The run's own expense: epsilon spent or, where the charges are at sites, promised."""
+        epsilon = self.epsilon_spent if self.charges else self.guarantee.epsilon
+        return Expense(source, self.guarantee.unit, epsilon, self.guarantee.delta)
+
+    @property
+    def total(self) -> Expense | None:
+        """The run's expense and all earlier ones of the same unit, added; None if there are none.
+
+        Plain addition holds whatever the runs have in common. A client-level epsilon says nothing
+        of single examples, nor an example-level one of clients: those are not added.
+        """
+        same = [each for each in self.earlier if each.unit == self.guarantee.unit]
+        if not same:
+            return None
+        every = [*same, self.expense("")]
+        epsilon, delta = fsum(e.epsilon for e in every), fsum(e.delta for e in every)
+        return Expense("In total", self.guarantee.unit, epsilon, delta)
 
     @property
     def _kind(self) -> str:
@@ -176,7 +255,7 @@ class Statement:
 
         Raises a PrivacyError if dp-accounting is not installed.
         """
-        guarantee = self.guarantee
+        guarantee, total = self.guarantee, self.total
         return {
             "unit": guarantee.unit,
             "neighbours": NEIGHBOURS[self._kind],
@@ -194,6 +273,8 @@ class Statement:
             "accountant": accountant_version(),
             "trust": TRUST[self._kind],
             "charges": list(self.charges),
+            "earlier": [asdict(each) for each in self.earlier],
+            "total": {"epsilon": total.epsilon, "delta": total.delta} if total else None,
             "excluded": list(self.excluded),
             "randomness": "AES-256 in counter mode, with a 32-byte key from the operating system's "
             "random number generator",
@@ -202,14 +283,20 @@ class Statement:
     def text(self) -> str:
         """The main facts of `json` as lines of text for people. Raises as `json` does."""
         guarantee = self.guarantee
-        forecast = guarantee.forecast_epsilon(self.rounds)
+        forecast, total = guarantee.forecast_epsilon(self.rounds), self.total
         return "\n".join(
             (
-                f"{guarantee.unit.capitalize()}-level differential privacy: epsilon "
+                f"{guarantee.unit.capitalize()}-level differential privacy: epsilon at most "
                 f"{guarantee.epsilon:g}, delta {guarantee.delta:g}.",
-                f"Neighbours: {NEIGHBOURS[self._kind]}.",
+                f"This bounds how well anybody can tell apart {NEIGHBOURS[self._kind]}.",
                 f"{SPENT}: {self.epsilon_spent:.4f}, in {len(self.charges)} charges. Forecast for "
                 f"all {self.rounds} rounds: {forecast:.4f}.",
+                *(f"In addition, {each.text}." for each in self.earlier),
+                *(
+                    [f"{total.text}: plain addition, for the same {guarantee.unit} in all of them."]
+                    if total
+                    else []
+                ),
                 "Mechanism: Gaussian noise with a noise multiplier of "
                 f"{guarantee.noise_multiplier:.4g}; {self.clipping}.",
                 *([f"Distributed noise: {self.noise_shares}."] if self.noise_shares else []),

@@ -88,7 +88,7 @@ def simulation_line(row: Mapping[str, float], spent: float | None = None, *, pri
         f"{personal:>14}  {f'{worst:.3f}' if prefix else '':>12}",
         f"{megabytes(int(row['upload_bytes'])):>9}  {megabytes(int(row['download_bytes'])):>11}",
         f"  [yellow]{rejected} not aggregated[/yellow]" if rejected else "",
-        f"  epsilon {spent:.3f}" if spent is not None else "",
+        f"  epsilon {spent:.4f}" if spent is not None else "",
     )
     return "  ".join(cells)
 

@@ -112,7 +112,7 @@ class RunSnapshot:
         if self.live and status.seconds_left is not None:
             yield f"{duration(status.seconds_left)} left"
         if status.epsilon:
-            yield f"epsilon spent {status.epsilon_spent or 0.0:.2f} of {status.epsilon:g}"
+            yield f"epsilon spent {status.epsilon_spent or 0.0:.4f} of {status.epsilon:g}"
         if status.updated_at:
             yield f"updated {time_ago(status.updated_at)}"
 

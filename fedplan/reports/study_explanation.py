@@ -21,7 +21,7 @@ from fedplan.models.description import describe
 from fedplan.models.params import ITEMSIZE, Kind, Params
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.privacy.statement import Statement
+from fedplan.privacy.statement import PRIVACY_FILE, Expense, Statement
 from fedplan.reports.explanation import Explanation, explain
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
 from fedplan.storage.files import write_atomic
@@ -33,7 +33,7 @@ from fedplan.studies.experiment import (
     privacy_guarantee,
     privacy_statement,
 )
-from fedplan.studies.run import read_run, read_run_study
+from fedplan.studies.run import read_earlier_expenses, read_run, read_run_study, sweep_expenses
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.training.fit import TrainArguments
 
@@ -128,12 +128,13 @@ def _training_step(study: Study, params: Params) -> TrainingStep | None:
     )
 
 
-def read_privacy_statement(path: Path) -> Statement:
+def read_privacy_statement(path: Path, *, with_sweep: bool = True) -> Statement:
     """Return the privacy statement (guarantee and epsilon spent) of a study or of a run.
 
     `path` is a study file, for which nothing is spent yet, a run folder, or a site's folder of a
-    run. Raises ConfigError if the study has no [privacy] section, if only the sites have the
-    accounts of spent epsilon, or if entries are missing in the run's file of spent epsilon.
+    run. `with_sweep`: for a run of a sweep, add what the other runs have spent. Raises ConfigError
+    if the study has no [privacy] section, if only the sites have the accounts of spent epsilon, or
+    if entries are missing in the run's file of spent epsilon.
     """
     if not path.is_dir():
         return _require_statement(read_study(path), path)
@@ -141,7 +142,8 @@ def read_privacy_statement(path: Path) -> Statement:
         folder = only_run_folder(path)
         agreement = read_agreement(folder)
         account, prefix = Path(agreement["account"]), agreement["prefix"]
-        return _require_statement(read_run_study(folder), path, account, prefix)
+        earlier = read_earlier_expenses(folder)
+        return _require_statement(read_run_study(folder), path, account, prefix, earlier)
     run = read_run(path)
     guarantee = privacy_guarantee(run.study)
     if guarantee is not None and guarantee.unit == "example" and not run.study.has_central_data:
@@ -152,24 +154,31 @@ def read_privacy_statement(path: Path) -> Statement:
     for name, fault in (run.file_faults() if run.round else {}).items():
         if name.endswith(CHARGES_FILE):
             raise ConfigError(f"{fault}: the spent epsilon is unknown; restore the file")
-    return _require_statement(run.study, path, run.folder)
+    earlier = read_earlier_expenses(run.folder)
+    earlier += sweep_expenses(run.folder) if with_sweep else ()
+    return _require_statement(run.study, path, run.folder, earlier=earlier)
 
 
 def write_privacy_statement(folder: Path) -> Statement:
     """Write the privacy statement of a run folder to `privacy.json` there; return the statement.
 
-    An old file is replaced. Raises as `read_privacy_statement`.
+    An old file is replaced. Leaves out the other runs of a sweep, which may not have ended. Raises
+    as `read_privacy_statement`.
     """
-    statement = read_privacy_statement(folder)
-    write_atomic(folder / "privacy.json", json.dumps(statement.json(), indent=1) + "\n")
+    statement = read_privacy_statement(folder, with_sweep=False)
+    write_atomic(folder / PRIVACY_FILE, json.dumps(statement.json(), indent=1) + "\n")
     return statement
 
 
 def _require_statement(
-    study: Study, path: Path, account: Path | None = None, run: str = ""
+    study: Study,
+    path: Path,
+    account: Path | None = None,
+    run: str = "",
+    earlier: tuple[Expense, ...] | None = None,
 ) -> Statement:
     """Return the privacy statement of a study, with the epsilon spent in an account folder."""
-    statement = privacy_statement(study, account, run=run)
+    statement = privacy_statement(study, account, run=run, earlier=earlier)
     if statement is None:
         raise ConfigError(f"{path}: differential privacy is off: the study has no [privacy]")
     require_private_method(statement.guarantee, make_method(study))

@@ -118,7 +118,7 @@ class Simulation:
                     )
             require_usable_batches(experiment, study.train.batch_size)
             self.scoring = make_scoring(study, self.data)
-            self.folder_lock = claim_run_folder(self.folder, study, agreement.params, self.data)
+            self.folder_lock = claim_run_folder(self.folder, study, experiment)
             if study.continue_from and not has_progress(self.folder):
                 import_kept_params(study, self.earlier_run, self.folder)
             tested = names if study.evaluate.on_clients else ()
@@ -143,7 +143,7 @@ class Simulation:
                 initial_model=experiment.initial_model,
                 activation_cache=study.train.activation_cache,
             )
-            update_run_files(self.federation.server, study, self.data)
+            update_run_files(self.federation.server, study, experiment)
 
     def run(self) -> Simulation:
         """Run all remaining rounds, each committed before the next starts; return this object."""

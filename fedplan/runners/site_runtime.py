@@ -35,7 +35,7 @@ from fedplan.studies.experiment import (
     make_eval_set,
     make_participation,
 )
-from fedplan.studies.run import write_run_files, write_task_file
+from fedplan.studies.run import write_run_files
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.message import Message
@@ -148,8 +148,7 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
         for earlier in Path(site.state).glob(pattern):
             state, _ = open_journal(earlier, runtime.encryption, reading=True).client_state()
             client.journal.initialize({k: v for k, v in state.items() if not is_aux(k)})
-    write_run_files(run_folder, study, agreement.params)
-    write_task_file(run_folder, experiment.data)
+    write_run_files(run_folder, study, experiment)
     secagg_client = None
     if agreement.secagg.active:
         secagg_client = make_secagg_client(runtime, agreement, client, run_folder)

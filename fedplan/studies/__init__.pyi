@@ -25,16 +25,18 @@ from .field_types import Count, DeviceName, as_value_error, named_objects
 from .in_memory import InMemoryInputs
 from .resume import continue_study, has_progress, import_kept_params, open_study, prepare_folder
 from .run import (
+    SWEEP_FILE,
     RunAdvanced,
     RunReader,
     claim_run_folder,
     read_consistently,
+    read_earlier_expenses,
     read_run,
     read_run_agreement,
     read_run_study,
+    sweep_expenses,
     update_run_files,
     write_run_files,
-    write_task_file,
 )
 from .schema import (
     ConfigError,

@@ -34,10 +34,15 @@ from fedplan.models.description import describe
 from fedplan.models.params import Params
 from fedplan.models.values import get_values, pin_packed_layout
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.privacy.statement import Statement
+from fedplan.privacy.statement import Expense, Statement
 from fedplan.studies.federated_data import FederatedData, load_federated_data
 from fedplan.studies.in_memory import InMemoryInputs
-from fedplan.studies.model_builder import add_method_adapter, build_meta_model, build_model
+from fedplan.studies.model_builder import (
+    add_method_adapter,
+    build_meta_model,
+    build_model,
+    initial_expenses,
+)
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.tensors.compression import parse_codec
@@ -289,12 +294,17 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
 
 
 def privacy_statement(
-    study: Study, folder: Path | None = None, *, run: str = ""
+    study: Study,
+    folder: Path | None = None,
+    *,
+    run: str = "",
+    earlier: tuple[Expense, ...] | None = None,
 ) -> Statement | None:
     """Return the privacy statement (guarantee and spent budget) of a study; None without DP.
 
     `folder`: a run's folder, or a site's privacy ledger, with the epsilon spent. `run`: count only
-    ledger entries whose names start with this text. Raises PrivacyError if an entry does not fit
+    ledger entries whose names start with this text. `earlier`: what the initial model has cost;
+    None: as the files of the study's model say now. Raises PrivacyError if an entry does not fit
     the guarantee, or if a ledger is damaged.
     """
     guarantee, secagg, noise_shares = privacy_guarantee(study), study.aggregation.config, ""
@@ -305,7 +315,10 @@ def privacy_statement(
         noise_shares = secagg.describe_noise(
             clients, guarantee.noise_multiplier, guarantee.clipping_norm
         )
-    return Statement.of(guarantee, study.train.rounds, folder, run=run, noise_shares=noise_shares)
+    earlier = initial_expenses(study) if earlier is None else earlier
+    rounds = study.train.rounds
+    statement = Statement.of(guarantee, rounds, folder, run=run, noise_shares=noise_shares)
+    return replace(statement, earlier=earlier)
 
 
 _calibrate_noise = cache(Guarantee.with_calibrated_noise)

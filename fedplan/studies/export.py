@@ -22,6 +22,7 @@ from fedplan.models.catalog import is_hub_id, load_pretrained, no_progress_bars,
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, Preprocessing, image_mean_std, load_folder, save_folder
 from fedplan.models.values import is_quantized, set_values
+from fedplan.privacy.statement import PRIVACY_FILE
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment,
@@ -41,9 +42,11 @@ from fedplan.studies.model_card import (
 )
 from fedplan.studies.run import (
     read_consistently,
+    read_earlier_expenses,
     read_run_agreement,
     read_run_study,
     read_task_file,
+    sweep_expenses,
 )
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection
@@ -79,7 +82,8 @@ def export_run(
     `client`: export this client's personal model instead of the global model.
     `adapter`: write only the peft adapter; by default adapters are merged into the full model.
     `best`: export the global model of the best round, stored by `evaluate.keep_best`. Also writes
-    the tokenizer or image processor, a model card, and a golden example for `check_export`. Raises
+    the tokenizer or image processor, a model card, a golden example for `check_export`, and what
+    the model has cost in privacy, which a run that starts from the folder adds to its own. Raises
     ConfigError if `output` is not empty, or the arguments or the run do not allow the export.
     """
     folder, output = Path(folder), Path(output)
@@ -199,7 +203,8 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     if client:
         turn = Turn(run.round, client, global_state.phase, study.clients.traits.get(client, {}))
         values = personal_values(run.agreement, global_state, initial, turn, client_state)
-    statement = privacy_statement(study, run.folder)
+    earlier = read_earlier_expenses(folder)
+    statement = privacy_statement(study, run.folder, earlier=(*earlier, *sweep_expenses(folder)))
     names = run.clients or list(study.clients.names)
     public, number = statement is None and not client, global_state.round
     row = next((row for row in run.metrics if public and row["round"] == number), {})
@@ -210,6 +215,7 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
         len(names),
         personal=bool(client),
         statement=statement,
+        earlier=earlier,
         # The number of test examples is not revealed.
         scores={
             name.removeprefix("global."): value
@@ -239,10 +245,18 @@ def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
     experiment = _rebuild_experiment(study, agreement, labels)
     names = list(study.clients.names) or clients
     account, run = Path(str(terms.get("account", ""))), str(terms.get("prefix", ""))
-    statement = privacy_statement(study, account, run=run)
+    earlier = read_earlier_expenses(folder)
+    statement = privacy_statement(study, account, run=run, earlier=earlier)
     private = private_names(study, names)
     card = ModelCard(
-        study, agreement, 0, len(names), personal=True, statement=statement, private_names=private
+        study,
+        agreement,
+        0,
+        len(names),
+        personal=True,
+        statement=statement,
+        earlier=earlier,
+        private_names=private,
     )
     return _fill_model(experiment, read_personal_model(agreement, folder, key), card)
 
@@ -301,13 +315,15 @@ def _processor_code(task: Task) -> str:
 
 
 def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> None:
-    """Write the card and the golden example; each `{}` in `loading_code` becomes the folder "."."""
+    """Write card, privacy file and golden example; `{}` in `loading_code` is the folder "."."""
     example = make_golden_example(exported.model, exported.task)
     if example is not None:
         example.write(output)
     loading_code = loading_code.replace("{}", '"."')
     text = exported.card.text(loading_code, has_golden_example=example is not None)
     (output / CARD_FILE).write_text(text, encoding="utf-8")
+    privacy = json.dumps(exported.card.privacy_json(), indent=1)
+    (output / PRIVACY_FILE).write_text(privacy + "\n", encoding="utf-8")
 
 
 def _write_processor(task: Task, output: Path) -> None:

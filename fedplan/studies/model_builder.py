@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from fedplan import seeds
 from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.language import require_attention_mask, require_packing_support
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import mlp
 from fedplan.methods.adapters import hosts_of
@@ -29,10 +30,16 @@ from fedplan.models.adapters import (
     lora_scales,
     make_peft_config,
 )
-from fedplan.models.catalog import is_hub_id, load_pretrained, no_progress_bars
+from fedplan.models.catalog import (
+    is_hub_id,
+    load_pretrained,
+    no_progress_bars,
+    strip_hub_prefix,
+)
 from fedplan.models.dual_encoder import load_dual_encoder
 from fedplan.models.proposal import register_study_layer_map
 from fedplan.models.values import freeze_batch_norms, pin_packed_layout, quantization_config
+from fedplan.privacy.statement import HISTORY, PRIVACY_FILE, Expense, expenses_from_json
 from fedplan.studies.schema import Study
 from fedplan.studies.sections import ModelSection
 from fedplan.tensors.devices import fork_rng_state
@@ -104,6 +111,53 @@ def _build_bare_model(section: ModelSection, task: Task) -> nn.Module:
             else transformers.AutoConfig.for_model(section.type, **settings)
         )
         return _model_class(task).from_config(config).to(getattr(torch, section.dtype))
+
+
+def initial_expenses(
+    study: Study, model: nn.Module | None = None, *, download: bool = False
+) -> tuple[Expense, ...]:
+    """Return what the initial model of a study has cost in privacy, by the PRIVACY_FILE beside it.
+
+    Looks in the folders and Hub repositories of model and adapter, and for an in-memory `model` in
+    those that transformers loaded it from; empty without the file. `download`: whether the file may
+    be fetched from the Hub. Raises a PrivacyError if a file of an export was changed.
+    """
+    section = study.model
+    adapter = section.adapter.path if section.adapter else ""
+    names = [section.path, section.vision, section.text, adapter]
+    if section.from_python:
+        names.append(str(getattr(getattr(model, "config", None), "_name_or_path", "")))
+    expenses = list[Expense]()
+    for name in filter(None, names):
+        file = Path(name) / PRIVACY_FILE
+        if is_hub_id(name) or (section.from_python and not Path(name).is_dir()):
+            file = _hub_file(name, download=download and is_hub_id(name))
+        if file and file.is_file():
+            expenses += _read_expenses(file)
+    return tuple(expenses)
+
+
+def _hub_file(name: str, *, download: bool) -> Path | None:
+    """Return PRIVACY_FILE of a Hub repository in the local cache; None if there is none."""
+    from transformers.utils import hub
+
+    look_up = cast("Any", hub).cached_file
+    try:
+        file = look_up(strip_hub_prefix(name), PRIVACY_FILE, local_files_only=not download)
+    except OSError:  # no such file or repository, or no connection
+        return None
+    return Path(file) if file else None
+
+
+def _read_expenses(file: Path) -> tuple[Expense, ...]:
+    """Return the expenses in the PRIVACY_FILE of an export; empty for a file of other origin."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PrivacyError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict) or HISTORY not in content:
+        return ()
+    return expenses_from_json(cast("dict[str, Any]", content)[HISTORY], str(file))
 
 
 def add_method_adapter(model: nn.Module, task: Task, method: Method) -> nn.Module:

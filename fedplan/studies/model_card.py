@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import image_mean_std
 from fedplan.models.params import Params
-from fedplan.privacy.statement import SPENT, Statement
+from fedplan.privacy.statement import HISTORY, SPENT, Expense, Statement
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import model_device, to_device
 from fedplan.tensors.named import Tensors
@@ -59,8 +59,9 @@ class ModelCard:
     """Facts about one exported model; `text` returns the model card, which reveals no client names.
 
     `round`: number of completed rounds; 0 if unknown, as at a client's site. `clients`: their
-    number. `adapter`: whether only a peft adapter was exported. `scores`: metrics of the global
-    model on the common test set. `private_names`: client names and traits, redacted in the plan.
+    number. `adapter`: whether only a peft adapter was exported. `earlier`: what the initial model
+    has cost in privacy. `scores`: metrics of the global model on the common test set.
+    `private_names`: client names and traits, redacted in the plan.
     """
 
     study: Study
@@ -70,6 +71,7 @@ class ModelCard:
     personal: bool = False
     adapter: bool = False
     statement: Statement | None = None
+    earlier: tuple[Expense, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     private_names: frozenset[str] = frozenset()
 
@@ -141,6 +143,23 @@ class ModelCard:
                 line for line in lines if statement.charges or not line.startswith(SPENT)
             )
         return f"## Privacy\n\n{text}\n"
+
+    def privacy_json(self) -> dict[str, Any]:
+        """Contents of PRIVACY_FILE: the statement without charges, and all expenses as HISTORY.
+
+        The charges would tell the names of clients. A personal model has no guarantee.
+        """
+        source, statement = f"study {self.study.digest}", self.statement
+        if statement is None or self.personal:
+            source += ", a client's personal model" if self.personal else ""
+            expenses, fields = (*self.earlier, Expense(source, "")), {}
+        else:
+            expenses = (*statement.earlier, statement.expense(source))
+            fields = statement.json()
+            del fields["charges"]
+            if not statement.charges:
+                del fields["epsilon_spent"]
+        return {**fields, HISTORY: [asdict(each) for each in expenses]}
 
 
 def private_names(study: Study, clients: Iterable[str]) -> frozenset[str]:

@@ -49,8 +49,7 @@ def open_study(
             raise ConfigError(f"{file} is a run: continue it with --resume")
         if output is not None and output.resolve() != file.resolve():
             raise ConfigError(
-                f"--output is {output}, but a run resumes in its own folder {file}: leave it out, "
-                "or copy the run's folder and resume the copy"
+                f"--output is {output}, but a run resumes in its own folder {file}: leave it out"
             )
         values = read_run_study(file).model_dump(mode="json")
         study, folder = resolve_paths(study_from_dict(apply_overrides(values, changes)), file), file

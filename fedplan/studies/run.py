@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import fsum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,16 +23,22 @@ from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lin
 from fedplan.federation.server import STUDY, Server
 from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
+from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guard import CHARGES_FILE
+from fedplan.privacy.statement import Expense, Statement, expenses_from_json
 from fedplan.storage.files import make_folder, wrap_disk_errors, write_if_changed
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.storage.store import Store, TensorsAndMeta
-from fedplan.studies.experiment import make_agreement
-from fedplan.studies.federated_data import FederatedData
+from fedplan.studies.experiment import Experiment, make_agreement, privacy_statement
+from fedplan.studies.model_builder import initial_expenses
 from fedplan.studies.schema import ConfigError, Study, resolve_paths, study_from_dict
 
 MANIFEST, TASK = "manifest.json", "task.json"
+SWEEP_FILE = "sweep.json"
+"""File in a sweep's folder with its specification."""
+EARLIER = "earlier_privacy"
+"""Key of the task file: the expenses of the initial model."""
 """Files in the folder of a run, here or at a site: model parameters; labels and clients."""
 READ_ATTEMPTS = 5
 """Attempts to read a run that commits rounds meanwhile."""
@@ -276,7 +283,7 @@ def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
     return read(read_run(folder))
 
 
-def claim_run_folder(folder: Path, study: Study, params: Params, data: FederatedData) -> FolderLock:
+def claim_run_folder(folder: Path, study: Study, experiment: Experiment) -> FolderLock:
     """Create and lock a run's folder, and return the lock; write the first files of a new run.
 
     Where clients are hidden, by client-level DP or secure aggregation, others lose access to it.
@@ -290,37 +297,80 @@ def claim_run_folder(folder: Path, study: Study, params: Params, data: Federated
     if (folder / STUDY).exists() and read_run_study(folder).digest != study.digest:
         raise ConfigError(f"{folder} holds a run of another study: name another folder")
     if not (folder / RUN_FILE).exists():
-        write_run_files(folder, study, params)
-        write_task_file(folder, data)
+        write_run_files(folder, study, experiment)
     return claim
 
 
-def update_run_files(server: Server, study: Study, data: FederatedData) -> None:
+def update_run_files(server: Server, study: Study, experiment: Experiment) -> None:
     """Rewrite the files of a resumed run, and note the study's digest in the newest checkpoint."""
-    write_run_files(server.folder, study, server.agreement.params)
-    write_task_file(server.folder, data)
+    write_run_files(server.folder, study, experiment)
     server.record_study()
 
 
-def write_run_files(folder: Path, study: Study, params: Params) -> None:
-    """Write the study, with absolute paths, and the model's manifest; creates the folder."""
+def write_run_files(folder: Path, study: Study, experiment: Experiment) -> None:
+    """Write a run's study, with absolute paths, and its manifest and task file; makes the folder.
+
+    The task file has what exports and statements need when data and initial model are gone: labels,
+    names of clients, and what the initial model has cost in privacy, if anything.
+    """
     make_folder(folder)
     write_if_changed(folder / STUDY, resolve_paths(study, Path.cwd()).model_dump_json(indent=1))
-    write_if_changed(folder / MANIFEST, manifest_json(params))
-
-
-def write_task_file(folder: Path, data: FederatedData) -> None:
-    """Write the labels and the client names of a run, for exports when the data is gone."""
-    content = {"labels": data.task.labels, "clients": list(data.train)}
+    write_if_changed(folder / MANIFEST, manifest_json(experiment.agreement.params))
+    data = experiment.data
+    content: dict[str, Any] = {"labels": data.task.labels, "clients": list(data.train)}
+    earlier = read_earlier_expenses(folder) if (folder / TASK).exists() else ()
+    if not earlier:
+        download = study.privacy is not None
+        earlier = initial_expenses(study, experiment.model, download=download)
+    if earlier:
+        content[EARLIER] = [asdict(each) for each in earlier]
     write_if_changed(folder / TASK, json.dumps(content, indent=1) + "\n")
+
+
+def read_earlier_expenses(folder: Path) -> tuple[Expense, ...]:
+    """Return what the initial model of the run in a folder had cost in privacy before the run."""
+    file = folder / TASK
+    return expenses_from_json(_read_task_content(file).get(EARLIER, []), str(file))
+
+
+def sweep_expenses(folder: Path) -> tuple[Expense, ...]:
+    """Return what the other runs of a sweep have cost, for a run's folder in it; else nothing.
+
+    Who takes one run of a sweep has looked at all of them. One expense for each unit.
+    """
+    file = folder.absolute().parent / SWEEP_FILE
+    names = list(json.loads(file.read_text(encoding="utf-8"))["runs"]) if file.is_file() else []
+    others = [file.parent / name for name in names if name != folder.absolute().name]
+    spent = dict[Unit, list[Statement]]()
+    for other in others:
+        if (other / STUDY).exists():
+            statement = privacy_statement(read_run_study(other), other, earlier=())
+            if statement is not None and statement.charges:
+                spent.setdefault(statement.guarantee.unit, []).append(statement)
+    return tuple(
+        Expense(
+            f"{len(of_unit)} other {'run' if len(of_unit) == 1 else 'runs'} of the sweep",
+            unit,
+            fsum(each.epsilon_spent for each in of_unit),
+            fsum(each.guarantee.delta for each in of_unit),
+        )
+        for unit, of_unit in spent.items()
+    )
+
+
+def _read_task_content(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file.parent} has no readable {TASK}: {error!r}") from error
 
 
 def read_task_file(folder: Path) -> tuple[list[str], list[str]]:
     """Return (labels, client names) of the run in a folder; ConfigError if unreadable."""
     try:
-        content = json.loads((folder / TASK).read_text(encoding="utf-8"))
+        content = _read_task_content(folder / TASK)
         lists = tuple([str(item) for item in content[name]] for name in ("labels", "clients"))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError) as error:
         raise ConfigError(f"{folder} has no readable {TASK}: {error!r}") from error
     return lists[0], lists[1]
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from io import StringIO
-from math import isfinite
+from math import fsum, isfinite
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 from fedplan.errors import FedplanError
+from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
 from fedplan.reports.formats import duration, megabytes
 from fedplan.reports.groups import group_by_seed
@@ -306,7 +307,8 @@ def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] 
     corrected = holm([row.p for row in rows])
     rows = [replace(row, p_holm=p) for row, p in zip(rows, corrected, strict=True)]
     higher_is_better = baseline.first.higher_is_better(score)
-    return Comparison(score, higher_is_better, tuple(rows), (*notes, *_seed_notes(rows)))
+    notes = (*notes, *_seed_notes(rows), *_privacy_notes(groups))
+    return Comparison(score, higher_is_better, tuple(rows), notes)
 
 
 def _describe_differences(
@@ -325,6 +327,29 @@ def _describe_differences(
         return sentences
     other_roles = read_roles(other.folder)
     return sentences + describe_role_differences(read_roles(baseline.folder), other_roles)
+
+
+def _privacy_notes(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence for each unit of privacy, with the sum of all runs' epsilon."""
+    runs = [run for group in groups for run in group.runs.values()]
+    notes = list[str]()
+    for unit in get_args(Unit):
+        private = [
+            (run.epsilon_spent, run.study.privacy.delta)
+            for run in runs
+            if run.study.privacy
+            and run.study.privacy.unit == unit
+            and run.epsilon_spent is not None
+        ]
+        if len(private) > 1:
+            epsilon, delta = map(fsum, zip(*private, strict=True))
+            notes.append(
+                f"the {len(private)} runs with {unit}-level differential privacy cost epsilon "
+                f"{epsilon:.4g} at delta {delta:.3g} together (plain addition): whoever chooses "
+                "one of them by private examples has used all of them, and the scores themselves "
+                "are not covered"
+            )
+    return notes
 
 
 def _seed_notes(rows: Sequence[GroupComparison]) -> list[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplan.storage.files import make_folder, write_atomic, write_if_changed
+from fedplan.studies.run import SWEEP_FILE
 from fedplan.studies.schema import ConfigError
 from fedplan.sweeps.trials import Setting, Trial
 
-SWEEP_FILE, FINISHED_FILE, FAILURES_FILE = "sweep.json", "finished.json", "failures.json"
-"""In a sweep's folder: its specification, the finished trials, and the failed ones."""
+FINISHED_FILE, FAILURES_FILE = "finished.json", "failures.json"
+"""In a sweep's folder: the finished trials, and the failed ones."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,9 @@ def read_run_result(folder: Path) -> RunResult:
         stopped_early = (
             status is not None and status.state == RunState.STOPPED and status.stopped_early
         )
-        has_epsilon = study.privacy and study.has_central_data
+        spent = None
+        if study.privacy and study.has_central_data:
+            spent = read_privacy_statement(run.folder, with_sweep=False).epsilon_spent
         return RunResult(
             folder=run.folder,
             study=study,
@@ -138,7 +140,7 @@ def read_run_result(folder: Path) -> RunResult:
             if status and status.round_seconds is not None
             else None,
             recorded_primary=status.primary_metric if status else "",
-            epsilon_spent=read_privacy_statement(run.folder).epsilon_spent if has_epsilon else None,
+            epsilon_spent=spent,
         )
 
     return read_consistently(folder, read)

@@ -89,8 +89,8 @@ def reference_epsilon(setting: Setting) -> float:
         return float(gaussian_mechanism.get_epsilon_gaussian(sigma, delta))
     # The excess of a bound grows as the number of sums times the square of the interval, and with
     # the interval relative to the spread of one loss, which is about rate / noise.
-    interval = min(1e-4, math.sqrt(1e-4 / sum(count for *_, count in sums)) / 2)
-    interval = min(interval, *(rate / noise / 16 for noise, rate, _ in sums))
+    interval = min(1e-4, math.sqrt(1e-4 / sum(count for *_, count in sums)) / 4)
+    interval = min(interval, *(rate / noise / 32 for noise, rate, _ in sums))
     total = pld.identity(interval)
     for noise, rate, count in sums:
         one = pld.from_gaussian_mechanism(

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accountants import Setting, opacus_epsilon, random_setting, reference_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -171,6 +174,30 @@ def test_never_below_the_plain_use_of_the_library(run: Run) -> None:
     step = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(noise))
     theirs = PLDAccountant().compose(dp_event.SelfComposedDpEvent(step, count))
     assert cost(run) >= theirs.get_epsilon(delta) - 0.01
+
+
+def agrees(setting: Setting) -> None:
+    """Beside two other libraries, from the mechanisms' description to epsilon."""
+    ours, reference = setting.guarantee.forecast_epsilon(setting.rounds), reference_epsilon(setting)
+    assert reference - 1e-9 <= ours <= reference * 1.01, setting
+    assert 0 <= opacus_epsilon(setting, "prv") - ours < 0.02, setting
+    assert opacus_epsilon(setting, "rdp") > reference - 1e-9, setting
+
+
+def test_guarantees_cost_what_other_libraries_say() -> None:
+    pytest.importorskip("opacus")
+    dice = random.Random(7)
+    for setting in [random_setting(dice) for _ in range(12)]:
+        if setting.guarantee.noise_multiplier > 1.5:  # the others have grids that take seconds
+            agrees(setting)
+
+
+@pytest.mark.nightly
+def test_a_hundred_guarantees_cost_what_other_libraries_say() -> None:
+    pytest.importorskip("opacus")
+    dice = random.Random(time.gmtime().tm_yday)  # others every night
+    for setting in [random_setting(dice) for _ in range(100)]:
+        agrees(setting)
 
 
 def monotone(run: Run, more: float) -> None:

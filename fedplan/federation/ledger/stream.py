@@ -48,7 +48,9 @@ from fedplan.federation.ledger.status import (
     read_stop_request,
 )
 from fedplan.federation.participation import Timeouts
+from fedplan.privacy.statement import Statement
 from fedplan.storage.files import write_atomic
+from fedplan.storage.journal import client_state_folder
 from fedplan.storage.locks import current_process
 from fedplan.storage.logs import Log, utc_now
 
@@ -390,9 +392,26 @@ class EventStream:
         guarantee = server.agreement.guarantee if server else None
         has_readers = self.folder is not None or self.subscribers
         if server and guarantee and self.status.epsilon and has_readers:
-            guard = server.aggregation.guard
-            spent = guard.epsilon_spent if guard else guarantee.forecast_epsilon(closed.round)
-            self.status = replace(self.status, epsilon_spent=spent)
+            self.status = replace(self.status, epsilon_spent=self._epsilon_spent(server, closed))
+
+    def _epsilon_spent(self, server: Server, closed: CommittedRound) -> float:
+        """Return the run's epsilon after a round; with example-level DP the largest of a client.
+
+        If the accounts are at the sites, that of a client that took part in all rounds.
+        """
+        guard, guarantee = server.aggregation.guard, server.agreement.guarantee
+        assert guarantee is not None
+        if guard is not None:
+            return guard.epsilon_spent
+        accounts = server.folder / "privacy"
+        if not accounts.is_dir():
+            return guarantee.forecast_epsilon(closed.round)
+        folders = [accounts]
+        if before := self.status.epsilon_spent:  # only the round's clients have new charges
+            names = (client_state_folder(server.folder, each.client).name for each in closed.turns)
+            folders = [accounts / name for name in names]
+        statements = (Statement.of(guarantee, server.rounds, folder) for folder in folders)
+        return max([before or 0.0, *(each.epsilon_spent for each in statements)])
 
 
 def _loss(row: Mapping[str, float]) -> float | None:

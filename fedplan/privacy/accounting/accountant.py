@@ -167,6 +167,8 @@ PRECISION = 1e-4
 _MOST_POINTS = 2**18
 _SMALLEST = 1e-9
 """Limits of a PLD's grid: its number of points, and their distance."""
+_ROUNDING = 1e-13
+"""Taken from delta: PLDs are composed by Fourier transforms, whose rounding was up to 1e-14."""
 _WIDEST = 2000.0
 """Privacy losses wider than this (epsilon in the hundreds) are too slow by PLD: RDP is used."""
 _PURPOSE = "accounting for sampling"
@@ -340,7 +342,7 @@ def _epsilon_by_pld(
         distribution = make_loss(noise, sampling_prob=rate)
         total = total.compose(distribution.self_compose(count) if count > 1 else distribution)
     with np.errstate(over="ignore"):  # an overflow becomes infinite, and RDP is used
-        bound = float(total.get_epsilon_for_delta(delta))
+        bound = float(total.get_epsilon_for_delta(max(delta - _ROUNDING, delta / 2)))
     return bound if isfinite(bound) else _epsilon_by_rdp(composition, delta)
 
 

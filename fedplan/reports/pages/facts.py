@@ -20,7 +20,7 @@ from fedplan.reports.figures.charts import Series, mean_series
 from fedplan.reports.forecasts import Forecast, forecast
 from fedplan.reports.groups import group_by_seed
 from fedplan.reports.status import RunSnapshot, run_snapshot
-from fedplan.reports.study_explanation import full_participation
+from fedplan.reports.study_explanation import full_participation, read_privacy_statement
 from fedplan.studies.run import RunReader
 from fedplan.studies.schema import Study
 
@@ -64,6 +64,14 @@ class RunFacts:
     def client_level_dp(self) -> bool:
         """Whether differential privacy protects clients, so that their turns must not be shown."""
         return self.privacy_unit == "client"
+
+    @cached_property
+    def epsilon_spent(self) -> float | None:
+        """Epsilon spent so far; None without differential privacy, or if only the sites know it."""
+        try:
+            return read_privacy_statement(self.run.folder, with_sweep=False).epsilon_spent
+        except FedplanError:
+            return None
 
     @cached_property
     def score(self) -> tuple[str, bool]:

@@ -274,8 +274,9 @@ def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
         yield "upload MB", megabytes(sum(record.upload_bytes for record in facts.rounds))
         yield "download MB", megabytes(sum(record.download_bytes for record in facts.rounds))
     if facts.agreement.guarantee is not None and facts.run.round:
-        spent = facts.agreement.guarantee.forecast_epsilon(facts.run.round)
-        yield f"epsilon spent of {facts.agreement.guarantee.epsilon:g}", f"{spent:.3g}"
+        spent = facts.epsilon_spent
+        promised = f"of {facts.agreement.guarantee.epsilon:g}"
+        yield f"epsilon spent {promised}", f"{spent:.4f}" if spent is not None else "at the sites"
     if seconds is not None:
         yield "time per round", duration(seconds)
 

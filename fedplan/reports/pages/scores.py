@@ -139,10 +139,13 @@ def privacy_section(facts: RunFacts) -> PageSection:
         )
     step = max(1, rounds // EPSILON_POINTS)
     numbers = sorted({1, *range(step, rounds + 1, step), rounds})
-    spent = Series("spent", tuple((float(n), guarantee.forecast_epsilon(n)) for n in numbers))
+    spent = Series("forecast", tuple((float(n), guarantee.forecast_epsilon(n)) for n in numbers))
     limit = ("guarantee", guarantee.epsilon)
     drawn = line_chart("Epsilon by round", [spent], y="epsilon", limit=limit)
-    caption = f"{guarantee.unit.capitalize()}-level, at delta {guarantee.delta:g}."
+    caption = (
+        f"{guarantee.unit.capitalize()}-level, at delta {guarantee.delta:g}: the forecast for one "
+        f"{guarantee.unit} that is part of every round."
+    )
     figures = [PageFigure("epsilon", drawn, caption=caption)]
     score, scores = facts.score[0], dict(facts.global_scores("global").points)
     reached = Series("global", tuple((e, scores[n]) for n, e in spent.points if n in scores))

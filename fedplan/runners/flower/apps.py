@@ -57,7 +57,7 @@ def run_server(
     """
     prepare_folder(folder, study, resume=True)
     experiment = build_experiment(study)
-    folder_lock = claim_run_folder(folder, study, experiment.agreement.params, experiment.data)
+    folder_lock = claim_run_folder(folder, study, experiment)
     names = study.clients.names or list(experiment.data.train)
     server = Server(
         experiment.pinned_agreement,
@@ -68,7 +68,7 @@ def run_server(
         participation=make_participation(study),
         start_digests=experiment.param_digests,
     )
-    update_run_files(server, study, experiment.data)
+    update_run_files(server, study, experiment)
     timeouts = Timeouts(**study.timeouts.model_dump())
     quorum, faults = study.clients.min_updates, study_faults(study)
     early_stopping = [study.early_stopping.callback] if study.early_stopping else []
