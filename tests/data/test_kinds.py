@@ -132,6 +132,20 @@ def test_a_score_is_of_all_rows_whatever_the_batches(name: str, words: str) -> N
 
 
 @pytest.mark.parametrize("name", COLUMNS)
+def test_examples_are_made_up_from_the_settings_alone(name: str, words: str) -> None:
+    made = asked(name, words, one_example_per_row=True)
+    batch, real = whole(made.made_up_examples()), whole(made.prepare(table()))
+    assert {k: (v.dtype, v.dim()) for k, v in batch.items()} == {
+        k: (v.dtype, v.dim()) for k, v in real.items()
+    }
+    lengths = batch["attention_mask"].sum(1)
+    assert len(lengths) == 4 and lengths[:3].tolist() == [16] * 3 and lengths[3] < 16
+    assert made.loss(model_for(name, made), batch).isfinite()
+    again = whole(made.made_up_examples())
+    assert all(torch.equal(batch[each], again[each]) for each in batch)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
 def test_few_rows_are_learnt(name: str, words: str) -> None:
     made = asked(name, words)
     model, rows = model_for(name, made).train(), made.prepare(table())

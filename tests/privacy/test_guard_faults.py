@@ -198,6 +198,16 @@ def test_a_model_that_remembers_rows_is_refused() -> None:
         require_independent_examples(subject(Remembering(), Few("bert", 0, 8)))
 
 
+def test_one_by_one_a_row_is_not_remembered_for_the_next() -> None:
+    """Also where nobody tried the model: what a row left in a buffer is taken back."""
+    made = subject(Remembering(), Few("bert", 0, 8))
+    sums = [ClippedSum(made.tensors, 1.0) for _ in range(3)]
+    for total, rows in zip(sums, ([0, 1], [0], [1]), strict=True):
+        add_clipped_one_by_one(made, torch.tensor(rows), total)
+    for name, whole in sums[0].totals.items():
+        assert torch.equal(whole, sums[1].totals[name] + sums[2].totals[name])
+
+
 @pytest.mark.parametrize("name", ["bert", "vit", "gpt2"])
 def test_one_row_moves_a_sum_by_the_bound_at_most(name: str) -> None:
     """Of whole models as they train, with dropout drawn row by row."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sites
 import torch
+from masked_runs import MaskedRun
 from sites import study_text, world_of
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from fedplan.federation.rounds import make_request
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
+from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.values import set_values
 from fedplan.privacy.dpsgd import fit as private_fit
@@ -36,6 +38,7 @@ from fedplan.privacy.dpsgd.per_example import (
     require_independent_examples,
     trained_tensors,
 )
+from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.serialization import unpack_message
 from fedplan.training.freezing import trainable
 
@@ -304,7 +307,9 @@ def test_a_turn_that_breaks_as_a_whole_is_answered_with_noise(
         real(self, indices)
 
     sound = site(tmp_path / "sound", has_target=True, seed=1, study=EVERYONE)
-    expected = observed(sound, dict(sound.site.setup.start))
+    with patch.object(private_fit, "add_ghost_clipped") as several_at_a_time:
+        expected = observed(sound, dict(sound.site.setup.start))
+    several_at_a_time.assert_not_called()
     endpoint = site(tmp_path / "broken", has_target=True, seed=1, study=EVERYONE)
     uncontained = patch("fedplan.federation.client.ClientPrivacy.contained_fault", None)
     with (
@@ -315,3 +320,48 @@ def test_a_turn_that_breaks_as_a_whole_is_answered_with_noise(
     assert (seen == expected) == contained
     assert "cache is full" in read_faults(tmp_path / "broken" / "state")[0]
     assert sites.charges(tmp_path / "broken") == sites.charges(tmp_path / "sound") == 1
+
+
+# ------------------------------------------------------------- votes, and updates in sums
+
+
+def test_an_example_that_breaks_its_vote_has_none(tmp_path: Path) -> None:
+    """With the example and without it, a vote is answered alike."""
+    method = sites.SAFL.replace("}", ', probe = "gradient" }')
+    study = study_text(model=WIDE, method=method, privacy=sites.PRIVATE + sites.VOTE)
+    study = study.replace("batch_size = 12", f"batch_size = {ROWS}")
+    seen = list[Any]()
+    with failing(ValueError("a bad example")):
+        for has in (True, False):
+            endpoint = site(tmp_path / f"{has}", has_target=has, seed=1, study=study)
+            _, words = sites.asked(endpoint, world_of(endpoint), "poll")
+            seen.append([block[:2] for block in words["scores"]])
+    assert seen[0] == seen[1] and len(seen[0]) == 2
+    assert "a bad example" in read_faults(tmp_path / "True" / "state")[0]
+
+
+@pytest.mark.parametrize("contained", [True, False], ids=["now", "the fault put back"])
+def test_a_site_whose_training_breaks_is_in_a_noisy_sum_all_the_same(
+    contained: bool, tmp_path: Path
+) -> None:
+    guarantee = Guarantee("client", 60.0, 1e-5, 1.0, 1.0)
+    run = MaskedRun(
+        Method(parse("share(head)")),
+        tmp_path / "run",
+        rounds=1,
+        accounts=tmp_path / "accounts",
+        guarantee=guarantee,
+    )
+    broken = run.endpoints["client-1"].site
+
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    broken.setup = replace(broken.setup, loss=fail)
+    uncontained = patch("fedplan.federation.client.ClientPrivacy.contained_fault", None)
+    with nullcontext() if contained else uncontained:
+        server = run.carry()
+    assert all(bool(value.isfinite().all()) for value in server.global_state.values.values())
+    (line,) = run.rounds()
+    assert ("client-1" in line["aggregated"]) == contained, line
+    assert "out of memory" in read_faults(run.folder / "sites" / "client-1")[0]
