@@ -354,7 +354,7 @@ def test_the_lightest_and_the_heaviest_choice_are_those_of_all_orders() -> None:
 
 STUDIES = {
     "scaffold": 'name = "scaffold"',
-    "int8": 'plan = "share()"\nwire = "pipe(delta(), int8())"',
+    "int8": 'plan = "share()"\ncompression = "pipe(delta(), int8())"',
     "safl": 'name = "safl"\nsettings = { k = 1 }',
     "kept later": 'plan = "chain(share(), when(after(1), keep(head)))"',
     "kinds": """plan = 'by("site", {"a": share(head)}, when(after(1), share(mlp), share(head)))'""",
