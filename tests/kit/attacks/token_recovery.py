@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
@@ -75,25 +75,29 @@ class TrainingSetup:
     epsilon: float = 0.0
 
     def apply(self, method: Method) -> Method:
-        """Return the method itself if `epsilon` is 0, else a copy that trains by DP-SGD.
-
-        The copy has one client hook, in place of the method's own ones: a DP-SGD fit of all
-        examples per step, with noise from a new random stream.
-        """
-        if not self.epsilon:
-            return method
+        """Return the method itself if `epsilon` is 0, else a copy that trains by DP-SGD."""
         steps = self.train_arguments.steps
-        noise = calibrate(self.epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, steps)])
-        config = DPSGDConfig(
-            1.0, noise, expected_batch_size=EXAMPLES, sampling_rate=1.0, steps=steps
-        )
-        source = NoiseStream.fresh()
-        fit = dp_sgd(config, noise=source.rounded_gaussian, uniform=source.uniform)
+        return train_by_dp_sgd(method, self.epsilon, steps, EXAMPLES) if self.epsilon else method
 
-        def replace_fit(_: Fit) -> Fit:
-            return fit
 
-        return replace(method, client_hooks=(replace_fit,))
+def train_by_dp_sgd(method: Method, epsilon: float, steps: int, examples: int) -> Method:
+    """Return a copy of a method that trains by DP-SGD on all examples in each step.
+
+    epsilon: at DELTA; infinite for clipping without noise. examples: the public number that sums of
+    gradients are divided by. The copy has one client hook, in place of the method's own ones, with
+    noise from a new random stream.
+    """
+    noise = 0.0
+    if isfinite(epsilon):
+        noise = calibrate(epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, steps)])
+    config = DPSGDConfig(1.0, noise, expected_batch_size=examples, sampling_rate=1.0, steps=steps)
+    source = NoiseStream.fresh()
+    fit = dp_sgd(config, noise=source.rounded_gaussian, uniform=source.uniform)
+
+    def replace_fit(_: Fit) -> Fit:
+        return fit
+
+    return replace(method, client_hooks=(replace_fit,))
 
 
 def training_setups(epsilon: float) -> tuple[TrainingSetup, ...]:

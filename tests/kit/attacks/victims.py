@@ -34,12 +34,14 @@ def text_classifier(
     spread: float,
     dropout: float = 0.0,
     number: int = 0,
+    classes: int = 2,
 ) -> nn.Module:
-    """Make a BERT text classifier of two classes with random weights, in eval mode.
+    """Make a BERT text classifier with random weights, in eval mode.
 
     vocabulary: number of tokens; width: hidden size; blocks: number of layers; length: longest
-    text; spread: standard deviation of the initial weights; dropout: probability; number: seed. The
-    same arguments give the same weights; the global random state is kept.
+    text; spread: standard deviation of the initial weights; dropout: probability; number: seed;
+    classes: number of labels. The same arguments give the same weights; the global random state is
+    kept.
     """
     import transformers
 
@@ -53,6 +55,7 @@ def text_classifier(
         initializer_range=spread,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
+        num_labels=classes,
     )
     return _random_model(transformers.BertForSequenceClassification, config, number)
 
@@ -96,11 +99,17 @@ def random_texts(number: int, examples: int, *, vocabulary: int, length: int) ->
 
 
 def population_texts(
-    population: int, number: int, examples: int, *, vocabulary: int, length: int
+    population: int,
+    number: int,
+    examples: int,
+    *,
+    vocabulary: int,
+    length: int,
+    classes: int = 2,
 ) -> TokenSequences:
     """Texts of client `number` of a population: `examples` texts of `length` tokens, random labels.
 
-    Each starts with START_TOKEN. Words follow Zipf-like frequencies, with the vocabulary in the
+    Labels are below `classes`. Each text starts with START_TOKEN. Words follow Zipf-like frequencies, with the vocabulary in the
     population's own random order. The same arguments give the same texts.
     """
     order = torch.randperm(
@@ -112,12 +121,12 @@ def population_texts(
         order[often.multinomial(examples * (length - 1), replacement=True, generator=draw)]
         + FIRST_WORD
     )
-    return _sequences(words.view(examples, -1), draw)
+    return _sequences(words.view(examples, -1), draw, classes)
 
 
-def _sequences(words: Tensor, draw: torch.Generator) -> TokenSequences:
+def _sequences(words: Tensor, draw: torch.Generator, classes: int = 2) -> TokenSequences:
     ids = torch.cat([torch.full((len(words), 1), START_TOKEN), words], 1)
-    labels = torch.randint(2, (len(words),), generator=draw)
+    labels = torch.randint(classes, (len(words),), generator=draw)
     return TokenSequences(RaggedArray.from_lists(ids.tolist()), 0, labels)
 
 
