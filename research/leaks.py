@@ -29,7 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kit"))
 from attacks import token_recovery as tokens
 from attacks import victims
 from attacks.label_counts import fit_counts, measure_counts
-from attacks.membership import FALSE_POSITIVES, Scored, measure_membership, score_members
+from attacks.membership import (
+    FALSE_POSITIVES,
+    Scored,
+    measure_membership,
+    membership_rates,
+    score_members,
+)
 from attacks.shadows import MAX_EXAMPLES, Cohort, Seen, flatten
 from attacks.token_recovery import first_round_changes, train_by_dp_sgd
 
@@ -43,8 +49,8 @@ from fedplan.training.optimizers import sgd
 from research.bench.facts import facts_of
 
 RESULTS = Path(__file__).parent / "results" / "update-leaks.jsonl"
-CLIENTS, TOKEN_CLIENTS, SEED = 144, 24, 0
-VOCABULARY, LENGTH, WIDTH, BLOCKS, CLASSES = 1000, 16, 64, 2, 4
+CLIENTS, TOKEN_CLIENTS, SEED = 120, 18, 0
+VOCABULARY, LENGTH, WIDTH, BLOCKS, CLASSES = 500, 16, 32, 2, 4
 EPSILON, DELTA, EXPECTED = 8.0, tokens.DELTA, 8
 """Of both kinds of privacy; EXPECTED is the public number of examples of DP-SGD."""
 GROUPS = (3, 5)
@@ -157,7 +163,7 @@ def attack(
         counts = torch.cat([each for each, _ in counted[part]])
         measured[part] = {
             "membership": asdict(measure_membership(filtered, members)),
-            "likelihood ratio": asdict(measure_membership(ratios, members)),
+            "likelihood ratio": membership_rates(ratios, members),
             "label counts": asdict(measure_counts(counts, truth)),
         }
     return measured
@@ -377,7 +383,7 @@ def _append(line: Mapping[str, Any]) -> None:
 
     with RESULTS.open("a") as file:
         file.write(json.dumps(short(line)) + "\n")
-    print(line.get("method", "facts"), line.get("training", ""), line.get("cpu_seconds", ""))
+    print(line.get("method", ""), line.get("training", ""), line.get("cpu_seconds", ""), flush=True)
 
 
 def tables() -> str:

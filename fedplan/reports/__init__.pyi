@@ -2,6 +2,7 @@
 # pyright: reportUnusedImport=false
 from .client_data import data_distribution
 from .explanation import explain_plan, parts_table, sort_params
+from .exposure import study_exposure
 from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, mean_series
 from .figures.drawing import HUES, Drawing, replace_control_chars, spreadsheet_safe
 from .figures.grids import GridCell, GridRow, cell_grid, round_spans

@@ -20,6 +20,7 @@ from fedplan.language.plan import Plan, Role
 from fedplan.language.resolution import Participants
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Kind, Param, Params
+from fedplan.reports.exposure import plan_exposure
 from fedplan.reports.figures.drawing import ROLE_STYLES
 from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
@@ -78,11 +79,13 @@ class Explanation:
     """A plan explained on a model before a run: print with rich or `str`, or call `json`.
 
     `forecast` has roles and bytes for each class of clients (clients for which the plan has the
-    same roles). With `step`, all outputs include the memory of that training step.
+    same roles). With `step`, all outputs include the memory of that training step. `warning` says
+    what the server can read from updates.
     """
 
     forecast: Forecast
     step: TrainingStep | None = None
+    warning: str = ""
 
     def __str__(self) -> str:
         out = StringIO()
@@ -102,7 +105,8 @@ class Explanation:
             few = len(client.stages) <= MAX_STAGE_COLUMNS
             table = self._stage_columns(client) if few else self._stage_rows(client)
             parts += [*self._class_heading(client), table, self._total(client)]
-        return Group(*parts, self._legend(), *map(Text, f.notes), *self._memory_tables())
+        notes = [*f.notes, *([f"\n{self.warning}"] if self.warning else [])]
+        return Group(*parts, self._legend(), *map(Text, notes), *self._memory_tables())
 
     def _class_heading(self, client: ClientForecast) -> list[Text]:
         several = len(self.forecast.clients) > 1
@@ -243,6 +247,7 @@ class Explanation:
             "rounds": f.rounds,
             "clients": [self._client_json(client) for client in f.clients],
             "notes": list(f.notes),
+            "warning": self.warning,
         }
 
     def _client_json(self, client: ClientForecast) -> dict[str, Any]:
@@ -316,6 +321,7 @@ def explain(
             wire_cost=wire_cost,
         ),
         step,
+        plan_exposure(plan, model),
     )
 
 

@@ -23,6 +23,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import PRIVACY_FILE, Expense, Statement
 from fedplan.reports.explanation import Explanation, explain
+from fedplan.reports.exposure import study_exposure
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import (
@@ -69,7 +70,7 @@ def explain_experiment(
         wire_cost=agreement.wire_cost,
         step=_training_step(study, agreement.params),
     )
-    return explanation, privacy_statement(study)
+    return replace(explanation, warning=study_exposure(agreement)), privacy_statement(study)
 
 
 def full_participation(study: Study, guarantee: Guarantee | None) -> bool:

@@ -18,6 +18,7 @@ from fedplan.language.resolution import MAX_ROUNDS_CHECKED, Participants
 from fedplan.methods.phases import PlannedPhases
 from fedplan.models.params import Param
 from fedplan.reports.explanation import sort_params
+from fedplan.reports.exposure import study_exposure
 from fedplan.reports.forecasts import Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes
 from fedplan.secagg.config import NO_DEFENCE
@@ -56,7 +57,8 @@ class StudyReview:
     """The facts about a study that an approver needs; printing with rich shows a page of text.
 
     `code` lists the code that the study names, `disclosures` all data that leaves besides model
-    values, `changes` the differences from the last approved study.
+    values, `changes` the differences from the last approved study, `warning` what the server can
+    read from model values.
     """
 
     study: Study
@@ -67,6 +69,7 @@ class StudyReview:
     disclosures: tuple[str, ...]
     changes: tuple[str, ...]
     violations: tuple[str, ...] = ()
+    warning: str = ""
 
     def json(self) -> dict[str, Any]:
         """Return the review as plain values, with the study's full digest."""
@@ -77,6 +80,7 @@ class StudyReview:
             "parts": [asdict(part) for part in self.parts],
             "privacy": self.privacy,
             **({"secure_aggregation": SECURE_SUMS} if self._is_secure else {}),
+            "warning": self.warning,
             "code": list(self.code),
             "disclosures": list(self.disclosures),
             "changes": list(self.changes),
@@ -113,6 +117,7 @@ class StudyReview:
             _bullet_list("Also sent to the server", self.disclosures),
             Text(f"\nPrivacy: {self.privacy}"),
             *([Text(f"\nSecure aggregation: {SECURE_SUMS}")] if self._is_secure else []),
+            *([Text(f"\n{self.warning}")] if self.warning else []),
             _bullet_list("Code that the study runs", self.code or ("only fedplan's own",)),
             _bullet_list("Changes since the last approved study", self.changes),
             _bullet_list("Violations of this site's policy", self.violations or ("none",)),
@@ -148,6 +153,7 @@ def review_study(
         tuple(_disclosures(study, agreement, policy)),
         tuple(_changes(study, last, parts, last_parts)),
         tuple(violations),
+        study_exposure(agreement),
     )
 
 

@@ -20,7 +20,7 @@ from attacks.shadows import Seen
 
 FALSE_POSITIVES = 0.01
 """Rate of false positives at which true positives are counted."""
-_RESAMPLES = 100
+_RESAMPLES = 60
 _RIDGE = 1e-3
 """Added to the covariance of updates, relative to its mean eigenvalue, if there is no noise."""
 
@@ -134,7 +134,10 @@ def measure_membership(scores: Tensor, members: Tensor) -> MembershipLeak:
     """
     # The control: the members of the next client. Scores are then of unrelated examples.
     wrong = members.roll(1, 0)
-    (area, hits), (area_error, hits_error) = _rates(scores, members), _errors(scores, members)
+    (area, hits), (area_error, hits_error) = (
+        membership_rates(scores, members),
+        _errors(scores, members),
+    )
     chance_area_error, chance_hits_error = _errors(scores, wrong)
     return MembershipLeak(
         _interval(area, area_error),
@@ -142,13 +145,15 @@ def measure_membership(scores: Tensor, members: Tensor) -> MembershipLeak:
         # 1.96 standard errors for significance and 0.84 for a power of 80 %.
         0.5 + 2.8 * chance_area_error,
         FALSE_POSITIVES + 2.8 * chance_hits_error,
-        fmean(_rates(scores, members.roll(i, 0))[0] for i in range(1, min(len(scores), 12))),
+        fmean(
+            membership_rates(scores, members.roll(i, 0))[0] for i in range(1, min(len(scores), 12))
+        ),
         len(scores),
         (int(members.sum()), int((~members).sum())),
     )
 
 
-def _rates(scores: Tensor, members: Tensor) -> tuple[float, float]:
+def membership_rates(scores: Tensor, members: Tensor) -> tuple[float, float]:
     """AUC, and the rate of true positives at FALSE_POSITIVES."""
     inside, outside = scores[members], scores[~members]
     threshold = outside.quantile(1 - FALSE_POSITIVES)
@@ -156,10 +161,12 @@ def _rates(scores: Tensor, members: Tensor) -> tuple[float, float]:
 
 
 def _errors(scores: Tensor, members: Tensor) -> tuple[float, float]:
-    """Standard errors of `_rates`."""
+    """Standard errors of `membership_rates`."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(scores), (_RESAMPLES, len(scores)), generator=generator)
-    area, hits = torch.tensor([_rates(scores[i], members[i]) for i in drawn]).std(0).tolist()
+    area, hits = (
+        torch.tensor([membership_rates(scores[i], members[i]) for i in drawn]).std(0).tolist()
+    )
     return area, hits
 
 
