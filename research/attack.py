@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attack tiny federations, and print how much leaks with and without privacy.
+"""Attack noisy sums and choices of blocks, and print how much leaks with and without privacy.
 
 python research/attack.py --draws 200000 --clients 32
+
+What updates tell is measured by research/leaks.py.
 """
 
 from __future__ import annotations
@@ -19,28 +21,24 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kit"))
 
-from attacks import block_choice, neighbors, token_recovery
+from attacks import block_choice, neighbors
 from attacks.block_choice import ChoiceLeak, attack_block_choices
 from attacks.neighbors import EpsilonAudit, audit_epsilon
-from attacks.token_recovery import PARTS, PartLeak, UpdateLeak, attack_updates
 
 VOTES = 500
 """Votes simulated per population, in the attack on block selection."""
-EPSILON = 8.0
-"""Epsilon of the DP-SGD whose updates are attacked."""
 
 
 @dataclass(frozen=True)
 class AttackReport:
-    """Results of all attacks; prints as three tables with rich.
+    """Results of all attacks; prints as two tables with rich.
 
     epsilon_audits: epsilon proven from noisy sums; choice_leaks: population inferred from chosen
-    blocks; update_leaks: tokens recovered from updates.
+    blocks.
     """
 
     epsilon_audits: list[EpsilonAudit]
     choice_leaks: list[ChoiceLeak]
-    update_leaks: list[UpdateLeak]
 
     @property
     def sound(self) -> bool:
@@ -51,7 +49,6 @@ class AttackReport:
         return Group(
             *_section("What the noisy sum of a round reveals of one client", *self._audits()),
             *_section("What the choice of blocks alone reveals of one client", *self._choices()),
-            *_section("What one client's update reveals of its texts", *self._updates()),
         )
 
     def _audits(self) -> tuple[Table, str]:
@@ -85,51 +82,12 @@ class AttackReport:
             f"({alone})."
         )
 
-    def _updates(self) -> tuple[Table, str]:
-        """Table of the token recovery from updates, and the note to print below the table."""
-        table = _table("method", "training", *map(str, PARTS))
-        for before, leak in zip([None, *self.update_leaks], self.update_leaks, strict=False):
-            is_same_method = before is not None and before.method == leak.method
-            if before is not None and not is_same_method:
-                table.add_section()
-            method = "" if is_same_method else leak.method
-            table.add_row(method, leak.setup, *map(_cell, leak.parts))
-        private = (leak for leak in self.update_leaks if leak.setup == "DP-SGD")
-        max_error = max(part.error for leak in private for part in leak.parts)
-        return table, (
-            "Fraction of the client's tokens that are recovered from each part, beyond chance: 0 "
-            "is a guess, 100 % all of them. One step of SGD on all examples is the server's best "
-            "case; masked, the server has uniform words of each update, and sees their sum; ten "
-            "steps are AdamW on some of them, with dropout, where the linear test finds little and "
-            "the rows of the embedding still reveal all; DP-SGD is the one step at epsilon "
-            f"{EPSILON:g} (delta {token_recovery.DELTA:g}) for each example (a standard error "
-            f"there is {max_error:.1%} or less). A number in brackets is the block "
-            "that was attacked, where it is not the first. Prompts are trained on images: the "
-            "texts of the classes are public, and there is no token to recover, which is not to "
-            "say that they reveal nothing (labels and participation are not measured). All models "
-            "are randomly initialized. These attacks are simple: their results are lower bounds."
-        )
-
-
-def _cell(leak: PartLeak) -> str:
-    """Table cell: a part's recall beyond chance in percent, "not sent" or "no tokens".
-
-    Adds the number of the attacked block in brackets if the block is not the first.
-    """
-    if not leak.sent:
-        return "not sent"
-    if leak.beyond is None:
-        return "no tokens"
-    percent = f"{round(100 * leak.beyond) + 0} %"  # + 0: no minus before a zero
-    block = min(leak.blocks, default=0)
-    return f"{percent} ({block})" if block else percent
-
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for name in others:
-        table.add_column(name, justify="left" if name == "training" else "right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -147,7 +105,6 @@ def main() -> None:
     report = AttackReport(
         audit_epsilon(options.draws, secret),
         attack_block_choices(2 * options.clients, VOTES, secret),
-        list(attack_updates(options.clients, EPSILON)),
     )
     Console(width=118, highlight=False).print(report)
     sys.exit(not report.sound)

@@ -387,7 +387,52 @@ def _append(line: Mapping[str, Any]) -> None:
 
 
 def tables() -> str:
-    return ""
+    """The tables of docs/explanation/privacy.md: by part of FedAvg's update, and by method."""
+    lines = read_lines()[1:]
+    views = {(line["method"], line["training"]): line["views"] for line in lines}
+    recovered = views["FedAvg", "tokens"]
+
+    def counts(view: Mapping[str, Any], part: str) -> str:
+        return f"{view[part]['label counts']['exact'][0]:.0%}" if part in view else "not sent"
+
+    def members(view: Mapping[str, Any], part: str) -> str:
+        leak = view[part]["membership"]
+        return f"{leak['auc'][0]:.2f} ({leak['true_positives'][0]:.0%})"
+
+    def words(view: str, part: str) -> str:
+        found = recovered[view].get(part)
+        return f"{max(0, round(100 * found['tokens']))} %" if found else "-"
+
+    fedavg, lora = (
+        {setup: views[method, setup] for setup in (ONE, ADAMW, PRIVATE)}
+        for method in ("FedAvg", "FedIT (LoRA and head)")
+    )
+    by_part = [
+        "| part | tokens: 1, 10 steps | label counts: 1, 10 steps | members: 1 step | 10 steps "
+        "| sum of 3, 1 step: label counts | members |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for part in PARTS:
+        of = lora if part.startswith("LoRA") else fedavg
+        one, ten, three = of[ONE][ONE_UPDATE], of[ADAMW][ONE_UPDATE], of[ONE]["sum of 3"]
+        if part in one:
+            texts = ", ".join(words(f"{each}, one update", part) for each in (ONE, "ten steps"))
+            numbers = f"{counts(one, part)}, {counts(ten, part)}"
+            cells = (texts, numbers, *(members(each, part) for each in (one, ten)))
+            cells = (*cells, counts(three, part), members(three, part))
+            by_part.append(f"| {part} | {' | '.join(cells)} |")
+    by_method = [
+        "| all that a method sends | 1 step: label counts | members | 10 steps: label counts "
+        "| members | sum of 3, 10 steps: label counts | members | DP-SGD: label counts | members "
+        "| client-level: label counts | members |",
+        "|---" * 11 + "|",
+    ]
+    for method in METHODS:
+        one, ten, private = (views[method, setup] for setup in (ONE, ADAMW, PRIVATE))
+        seen = (one[ONE_UPDATE], ten[ONE_UPDATE], ten["sum of 3"], private[ONE_UPDATE])
+        cells = [f(v, EVERYTHING) for v in (*seen, one[NOISY_SUM]) for f in (counts, members)]
+        by_method.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join((*by_part, "", *by_method)).replace("%", " %").replace("  %", " %")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def plan_exposure(
     shared = params_with_roles(plan, params, Role.SHARE)
     if not shared:
         return ""
-    parts = ", ".join(dict.fromkeys(str(p.kind) for p in shared))
+    parts = ", ".join(kind for kind in Kind if any(p.kind is kind for p in shared))
     has_tokens = any(p.kind is Kind.EMBED and len(p.shape) == 2 for p in shared)
     tokens = ", and from embed every token" * has_tokens
     return (

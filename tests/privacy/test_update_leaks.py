@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -29,7 +28,6 @@ from attacks.token_recovery import DELTA, first_round_changes, train_by_dp_sgd
 from torch import Tensor, nn
 
 import fedplan as fp
-from fedplan.data.examples import Examples
 from fedplan.methods.registry import method_by_name
 from fedplan.privacy.accounting.accountant import DPSGDSteps, calibrate
 from fedplan.training.fit import TrainArguments
@@ -83,37 +81,34 @@ def cohort() -> Cohort:
 
 
 @cache
-def updates(method: str, epsilon: float = 0.0) -> tuple[Tensor, Seen, Seen]:
-    """Updates of the candidates alone, of attacked clients and of shadows, after one step.
+def train(method: str, epsilon: float, attacked: bool) -> Tensor:
+    """Updates after one step: of attacked clients, or of candidates alone and then of shadows.
 
-    epsilon: 0 for plain steps, weighted by the examples; else of DP-SGD, infinite for clipping
-    alone. Only the attacked clients have noise.
+    epsilon: 0 for plain steps; else of DP-SGD, infinite for clipping alone.
     """
-    named, (attacked, shadows) = method_by_name(method), (cohort().clients[i::2] for i in (0, 1))
+    data = cohort().clients[::2] if attacked else [*cohort().alone, *cohort().clients[1::2]]
+    named = method_by_name(method)
+    if epsilon:
+        named = train_by_dp_sgd(named, epsilon, 1, EXPECTED)
     step = TrainArguments(sgd(), lr=LR, steps=1, batch_size=MAX_EXAMPLES)
-
-    def train(epsilon: float, data: Sequence[Examples]) -> Tensor:
-        private = train_by_dp_sgd(named, epsilon, 1, EXPECTED) if epsilon else named
-        found = first_round_changes(private, make_model(), data, step)
-        return flatten(found, found[0])
-
-    quiet = train(inf if epsilon else 0.0, [*cohort().alone, *shadows])
-    rows = torch.empty(CLIENTS, quiet.shape[1]).double()
-    rows[::2], rows[1::2] = train(epsilon, attacked), quiet[CANDIDATES:]
-    counts = cohort().counts(CLASSES)
-    weights = 1.0 if epsilon else counts.sum(1, keepdim=True).double()
-    return quiet[:CANDIDATES], *Seen(weights * rows, cohort().members, counts).halves()
+    found = first_round_changes(named, make_model(), data, step)
+    return flatten(found, found[0])
 
 
 def attack(method: str, epsilon: float = 0.0, group: int = 1) -> tuple[MembershipLeak, CountsLeak]:
-    alone, attacked, shadows = updates(method, epsilon)
-    variance = 0.0
+    """Attack half of the clients; shadows have no noise, and without privacy clients have weights."""
+    quiet, variance = train(method, inf if epsilon else 0.0, attacked=False), 0.0
+    rows = torch.empty(CLIENTS, quiet.shape[1]).double()
+    rows[::2], rows[1::2] = train(method, epsilon, attacked=True), quiet[CANDIDATES:]
+    counts = cohort().counts(CLASSES)
+    weights = 1.0 if epsilon else counts.sum(1, keepdim=True).double()
+    attacked, shadows = Seen(weights * rows, cohort().members, counts).halves()
     if 0 < epsilon < inf:
         noise = calibrate(epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, 1)])
         variance = (LR * noise / EXPECTED) ** 2
     if group > 1:
         attacked, shadows = attacked.groups(group), shadows.random_groups(group, 32)
-    scored = score_members(attacked, shadows, [alone], variance)
+    scored = score_members(attacked, shadows, [quiet[:CANDIDATES]], variance)
     predicted, _ = fit_counts(attacked, shadows, variance)
     return (
         measure_membership(scored.filtered, attacked.members),
