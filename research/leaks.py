@@ -132,20 +132,24 @@ Parts = Mapping[str, Seen]
 def attack(
     folds: Sequence[tuple[Parts, Parts]],
     directions: Sequence[Mapping[str, Tensor]],
+    *,
     variance: float = 0.0,
+    group: int = 1,
 ) -> dict[str, Any]:
     """Attack each part, and all parts together, of what the server sees; by part.
 
-    folds: what is attacked, and its shadows; directions: candidates alone, by part; variance: of
-    known noise on the attacked. Of all parts the server takes the one that does best on shadows.
+    folds: what is attacked, which is sums over `group` clients, and single shadow clients;
+    directions: candidates alone, by part; variance: of known noise on the attacked. Of all parts
+    the server takes the one that does best on shadows.
     """
     scored, counted = dict[str, list[Scored]](), dict[str, list[tuple[Tensor, float]]]()
     for attacked, shadows in folds:
         for part in attacked:
             lines = [each[part] for each in directions]
-            scores = score_members(attacked[part], shadows[part], lines, variance)
+            sums = shadows[part].random_groups(group, 60) if group > 1 else shadows[part]
+            scores = score_members(attacked[part], sums, lines, variance)
             scored.setdefault(part, []).append(scores)
-            counts = fit_counts(attacked[part], shadows[part], variance)
+            counts = fit_counts(attacked[part], shadows[part], variance, group)
             counted.setdefault(part, []).append(counts)
     numbers = range(len(folds))
     scored[EVERYTHING] = [
@@ -217,7 +221,10 @@ def views(name: str, setup: str) -> Iterator[tuple[str, dict[str, Any]]]:
         shadows = federation.seen(quiet[candidates:], half, weighted=False)
         fold = (federation.seen(noisy, weighted=False), shadows)
         stddev = LR * noise_multiplier() / EXPECTED
-        yield ONE_UPDATE, attack([fold], [federation.by_part(quiet[:candidates])], stddev**2)
+        yield (
+            ONE_UPDATE,
+            attack([fold], [federation.by_part(quiet[:candidates])], variance=stddev**2),
+        )
         return
     changes, one_step = train(name, setup, [*truth.alone, *clients]), Changes()
     if setup != ONE:
@@ -229,20 +236,14 @@ def views(name: str, setup: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield ONE_UPDATE, attack([(halves[0], halves[1]), (halves[1], halves[0])], directions)
     for size in GROUPS if name == "FedAvg" else GROUPS[:1]:
         groups = [{p: s.groups(size) for p, s in each.items()} for each in halves]
-        shadows = _group_shadows(halves, size)
-        yield f"sum of {size}", attack(list(zip(groups, shadows, strict=True)), directions)
+        folds = list(zip(groups, halves[::-1], strict=True))
+        yield f"sum of {size}", attack(folds, directions, group=size)
     if setup == ONE:
         yield NOISY_SUM, attack_noisy_sum(federation, changes, directions)
 
 
 def _params(changes: Changes) -> tuple[Param, ...]:
     return tuple({param: None for change in changes for param in change})
-
-
-def _group_shadows(halves: Sequence[Parts], size: int) -> list[dict[str, Seen]]:
-    """For each half, sums over random groups of the other half."""
-    count = CLIENTS // 2
-    return [{p: s.random_groups(size, count) for p, s in half.items()} for half in halves[::-1]]
 
 
 def attack_noisy_sum(
@@ -273,8 +274,8 @@ def attack_noisy_sum(
             released.append({p: total[p.key] for p in federation.params})
         numbers, truth = federation.by_part(released), parts[EVERYTHING].groups(size)
         attacked.append({p: replace(truth, updates=rows) for p, rows in numbers.items()})
-    folds = list(zip(attacked, _group_shadows(halves, size), strict=True))
-    return attack(folds, directions, mechanism.stddev**2)
+    folds = list(zip(attacked, halves[::-1], strict=True))
+    return attack(folds, directions, variance=mechanism.stddev**2, group=size)
 
 
 @cache
@@ -347,23 +348,27 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     if not RESULTS.exists():
-        facts = {"command": "python -m research.leaks", **facts_of(Path(__file__).parents[1])}
+        facts = {"command": "python -m research.leaks", **_facts()}
         facts |= {"clients": CLIENTS, "seed": SEED, "token_clients": TOKEN_CLIENTS}
         facts |= {"bounds": bounds(), "first_stage_is_fedavg": first_stage_is_fedavg()}
         _append(facts)
     done = {(line.get("method"), line.get("training")) for line in read_lines()}
-    for name in METHODS:
-        for setup in (ONE, ADAMW, PRIVATE, SGD):
-            if (name, setup) not in done and (setup != SGD or name in SGD_METHODS):
-                start = time.process_time()
-                found = dict(views(name, setup))
-                seconds = round(time.process_time() - start, 1)
-                _append({"method": name, "training": setup, "cpu_seconds": seconds, "views": found})
-    if ("FedAvg", "tokens") not in done:
-        start = time.process_time()
-        found = dict(token_views())
-        seconds = round(time.process_time() - start, 1)
-        _append({"method": "FedAvg", "training": "tokens", "cpu_seconds": seconds, "views": found})
+    work: dict[tuple[str, str], Callable[[], Iterator[tuple[str, dict[str, Any]]]]] = {
+        (name, setup): partial(views, name, setup)
+        for name in METHODS
+        for setup in (ONE, ADAMW, PRIVATE, SGD)
+        if setup != SGD or name in SGD_METHODS
+    }
+    for (name, setup), run in {**work, ("FedAvg", "tokens"): token_views}.items():
+        if (name, setup) not in done:
+            start, found = time.process_time(), dict(run())
+            seconds = round(time.process_time() - start, 1)
+            line = {"method": name, "training": setup, "cpu_seconds": seconds}
+            _append({**line, "commit": _facts()["commit"], "views": found})
+
+
+def _facts() -> dict[str, object]:
+    return facts_of(Path(__file__).parents[1])
 
 
 SGD_METHODS = ("FedAvg", "FedPer (head kept)", "head only")

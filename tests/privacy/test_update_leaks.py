@@ -106,10 +106,11 @@ def attack(method: str, epsilon: float = 0.0, group: int = 1) -> tuple[Membershi
     if 0 < epsilon < inf:
         noise = calibrate(epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, 1)])
         variance = (LR * noise / EXPECTED) ** 2
+    sums = shadows
     if group > 1:
-        attacked, shadows = attacked.groups(group), shadows.random_groups(group, 32)
-    scored = score_members(attacked, shadows, [quiet[:CANDIDATES]], variance)
-    predicted, _ = fit_counts(attacked, shadows, variance)
+        attacked, sums = attacked.groups(group), shadows.random_groups(group, 32)
+    scored = score_members(attacked, sums, [quiet[:CANDIDATES]], variance)
+    predicted, _ = fit_counts(attacked, shadows, variance, group)
     return (
         measure_membership(scored.filtered, attacked.members),
         measure_counts(predicted, attacked.counts),

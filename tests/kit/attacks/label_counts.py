@@ -33,27 +33,32 @@ def round_counts(counts: Tensor, examples: int) -> Tensor:
     return whole.long()
 
 
-def fit_counts(attacked: Seen, shadows: Seen, variance: float = 0.0) -> tuple[Tensor, float]:
+def fit_counts(
+    attacked: Seen, shadows: Seen, variance: float = 0.0, group: int = 1
+) -> tuple[Tensor, float]:
     """Predict the label counts of attacked updates by a linear regression on shadows.
 
-    variance: that of known noise on each number of `attacked`, which shadows do not have. The
-    penalty is the one with the least error on a shadow that is left out. Returns whole counts
-    [rows, classes], with the true number of examples of each row, and that error (mean square), by
-    which a server chooses among several parts.
+    group: the attacked are sums of so many updates; shadows are single ones, as a linear rule for
+    updates is one for sums. variance: that of known noise on each number of `attacked`, which
+    shadows do not have. The penalty is the one with the least error on a shadow that is left out.
+    Returns whole counts [rows, classes], with the true number of examples of each row, and that
+    error (mean square), by which a server chooses among several parts.
     """
     mean, mean_counts = shadows.updates.mean(0), shadows.counts.double().mean(0)
     centred, targets = shadows.updates - mean, shadows.counts.double() - mean_counts
     gram = centred @ centred.T
     scale, unit = float(gram.diagonal().mean()) + 1e-300, torch.eye(len(gram)).double()
     gram += scale  # a constant beside the numbers: without it a left-out row is not left out
+    noise = variance * len(gram) / group
     best, residuals = torch.zeros_like(targets), torch.full_like(targets, torch.inf)
     for power in range(-9, 3):
-        inverse = torch.linalg.inv(gram + (10.0**power * scale + variance * len(gram)) * unit)
+        inverse = torch.linalg.inv(gram + (10.0**power * scale + noise) * unit)
         solution = inverse @ targets
         left_out = solution / inverse.diagonal()[:, None]
         if left_out.square().sum() < residuals.square().sum():
             best, residuals = solution, left_out
-    predicted = ((attacked.updates - mean) @ centred.T + scale) @ best + mean_counts
+    numbers = (attacked.updates - group * mean) @ centred.T + group * scale
+    predicted = numbers @ best + group * mean_counts
     examples = cast("list[int]", attacked.counts.sum(1).tolist())
     rows = [round_counts(row, n) for row, n in zip(predicted, examples, strict=True)]
     return torch.stack(rows), float(residuals.square().mean())
