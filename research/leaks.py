@@ -344,11 +344,11 @@ def first_stage_is_fedavg() -> bool:
 def main() -> None:
     """Run what the result file lacks, or print the tables."""
     if sys.argv[1:] == ["--table"]:
-        print(tables())
+        print(*tables(), sep="\n\n")
         return
     torch.set_num_threads(1)
     if not RESULTS.exists():
-        facts = {"command": "python -m research.leaks", **_facts()}
+        facts = {"command": "python -m research.leaks", **facts_of(Path(__file__).parents[1])}
         facts |= {"clients": CLIENTS, "seed": SEED, "token_clients": TOKEN_CLIENTS}
         facts |= {"bounds": bounds(), "first_stage_is_fedavg": first_stage_is_fedavg()}
         _append(facts)
@@ -364,11 +364,7 @@ def main() -> None:
             start, found = time.process_time(), dict(run())
             seconds = round(time.process_time() - start, 1)
             line = {"method": name, "training": setup, "cpu_seconds": seconds}
-            _append({**line, "commit": _facts()["commit"], "views": found})
-
-
-def _facts() -> dict[str, object]:
-    return facts_of(Path(__file__).parents[1])
+            _append({**line, "views": found})
 
 
 SGD_METHODS = ("FedAvg", "FedPer (head kept)", "head only")
@@ -391,7 +387,7 @@ def _append(line: Mapping[str, Any]) -> None:
     print(line.get("method", ""), line.get("training", ""), line.get("cpu_seconds", ""), flush=True)
 
 
-def tables() -> str:
+def tables() -> tuple[str, str]:
     """The tables of docs/explanation/privacy.md: by part of FedAvg's update, and by method."""
     lines = read_lines()[1:]
     views = {(line["method"], line["training"]): line["views"] for line in lines}
@@ -437,7 +433,11 @@ def tables() -> str:
         seen = (one[ONE_UPDATE], ten[ONE_UPDATE], ten["sum of 3"], private[ONE_UPDATE])
         cells = [f(v, EVERYTHING) for v in (*seen, one[NOISY_SUM]) for f in (counts, members)]
         by_method.append(f"| {method} | {' | '.join(cells)} |")
-    return "\n".join((*by_part, "", *by_method)).replace("%", " %").replace("  %", " %")
+    return _markdown(by_part), _markdown(by_method)
+
+
+def _markdown(rows: Sequence[str]) -> str:
+    return "\n".join(rows).replace("%", " %").replace("  %", " %")
 
 
 if __name__ == "__main__":
