@@ -36,6 +36,7 @@ from fedplan.secagg.messages import (
     UnmaskShares,
     decode,
     encode,
+    input_digest,
     read_terms_digest,
 )
 from fedplan.secagg.progress import ProgressStore, RevealLog, RoundProgress
@@ -208,13 +209,15 @@ class ProtocolClient:
         if not progress.masked_digest:
             self._store.write(replace(progress, masked_digest=digest))
         complaints = tuple(sorted(state.wrong_shares))
-        return MaskedInput(shares.terms_digest, self.name, vectors, complaints)
+        signature = sign(self._node, input_digest(state.context))
+        return MaskedInput(shares.terms_digest, self.name, vectors, complaints, signature)
 
     def sign_survivors(self, survivors: SurvivorList) -> SurvivorSignature:
         """Step 4: check and store the survivor list; return this client's signature of the list.
 
         One list per attempt: another one raises a SecAggError, as does a list without this client,
-        with fewer clients than the threshold, with clients that did not share secrets, or that the
+        with fewer clients than the threshold, with clients that did not share secrets, with a
+        client whose input is not signed as masked with the same clients as this one's, or that the
         reveal log does not allow.
         """
         progress = self._progress(survivors.terms_digest)
@@ -224,6 +227,13 @@ class ProtocolClient:
         else:
             state = ClientRoundState(self.name, progress)
             _require_survivors(state, survivors.clients)
+            # A client that was given shares of fewer clients has fewer pairwise masks: the secrets
+            # of those that the list drops would unmask its input alone.
+            for client in survivors.clients:
+                signature = survivors.input_signatures.get(client, b"")
+                body = input_digest(state.context)
+                if not verify_signature(self._directory[client], body, signature):
+                    raise SecAggError(f"the input of {client} is not masked with the same clients")
             if self._reveal_log is not None:
                 senders = state.senders_by_slot(survivors.clients)
                 self._reveal_log.require_consistent(progress.terms, progress.input_digest, senders)
@@ -304,6 +314,9 @@ def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirector
     if set(advert.slots) - {slot.name for slot in terms.slots}:
         raise SecAggError(f"{client} declares slots that this round does not have")
     for key in (advert.encryption_key, advert.masking_key):
+        # One form for each key: a second form of another client's key would pass as a new one.
+        if int.from_bytes(key, "little") >= 2**255 - 19:
+            raise SecAggError(f"a key of {client} is not in its canonical form")
         # Of a point of low order every private key makes the same secret, zero, which raises.
         x25519_shared_secret(bytes(KEY_SIZE), key)
 

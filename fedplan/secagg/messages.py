@@ -97,20 +97,27 @@ class MaskedInput:
 
     complaints: the clients whose shares to this client do not decrypt, or do not match their
     commitments; this client will give no share of their secrets.
+    signature: of `input_digest`, by the client's node key: it names the clients that this input is
+    masked with.
     """
 
     terms_digest: bytes
     client: str
     vectors: Mapping[str, bytes]
-    complaints: tuple[str, ...] = ()
+    complaints: tuple[str, ...]
+    signature: bytes
 
 
 @dataclass(frozen=True)
 class SurvivorList:
-    """Server to all clients: the clients whose masked input has arrived, sorted."""
+    """Server to all clients: the clients whose masked input has arrived, sorted.
+
+    input_signatures: the signature of each one's masked input, by client.
+    """
 
     terms_digest: bytes
     clients: tuple[str, ...]
+    input_signatures: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,11 @@ class UnmaskShares:
     client: str
     self_mask_shares: Mapping[str, Mapping[str, bytes]]
     masking_key_shares: Mapping[str, bytes]
+
+
+def input_digest(context: bytes) -> bytes:
+    """Digest that a masked input signs: the mask context, with all clients it is masked with."""
+    return sha256_of("masked input", context)
 
 
 def survivors_digest(context: bytes, survivors: tuple[str, ...]) -> bytes:
@@ -239,6 +251,7 @@ def encode(run: str, message: object, terms: Terms | None = None) -> Message:
         sender = {"terms": message.terms_digest.hex(), "client": message.client}
         header: dict[str, JSON] = {"run": run, **sender, "groups": [*message.vectors]}
         header["complaints"] = [*message.complaints]
+        header["signature"] = message.signature.hex()
         return Message(pack_message({}, header).header, tuple(message.vectors.values()))
     # A blob, because headers are limited in size.
     text = json.dumps(to_json(message, terms), sort_keys=True)
@@ -257,7 +270,8 @@ def decode(kind: type[M], message: Message, terms: Terms | None = None) -> M:
     if len(names.groups) != len(message.blobs):
         raise SerializationError(f"{len(message.blobs)} vectors have {len(names.groups)} names")
     vectors = dict(zip(names.groups, message.blobs, strict=True))
-    return cast("M", MaskedInput(names.terms_digest, names.client, vectors, names.complaints))
+    rest = names.complaints, names.signature
+    return cast("M", MaskedInput(names.terms_digest, names.client, vectors, *rest))
 
 
 def read_terms_digest(message: Message) -> bytes:
@@ -287,3 +301,4 @@ class _MaskedHeader:
     client: str
     groups: tuple[str, ...]
     complaints: tuple[str, ...]
+    signature: bytes

@@ -103,6 +103,9 @@ class DiskProgressStore:
         # One version only: no secret of an earlier step, attempt or round stays on the disk.
         self._store, self._folder = Store(folder, keep=1, encryption=encryption), folder
         self._store.lock()
+        if len(self._store.numbers()) > 1 and (progress := self.read()):
+            # A crash came between writing and removing: the older version may hold secrets.
+            self.write(progress)
 
     def read(self) -> RoundProgress | None:
         """The last round written, None before the first; a SecAggError if the store is damaged."""

@@ -96,6 +96,7 @@ class SecureRound:
     to `run_attempt`. Then `unmasked` has the sums and `survivors` the clients in the sums; or
     `failure` says why there are none, and `begin_attempt` returns True while attempts are left.
     `dropouts`: by client, why it dropped out of the last attempt, or what it did wrong.
+    `earlier_faults`: the same of the attempts before.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class SecureRound:
         self._attempts_left = ATTEMPTS
         self.unmasked: UnmaskedSums | None = None
         self.failure, self.dropouts = "", dict[str, str]()
+        self.earlier_faults = dict[str, str]()
 
     @property
     def attempt(self) -> int:
@@ -139,6 +141,7 @@ class SecureRound:
         clients that dealt wrong shares take no part.
         """
         excluded = dict(self._checkpoint.excluded)
+        self.earlier_faults = self.dropouts | self.earlier_faults
         self.dropouts = dict(excluded)
         server = ProtocolServer(self._make_terms(self.attempt), directory)
         try:
@@ -149,12 +152,16 @@ class SecureRound:
             message = encode(run, server.survivor_list())
             for name, reply in self._ask(SIGNATURE_STEP, dict.fromkeys(self.survivors, message)):
                 with self._dropout_on_error(name):
-                    server.accept_signature(decode(SurvivorSignature, reply))
+                    signature = decode(SurvivorSignature, reply)
+                    if self._is_sender(name, signature.client):
+                        server.accept_signature(signature)
             failpoint("secagg.signed")
             message = encode(run, server.signature_list())
             for name, reply in self._ask(UNMASK_STEP, dict.fromkeys(self.survivors, message)):
                 with self._dropout_on_error(name):
-                    server.accept_unmask_shares(decode(UnmaskShares, reply))
+                    shares = decode(UnmaskShares, reply)
+                    if self._is_sender(name, shares.client):
+                        server.accept_unmask_shares(shares)
             failpoint("secagg.unmask_shares")
             self.unmasked = server.unmask()
         except (SecAggError, SerializationError) as error:
@@ -163,8 +170,16 @@ class SecureRound:
             excluded |= server.false_dealers()
             number = self.attempt + 1
             self._checkpoint = SecAggCheckpoint(self._number, number, excluded=excluded)
+        false_dealers = server.false_dealers()
+        for dealer, reason in false_dealers.items():
+            self.dropouts.setdefault(dealer, reason)
         for dealer, accusers in server.accusations().items():
+            if dealer in false_dealers:
+                continue
+            # One of both lies, and nobody can tell which.
             self.dropouts.setdefault(dealer, f"wrong shares, say {', '.join(accusers)}")
+            for accuser in accusers:
+                self.dropouts.setdefault(accuser, f"it complains of the shares of {dealer}")
 
     def _save(self, **changes: Any) -> None:
         """Write the checkpoint, with changed fields, to disk; call before sending messages."""

@@ -35,6 +35,7 @@ from fedplan.secagg.messages import (
     SurvivorList,
     SurvivorSignature,
     UnmaskShares,
+    input_digest,
     survivors_digest,
 )
 from fedplan.secagg.sharing import HASH_SIZE, reconstruct, secret_hash, share_hash
@@ -77,6 +78,8 @@ class ProtocolServer:
         self._adverts = dict[str, KeyAdvert]()
         self._dealt = dict[str, EncryptedShares]()
         self._complaints = dict[str, set[str]]()
+        self._input_signatures = dict[str, bytes]()
+        self._unfit = dict[str, str]()
         self._sums = dict[str, GroupVector]()
         self._signatures = dict[str, SurvivorSignature]()
         self._unmask_shares = dict[str, dict[tuple[str, int], bytes]]()
@@ -128,15 +131,18 @@ class ProtocolServer:
     def add_masked_input(self, masked: MaskedInput) -> None:
         """Step 3: add the masked input of a client to the sums.
 
-        Raises a SecAggError, with the sums unchanged, for a second input of the client, for a
-        vector of a wrong size, and for other slot groups than those that the client declared and
-        that have at least `min_senders` senders.
+        Raises a SecAggError, with the sums unchanged, for a second input of the client, for a wrong
+        signature, for a vector of a wrong size, and for other slot groups than those that the
+        client declared and that have at least `min_senders` senders.
         """
         client = masked.client
         self._require_member(client, self._sharing, masked.terms_digest)
         self._require_open(INPUTS, client)
         if client in self._complaints:
             raise SecAggError(f"{client} was added before")
+        public_key, body = self._directory[client], input_digest(self._context)
+        if not verify_signature(public_key, body, masked.signature):
+            raise SecAggError(f"{client} has not signed its masked input")
         groups = {g.name: g for g in self._revealable_groups(self._sharing) if client in g.clients}
         if set(masked.vectors) != set(groups):
             raise SecAggError(f"{client} sends other slots than it declared")
@@ -146,6 +152,7 @@ class ProtocolServer:
         }
         for name, vector in vectors.items():
             self._sums.setdefault(name, GroupVector.empty(groups[name])).add(vector)
+        self._input_signatures[client] = masked.signature
         self._complaints[client] = set(masked.complaints) & set(self._sharing) - {client}
 
     def accusations(self) -> dict[str, list[str]]:
@@ -157,13 +164,17 @@ class ProtocolServer:
         return accusers
 
     def false_dealers(self) -> dict[str, str]:
-        """Clients of which more clients complain than may lie or be missing, with the reason."""
-        spare = len(self._dealt) - self.terms.threshold
-        return {
+        """Clients that dealt wrong shares, with the reason.
+
+        Their shares do not fit together, or more clients complain than may lie or be missing.
+        """
+        spare = len(self._adverts) - self.terms.threshold
+        accused = {
             dealer: f"it dealt wrong shares, say {', '.join(accusers)}"
             for dealer, accusers in self.accusations().items()
             if len(accusers) > spare
         }
+        return accused | self._unfit
 
     def survivor_list(self) -> SurvivorList:
         """Close step 3; return the clients whose input was added.
@@ -176,7 +187,8 @@ class ProtocolServer:
                 raise SecAggError(
                     f"{', '.join(accusers)} complain of wrong shares of {dealer}: the attempt fails"
                 )
-        return SurvivorList(self.terms.digest, self._survivors)
+        signatures = {name: self._input_signatures[name] for name in self._survivors}
+        return SurvivorList(self.terms.digest, self._survivors, signatures)
 
     def accept_signature(self, signature: SurvivorSignature) -> None:
         """Step 4: accept a survivor's signature of the survivor list; replaces an earlier one.
@@ -264,6 +276,7 @@ class ProtocolServer:
                 continue
             secret = self._reconstruct(dropped, 0)
             if x25519_public_key(secret) != self._adverts[dropped].masking_key:
+                self._unfit[dropped] = "it has dealt shares of another key than it advertised"
                 raise SecAggError(f"{dropped} has dealt shares of another key than it advertised")
             for other in self._survivors:
                 common = sorted({group.name for group in affected if other in group.clients})
@@ -290,6 +303,7 @@ class ProtocolServer:
         secret, dealt = reconstruct(used), self._dealt[dealer]
         expected = dealt.secret_hashes[number]
         if not secret or secret_hash(self._roster.digest, dealer, number, secret) != expected:
+            self._unfit[dealer] = "it has dealt shares that do not fit together"
             raise SecAggError(f"{dealer} has dealt shares that do not fit together")
         return secret
 

@@ -147,8 +147,8 @@ class SecondSite:
 
     def masked(
         self, forwarded: Json, numbers: Mapping[str, Sequence[int]], weight: int
-    ) -> tuple[dict[str, bytes], list[str]]:
-        """The vectors by part, and the complaints."""
+    ) -> tuple[dict[str, bytes], list[str], bytes]:
+        """The vectors by part, the complaints, and the signature of the input."""
         complaints = list[str]()
         for dealer, box in forwarded["encrypted_shares"].items():
             digests = [bytes.fromhex(each) for each in forwarded["share_hashes"][dealer]]
@@ -190,10 +190,15 @@ class SecondSite:
             vectors[part] = b"".join(
                 (n % 2 ** (8 * s)).to_bytes(s, "little") for n, (_, s) in words
             )
-        return vectors, sorted(complaints)
+        signature = self.node.sign(h("masked input", self.context))
+        return vectors, sorted(complaints), signature
 
     def signature(self, survivors: Json) -> Json:
         self.survivors: list[str] = survivors["survivors"]
+        for site in self.survivors:
+            key = Ed25519PublicKey.from_public_bytes(self.peers[site])
+            signed = bytes.fromhex(survivors["input_signatures"][site])
+            key.verify(signed, h("masked input", self.context))
         body = h("survivors", self.context, *self.survivors)
         said = {"terms": self.digest.hex(), "client": self.name}
         return said | {"signature": self.node.sign(body).hex()}

@@ -149,7 +149,9 @@ def test_a_round_that_broke_off_is_begun_anew_and_a_later_one_after_it(folder: P
     later = replace(over.terms, round=5, attempt=1)
     assert over.sites["bea"].advertise_keys(later, ["body", "head"]).terms_digest == later.digest
     assert "other terms" in refusal(
-        lambda: over.sites["bea"].sign_survivors(SurvivorList(again.terms.digest, ("bea", "cleo")))
+        lambda: over.sites["bea"].sign_survivors(
+            SurvivorList(again.terms.digest, ("bea", "cleo"), {})
+        )
     )
 
 

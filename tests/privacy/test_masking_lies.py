@@ -67,7 +67,7 @@ def early(made: Round, me: str) -> Iterator[Lie]:
     yield "fewer slots", lambda: site.advertise_keys(now, ["body"]), "other slots"
     for asked in (
         lambda: site.mask_input(ForwardedShares(now.digest, {}, {}), {}, 1),
-        lambda: site.sign_survivors(SurvivorList(now.digest, SITES)),
+        lambda: site.sign_survivors(SurvivorList(now.digest, SITES, {})),
         lambda: site.reveal_shares(SignatureList(now.digest, ())),
     ):
         yield "a step too early", asked, "before"
@@ -168,7 +168,7 @@ def deliveries(made: Round, me: str) -> Iterator[Lie]:
     yield "more than a plain sum takes", lambda: site.mask_input(*heavy), "weight"
     yield (
         "survivors too early",
-        lambda: site.sign_survivors(SurvivorList(now.digest, SITES)),
+        lambda: site.sign_survivors(SurvivorList(now.digest, SITES, {})),
         "before",
     )
 
@@ -179,7 +179,7 @@ def survivors(made: Round, me: str) -> Iterator[Lie]:
     others = tuple(name for name in SITES if name != me)
 
     def told(*sites: str, at: bytes = now.digest) -> Callable[[], object]:
-        return lambda: site.sign_survivors(SurvivorList(at, sites))
+        return lambda: site.sign_survivors(SurvivorList(at, sites, {}))
 
     yield "without me", told(*others), "not among the survivors"
     yield "too few", told(*sorted((me, *others[:2]))), "the threshold is 4"
@@ -235,7 +235,7 @@ def openings(made: Round, me: str) -> Iterator[Lie]:
     less = tuple(name for name in SITES if name != third)
     yield (
         "other survivors",
-        lambda: site.sign_survivors(SurvivorList(now.digest, less)),
+        lambda: site.sign_survivors(SurvivorList(now.digest, less, {})),
         "differs",
     )
 
@@ -246,7 +246,7 @@ def afterwards(made: Round, me: str) -> Iterator[Lie]:
     less = tuple(name for name in SITES if name != you)
     yield (
         "to open it for others",
-        lambda: site.sign_survivors(SurvivorList(now.digest, less)),
+        lambda: site.sign_survivors(SurvivorList(now.digest, less, {})),
         "differs",
     )
     for attempt in (2, 3):

@@ -126,7 +126,7 @@ def test_two_survivor_lists_are_not_both_opened_by_few_colluders(seed: int) -> N
     for told, group in zip(lists, (honest[:cut], honest[cut:]), strict=True):
         signers, context = list[SurvivorSignature](), made.server._context
         for name in group:
-            asked = SurvivorList(made.terms.digest, told)
+            asked = SurvivorList(made.terms.digest, told, made.server._input_signatures)
             if not refusal(lambda asked=asked, name=name: made.sites[name].sign_survivors(asked)):
                 signers.append(made.sites[name].sign_survivors(asked))
         for name in set(colluders) & set(told):
@@ -155,7 +155,7 @@ def test_the_same_masks_never_cover_other_numbers_or_other_sites(seed: int) -> N
     told = ForwardedShares(given.terms_digest, less, given.share_hashes)
     assert "differs" in refusal(lambda: made.sites[victim].mask_input(told, numbers, 1))
     assert made.sites[victim].mask_input(given, numbers, 1) == first
-    without = SurvivorList(made.terms.digest, tuple(n for n in attack.names if n != victim))
+    without = SurvivorList(made.terms.digest, tuple(n for n in attack.names if n != victim), {})
     assert "not among the survivors" in refusal(lambda: made.sites[victim].sign_survivors(without))
 
 
@@ -247,3 +247,35 @@ def test_a_number_at_its_share_of_the_word_is_refused() -> None:
     GroupVector.of(group, {"w": np.array([2**63 // 5 - 1], np.uint64)}, 1, 5)
     with pytest.raises(SecAggError, match="too large"):
         GroupVector.of(group, {"w": np.array([2**63 // 5], np.uint64)}, 1, 5)
+
+
+@pytest.mark.parametrize("seed", range(TRIALS))
+def test_a_site_that_masks_with_fewer_others_is_in_no_list(seed: int) -> None:
+    """The victim gets shares of some sites only; a list without these would open its input alone.
+
+    A part that few sites send is enough: the others reveal its secrets, and are not asked to send.
+    """
+    dice, names = random.Random(seed), [f"site-{i:02}" for i in range(10)]
+    senders = names[:5]
+    numbers = {
+        name: {"w": np.arange(4, dtype=np.uint64)}
+        | ({"part": np.array([dice.getrandbits(40)] * 3, np.uint64)} if name in senders else {})
+        for name in names
+    }
+    slots = Slot("w", 4), Slot("part", 3)
+    made = Round(terms(slots, threshold=7, floor=3), numbers, dict.fromkeys(names, 1))
+    made.play(until=2)
+    victim, dropped = senders[0], set(senders[1:3])
+    given = made.server.shares_for(victim)
+    some = {n: given.ciphertexts[n] for n in (*senders[1:3], *names[5:9])}
+    lie = ForwardedShares(given.terms_digest, some, {n: given.share_hashes[n] for n in some})
+    masked = {victim: made.sites[victim].mask_input(lie, numbers[victim], 1)}
+    for name in names[1:]:
+        masked[name] = made.sites[name].mask_input(made.server.shares_for(name), numbers[name], 1)
+    assert "not signed" in refusal(lambda: made.server.add_masked_input(masked[victim]))
+    told = tuple(name for name in names if name not in dropped)
+    signatures = {name: masked[name].signature for name in told}
+    asked = SurvivorList(made.terms.digest, told, signatures)
+    for name in set(told) - {victim}:
+        reason = refusal(lambda name=name: made.sites[name].sign_survivors(asked))
+        assert "not masked with the same clients" in reason

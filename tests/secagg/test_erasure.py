@@ -109,3 +109,23 @@ def test_after_a_run_no_site_has_a_secret_of_it(tmp_path: Path) -> None:
     run.carry()
     for name in NAMES:
         assert len(found[name]) > 10 and not holds(tmp_path / "sites" / name, found[name])
+
+
+def test_secrets_left_by_a_crash_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    """A crash between writing the erased state and removing the one before leaves both."""
+    made = lasting(tmp_path)
+    made.play()
+    site, folder = made.sites["ada"], tmp_path / "ada"
+    progress = site._store.read()
+    assert progress is not None
+    secrets, before = (
+        secrets_of("ada", progress),
+        {f: f.read_bytes() for f in folder.glob("*.json")},
+    )
+    site.erase_until(4)
+    for file, content in before.items():
+        file.write_bytes(content)
+    assert holds(folder, secrets)
+    del made, site
+    DiskProgressStore(folder)
+    assert not holds(folder, secrets)

@@ -93,8 +93,10 @@ class MixedRound:
         if name in self.seconds:
             second = self.seconds[name]
             if step == 2:
-                vectors, wrong = second.masked(told, self.integers(name), self.weights[name])
-                return {"vectors": {n: v.hex() for n, v in vectors.items()}, "complaints": wrong}
+                given = self.integers(name), self.weights[name]
+                vectors, wrong, signed = second.masked(told, *given)
+                said = {"complaints": wrong, "signature": signed.hex()}
+                return said | {"vectors": {n: v.hex() for n, v in vectors.items()}}
             if step == 0:
                 return second.advert(list(self.numbers[name]))
             return (second.shares, None, second.signature, second.unmask)[step - 1](told)  # type: ignore[misc]
@@ -106,7 +108,8 @@ class MixedRound:
             given = self.server.shares_for(name)
             said = site.mask_input(given, self.numbers[name], self.weights[name])
             vectors = {n: v.hex() for n, v in said.vectors.items()}
-            return {"vectors": vectors, "complaints": list(said.complaints)}
+            signed = {"complaints": list(said.complaints), "signature": said.signature.hex()}
+            return signed | {"vectors": vectors}
         if step == 1:
             return to_json(site.share_secrets(self.server.roster()))
         if step == 3:
@@ -129,8 +132,8 @@ class MixedRound:
                     server.accept_shares(from_json(EncryptedShares, said))
                 elif step == 2:
                     vectors = {n: bytes.fromhex(v) for n, v in said["vectors"].items()}
-                    wrong = tuple(said["complaints"])
-                    server.add_masked_input(MaskedInput(terms.digest, name, vectors, wrong))
+                    wrong, signed = tuple(said["complaints"]), bytes.fromhex(said["signature"])
+                    server.add_masked_input(MaskedInput(terms.digest, name, vectors, wrong, signed))
                 elif step == 3:
                     server.accept_signature(from_json(SurvivorSignature, said))
                 else:

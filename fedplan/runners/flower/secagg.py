@@ -101,11 +101,12 @@ class SecAggRound:
         total.unmasked, total.failure = drive.unmasked, drive.failure
         if drive.unmasked is None:
             log.warning("round %d: %s", total.round_number, drive.failure)
-            total.faults = dict(drive.dropouts)
+            total.faults = drive.earlier_faults | drive.dropouts
         else:
             total.sites = drive.survivors
             # The reasons of clients that are not in the sum are among the round's rejections.
-            total.faults = {n: why for n, why in drive.dropouts.items() if n in drive.survivors}
+            present = {n: why for n, why in drive.dropouts.items() if n in drive.survivors}
+            total.faults = drive.earlier_faults | present
         for name, reason in total.faults.items():
             log.warning("round %d, %s: %s", total.round_number, name, reason)
 
