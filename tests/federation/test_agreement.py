@@ -81,6 +81,7 @@ OTHERS: dict[str, Any] = {
         "vote_every": 5,
         "clipping_quantile": 0.5,
         "max_weight": 9,
+        "ghost_clipping": True,
     },
 }
 """Another value of every field of a guarantee."""
