@@ -293,7 +293,10 @@ class Statement:
                 f"all {self.rounds} rounds: {forecast:.4f}.",
                 *(f"In addition, {each.text}." for each in self.earlier),
                 *(
-                    [f"{total.text}: plain addition, for the same {guarantee.unit} in all of them."]
+                    [
+                        f"{total.text}: plain addition, for the same {guarantee.unit} in all of "
+                        f"them{'' if self.charges else ', if this run spends all that it may'}."
+                    ]
                     if total
                     else []
                 ),

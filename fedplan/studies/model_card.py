@@ -149,7 +149,7 @@ class ModelCard:
 
         The charges would tell the names of clients. A personal model has no guarantee.
         """
-        source, statement = f"study {self.study.digest}", self.statement
+        source, statement = f"an earlier run, study {self.study.digest}", self.statement
         if statement is None or self.personal:
             source += ", a client's personal model" if self.personal else ""
             expenses, fields = (*self.earlier, Expense(source, "")), {}

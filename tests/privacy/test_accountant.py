@@ -186,7 +186,7 @@ def agrees(setting: Setting) -> None:
 
 def test_guarantees_cost_what_other_libraries_say() -> None:
     pytest.importorskip("opacus")
-    dice = random.Random(7)
+    dice = random.Random(3)  # of both units, with and without votes, sampling, adaptive clipping
     for setting in [random_setting(dice) for _ in range(12)]:
         if setting.guarantee.noise_multiplier > 1.5:  # the others have grids that take seconds
             agrees(setting)
