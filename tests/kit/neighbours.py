@@ -261,7 +261,8 @@ def _over(text: str, more: str) -> str:
         head, _, rest = text.partition(f"[{section}]\n")
         own, bracket, tail = rest.partition("\n[")
         kept = [each for each in own.splitlines() if not each.startswith(f"{name} = ")]
-        text = head + f"[{section}]\n" + "\n".join([*kept, f"{name} = {value}"]) + bracket + tail
+        lines = "\n".join([f"[{section}]", *kept, f"{name} = {value}", ""])
+        text = head + lines + bracket + tail
     return text
 
 
