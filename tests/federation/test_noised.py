@@ -39,7 +39,7 @@ from fedplan.models.description import describe
 from fedplan.models.params import Kind, Param
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import DistributedGuard, ServerGuard
-from fedplan.privacy.mechanisms.clipping import clip_change
+from fedplan.privacy.mechanisms.clipping import CLIPPING_NORMS, clip_change
 from fedplan.privacy.statement import Statement
 from fedplan.runners.local import Federation
 from fedplan.secagg.config import SecAggConfig
@@ -275,16 +275,13 @@ def test_so_many_colluders_that_they_could_open_a_round_twice_are_refused() -> N
     assert "colluders=2" in agreed(SecAggConfig("secure", colluders=2)).text
 
 
-def test_a_share_that_is_coarse_in_its_steps_is_refused_and_so_is_what_fits_no_word(
+def test_shares_of_the_smallest_norm_are_fine_enough_and_what_fits_no_word_is_refused(
     tmp_path: Path,
 ) -> None:
-    guard = DistributedGuard(replace(HIDDEN, clipping_norm=2.0**-16), tmp_path)
-    assert (
-        round_mechanism(guard, agreed(guarantee=guard.guarantee), BASE, 3).share_stddev >= 2.0**-17
-    )
-    low = replace(guard.guarantee, clipping_norm=2.0**-17)
-    with pytest.raises(PrivacyError, match="too coarse"):
-        round_mechanism(DistributedGuard(low, tmp_path / "low"), agreed(guarantee=low), BASE, 9)
+    """A share has 2**10 grid steps at least, for every clipping norm that is allowed."""
+    low = replace(HIDDEN, clipping_norm=CLIPPING_NORMS[0])
+    made = round_mechanism(DistributedGuard(low, tmp_path), agreed(guarantee=low), BASE, 9)
+    assert made.share_stddev >= 2.0**10 * GRID
     far = replace(HIDDEN, clipping_norm=2.0**16)
     for wide in (False, True):
         told, made = (
