@@ -216,7 +216,7 @@ def test_one_process_and_three_sites_with_tls_have_the_same_bits(
             require_same_homes(here / "fed", here, name)
             assert run("verify", str(out))[0] == 0
         code, told = run("egress", str(here / "fed/sites/client-01/state"))
-    assert code == 0 and f"client-01 in {plans[0]}/0" in told and "agreed to chain(" in told
+    assert code == 0 and f"client-01 in {plans[0]}/0" in told and "accepted plan chain(" in told
 
 
 @pytest.mark.nightly
