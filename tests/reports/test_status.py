@@ -148,14 +148,14 @@ def asked(at_once: bool) -> None:
 
 def test_a_run_that_fails_says_so_by_a_code_alone(here: Path) -> None:
     def broken(_: object) -> str:
-        raise FedplanError("a row says 4711").with_code("data")
+        raise FedplanError("a row says p-4711").with_code("data")
 
     with pytest.raises(FedplanError):
         run_study("study.toml", "out", callbacks=[broken])
     found = run_snapshot("out")
     assert (found.state, found.status.reason, found.round) == (RunState.FAILED, "failed: data", 1)
     told = (here / "out" / STATUS).read_text() + (here / "out/log.jsonl").read_text()
-    assert "4711" not in told
+    assert "p-4711" not in told
 
 
 def test_who_asks_for_no_more_rounds_has_stopped_the_run(here: Path) -> None:
