@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-DAY, MOST_BY_DAY, NIGHT, CASES = 30, 300, 2000, 3
+DAY, MOST_BY_DAY, NIGHT, CASES = 30, 300, 300, 3
 AT_NIGHT = os.environ.get("FEDPLAN_LAWS", "day") == "night"
 
 

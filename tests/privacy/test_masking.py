@@ -14,9 +14,8 @@ import masked
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from often import AT_NIGHT, DAY, NIGHT
 from scipy.stats import chisquare
 
 from fedplan.secagg.crypto import CHUNK, KeyStream, node_public_key, sign, verify_signature
@@ -24,7 +23,6 @@ from fedplan.secagg.masks import mask_context, self_mask_key
 from fedplan.secagg.terms import Slot
 
 
-@settings(max_examples=NIGHT if AT_NIGHT else DAY)
 @given(st.integers(0, 2**32))
 def test_the_masked_sum_is_the_plain_sum_of_the_survivors(seed: int) -> None:
     made = masked.federation(seed)
