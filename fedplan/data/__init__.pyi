@@ -27,17 +27,18 @@ from .partition import (
 )
 from .schema_inference import TableSchema, infer_schema
 from .tables import (
-    JSON_SUFFIXES,
     DataError,
     class_names,
     column_values,
     filter_rows,
+    has_json_columns,
     label_names,
     label_sort_key,
     label_text,
     label_values,
     load_table,
     matches_any,
+    plain_cells,
     require_column,
     select_rows,
 )

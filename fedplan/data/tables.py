@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite, isnan
 from pathlib import Path
@@ -33,9 +32,9 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
     `split` selects the rows of a file with this value in the column `split`; the arrays of an .npz
     file named as `x_train` for the split `train`; the files of a folder with names that start with
     the split, or else such rows of each file; or the split of this name in a dataset of the Hub or
-    saved by `datasets`. `allow_empty` is as in `filter_rows`; with it, a cell of a JSON file that
-    has another type than most cells of its column is a missing value, instead of an error. Raises
-    DataError if the table or the split cannot be read.
+    saved by `datasets`. `allow_empty` is as in `filter_rows`; with it, cells of a JSON file may
+    have any type, each its own, instead of one type per column, and a folder with JSON files may
+    have no others. Raises DataError if the table or the split cannot be read.
     """
     place = Path(path)
     if is_hub_id(path):
@@ -47,7 +46,7 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
             return _from_arrays(place, split)
         if place.is_file() and place.suffix in _READERS:
             if allow_empty and place.suffix in JSON_SUFFIXES:
-                table = _from_json(place, drop_mixed=True)
+                table = _from_json(place, any_types=True)
             else:
                 table = _READERS[place.suffix](place)
             if split and "split" not in table.column_names:
@@ -89,12 +88,12 @@ def _from_csv(path: Path) -> Dataset:
     return Dataset(library.read_csv(path, parse_options=parse, convert_options=convert))
 
 
-def _from_json(path: Path, *, drop_mixed: bool = False) -> Dataset:
+def _from_json(path: Path, *, any_types: bool = False) -> Dataset:
     """Read a JSON list of objects, or JSON lines.
 
-    `drop_mixed` makes cells missing whose type does not fit that of most cells of their column.
+    With `any_types` each cell keeps its own type, whatever others of its column have.
     """
-    from datasets import Dataset
+    from datasets import Dataset, Features, Json
 
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
@@ -105,28 +104,32 @@ def _from_json(path: Path, *, drop_mixed: bool = False) -> Dataset:
         raise ValueError("every row must be an object with named values")
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    if drop_mixed:
-        columns = {name: _drop_mixed(cells) for name, cells in columns.items()}
-    return Dataset.from_dict(columns)
+    if not any_types:
+        return Dataset.from_dict(columns)
+    texts = {name: list(map(_json_text, cells)) for name, cells in columns.items()}
+    return Dataset.from_dict(texts, features=Features(dict.fromkeys(names, Json())))
 
 
-def _drop_mixed(cells: list[Any]) -> list[Any]:
-    """Return cells of one Arrow type: if types are mixed, all but the most frequent become None."""
-    import pyarrow
-
-    library = cast("Any", pyarrow)
+def _json_text(cell: Any) -> str | None:
+    """Return a cell as JSON; None for a missing value, and for one with NaN or infinity."""
     try:
-        library.array(cells)
-    except library.ArrowException:
-        types = [str(library.infer_type([cell])).replace("double", "int64") for cell in cells]
-        counts = Counter(kind for kind in types if kind != "null")
-        most = max(counts, key=lambda kind: (counts[kind], kind))
-        return [cell if kind == most else None for cell, kind in zip(cells, types, strict=True)]
-    return cells
+        return None if cell is None else json.dumps(cell, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
 
 
 JSON_SUFFIXES = (".json", ".jsonl")
 """Files whose columns are those that any row names."""
+
+
+def has_json_columns(path: str) -> bool:
+    """Whether a table is a JSON file or a folder with JSON files, whose rows name the columns."""
+    place = Path(path)
+    if place.is_dir():
+        return not _is_saved(place) and any(p.suffix in JSON_SUFFIXES for p in place.iterdir())
+    return place.suffix in JSON_SUFFIXES
+
+
 _READERS: dict[str, Callable[[Path], Dataset]] = {
     ".parquet": _from_parquet,
     ".csv": _from_csv,
@@ -169,18 +172,28 @@ def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
     """Load the table of a folder saved by `datasets`, or the joined tables of a folder's files."""
     import datasets
 
-    if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+    if _is_saved(folder):
         loaded = cast("Any", datasets).load_from_disk(str(folder))
         return _select_split(loaded, split, str(folder))
     files = sorted(p for p in folder.iterdir() if p.suffix in (*_READERS, ".npz"))
     if not files:
         raise DataError(f"the folder {folder} has no {', '.join(_READERS)} or .npz file")
+    if allow_empty and len({p.suffix in JSON_SUFFIXES for p in files}) > 1:
+        raise DataError(
+            f"the folder {folder} has JSON files and others, whose columns have types: with "
+            "[privacy], convert the files to one format"
+        )
     named = [p for p in files if split and re.match(rf"{re.escape(split)}(?![a-zA-Z])", p.stem)]
     inner_split = "" if named else split
     tables = [
         load_table(str(file), split=inner_split, allow_empty=allow_empty) for file in named or files
     ]
     return datasets.concatenate_datasets(tables)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a folder was saved by `datasets`."""
+    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _from_hub(name: str, split: str) -> Dataset:
@@ -241,13 +254,26 @@ def filter_rows(
     """
     kept = range(len(table))
     for column, wanted in conditions.items():
-        require_column(table, column)
-        values = cast("list[Any]", table[column][:])
+        values = plain_cells(table, column)
         matches = [matches_any(value, (wanted,)) for value in values]
         if not any(matches) and values and not allow_empty:
             _raise_missing(f"row with {column} = {wanted!r}", sorted(set(map(repr, values))))
         kept = [row for row in kept if matches[row]]
     return select_rows(table, kept)
+
+
+def plain_cells(table: Dataset, column: str) -> list[Any]:
+    """Return the cells of a column to compare with texts and numbers.
+
+    All are None in a column of images, lists or arrays: none of these is decoded, which could
+    fail. Raises DataError for an unknown column.
+    """
+    from datasets import ClassLabel, Json, Value
+
+    require_column(table, column)
+    if not isinstance(cast("Any", table.features)[column], Value | ClassLabel | Json):
+        return [None] * len(table)
+    return cast("list[Any]", table[column][:])
 
 
 def matches_any(value: Any, values: Iterable[Any]) -> bool:

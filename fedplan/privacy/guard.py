@@ -167,8 +167,10 @@ class ServerGuard(Guard):
         ballots: one per client, at most `k` different ones of `blocks` each; other ballots are
         ignored. name: of the round. Raises a PrivacyError if the budget does not allow the vote.
         """
+        ballots = list(ballots)
+        content = str(sorted(sorted(map(repr, ballot)) for ballot in ballots))
         vote = NoisyVote(k, self.guarantee.vote_noise_multiplier)
-        return self._noisy_counts(vote, ballots, blocks, vote_name(name), "")
+        return self._noisy_counts(vote, ballots, blocks, vote_name(name), content)
 
     def release_mean(
         self, mechanism: GaussianMechanism, total: ExactSum, round: int, name: str, within: str = ""
@@ -201,19 +203,25 @@ class ServerGuard(Guard):
         return mechanism.divide(total)
 
     def next_clipping_norm(
-        self, mechanism: GaussianMechanism, within: int, cohort: int, name: str
+        self, mechanism: GaussianMechanism, total: ExactSum, within: int, cohort: int, name: str
     ) -> float:
         """Adaptive clipping norm of the next round; 0.0 if the guarantee sets no quantile.
 
-        mechanism: of the current round; within: number of the `cohort` clients with an unclipped
-        change; name: the round's, decides the noise. Charges nothing: `release_mean` has paid.
+        mechanism, total: of the current round; within: number of the `cohort` clients with an
+        unclipped change; name: the round's, decides the noise together with sum and numbers.
+        Charges nothing: `release_mean` has paid.
         """
         quantile = self.guarantee.clipping_quantile
         if not quantile:
             return 0.0
         clipping = AdaptiveClipping(mechanism.clipping_norm, quantile, noise_multiplier=COUNT_NOISE)
         following = clipping.next_round(
-            within, cohort, mechanism.divisor, secret=self._secret, name=name
+            within,
+            cohort,
+            mechanism.divisor,
+            secret=self._secret,
+            name=name,
+            content=mechanism.digest(total, self._secret, name),
         )
         return following.clipping_norm
 
@@ -279,11 +287,12 @@ class ClientGuard(Guard):
         """Charge a turn (a client's work in a round) as `name`; return the fit that trains it.
 
         round: number of the round. content: digest of everything that the turn depends on
-        (examples, values, settings). The noise of DP-SGD follows from the secret and `content`, not
-        from `name`: the same turn again draws the same noise. trial, report_fault: as in
-        `train_dp_sgd`. With `report_fault`, a fit that raises an exception runs again without
-        examples, so that an answer of noise alone leaves; what this raises does not depend on
-        examples. Call the fit once. Raises a PrivacyError if the budget does not allow the turn.
+        (examples, values, settings). The noise of DP-SGD follows from the secret, `name` and
+        `content`, as the charge does: the same turn of the same run draws the same noise again.
+        trial, report_fault: as in `train_dp_sgd`. With `report_fault`, a fit that raises an
+        exception runs again without examples, so that an answer of noise alone leaves; what this
+        raises does not depend on examples. Call the fit once. Raises a PrivacyError
+        if the budget does not allow the turn.
         """
         guarantee = self.guarantee
         charge = self._charge(round, name, content)
@@ -306,10 +315,10 @@ class ClientGuard(Guard):
                 report_fault=report_fault,
             )
 
-        fit = fit_with(NoiseStream.for_release(self._secret, "turn", content))
+        fit = fit_with(NoiseStream.for_release(self._secret, "turn", name, content))
         if report_fault is None:
             return fit
-        blank = NoiseStream.for_release(self._secret, "turn without examples", content)
+        blank = NoiseStream.for_release(self._secret, "turn without examples", name, content)
         return _contained(fit, fit_with(blank), report_fault)
 
     @staticmethod

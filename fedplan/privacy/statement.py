@@ -45,6 +45,7 @@ EXCLUDED = (
     "personal models and parameters that a client keeps, for anyone who obtains them",
     "metrics on the clients' examples: those that a simulation prints, and those that a site's "
     "policy lets leave",
+    "the common test set and the scores on it: its examples are public",
     "the choice among several runs or settings by private examples; the epsilon of runs that were "
     "compared adds up, as `fedplan compare` and the export of a sweep's run show",
     "what the initial model has learned before, unless its folder has fedplan's privacy.json, "
@@ -64,6 +65,11 @@ GHOST_CLIPPING = (
     "a time, and such values let one of them change the gradients of others by more than is charged"
 )
 """What example-level DP with ghost clipping does not cover in addition."""
+EXCLUDED_CLIENT = (
+    "participation, for whoever sees the server's ledger or the network: the ledger lists the "
+    "clients of each round, so keep it secret"
+)
+"""What client-level DP by the server does not cover in addition."""
 EXCLUDED_DISTRIBUTED = (
     "participation: which clients take part, drop out or refuse, and which rounds fail, is public"
 )
@@ -198,8 +204,8 @@ class Statement:
     def excluded(self) -> tuple[str, ...]:
         """What the guarantee does not cover, one sentence each."""
         ghost = (GHOST_CLIPPING,) if self.guarantee.ghost_clipping else ()
-        distributed = (EXCLUDED_DISTRIBUTED,) if self.noise_shares else ()
-        return (*EXCLUDED, *ghost, *distributed)
+        participation = {"client": (EXCLUDED_CLIENT,), DISTRIBUTED: (EXCLUDED_DISTRIBUTED,)}
+        return (*EXCLUDED, *ghost, *participation.get(self._kind, ()))
 
     @property
     def sampler(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplan.data.tables import JSON_SUFFIXES, DataError, load_table
+from fedplan.data.tables import DataError, has_json_columns, load_table
 from fedplan.federation.client import (
     Client,
     ClientPrivacy,
@@ -236,7 +236,7 @@ def load_site_table(site: Site, study: Study) -> Dataset:
     """Load the site's table from the file `site.data`, or by the function `site.reader`.
 
     The study gives the split of a file, and allows an empty table only with privacy. With privacy,
-    a column of the study that a JSON file lacks is a column without values: in such a file one row
+    a column of the study that JSON files lack is a column without values: in such files one row
     decides whether there is a column. The reader's file is executed,
     with its folder put first on `sys.path`. Raises ConfigError if the site has no data or the
     reader's file is not a Python file.
@@ -246,7 +246,7 @@ def load_site_table(site: Site, study: Study) -> Dataset:
     if not site.reader:
         is_private, data, task = study.privacy is not None, study.data, study.task
         table = load_table(site.data, split=data.split, allow_empty=is_private)
-        if is_private and Path(site.data).suffix in JSON_SUFFIXES:
+        if is_private and has_json_columns(site.data):
             columns = {*task.input.split(), task.label, *data.filter, *data.train_filter} - {""}
             for column in sorted(columns - {*table.column_names}):
                 table = table.add_column(column, [None] * len(table))  # pyright: ignore

@@ -31,6 +31,7 @@ from fedplan.data.tables import (
     label_values,
     load_table,
     matches_any,
+    plain_cells,
     require_column,
     select_rows,
 )
@@ -411,9 +412,8 @@ def _filter_values(
     A row without a value is an error, or left out with `allow_missing`.
     """
     for column, allowed in allowed_values.items():
-        require_column(table, column)
-        cells = cast("list[Any]", table[column][:])
-        values = cells if allow_missing else column_values(table, column)
+        read = plain_cells if allow_missing else column_values
+        values = read(table, column)
         table = select_rows(
             table, [row for row, value in enumerate(values) if matches_any(value, allowed)]
         )

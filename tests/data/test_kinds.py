@@ -17,6 +17,7 @@ from datasets import Dataset
 from tables import PETS, WORDS, row, tokenizer
 from torch import Tensor, nn
 
+from fedplan.data.custom_task import CustomTask
 from fedplan.data.examples import NO_LABEL, PackedSequences
 from fedplan.data.metrics import METRICS, Metric, metric_named
 from fedplan.data.tables import DataError
@@ -139,10 +140,28 @@ def test_examples_are_made_up_from_the_settings_alone(name: str, words: str) -> 
         k: (v.dtype, v.dim()) for k, v in real.items()
     }
     lengths = batch["attention_mask"].sum(1)
-    assert len(lengths) == 4 and lengths[:3].tolist() == [16] * 3 and lengths[3] < 16
+    assert lengths.tolist() == [16, 16, 16, 15, 2]
     assert made.loss(model_for(name, made), batch).isfinite()
     again = whole(made.made_up_examples())
     assert all(torch.equal(batch[each], again[each]) for each in batch)
+
+
+def test_no_tokenizer_makes_made_up_texts_short(words: str) -> None:
+    """Tokens that no word gives, as a server may put in a tokenizer, shortened them."""
+    made = asked("text-classification", words)
+    made.tokenizer.add_tokens([f"x {number}" for number in range(5000)])
+    lengths = whole(made.made_up_examples())["attention_mask"].sum(1)
+    assert lengths.tolist() == [16, 16, 16, 15, 2]
+
+
+def test_a_task_of_your_own_must_make_up_its_examples() -> None:
+    with pytest.raises(DataError, match=r"own makes up no examples.*give.*made_up_examples"):
+        CustomTask().made_up_examples()
+
+
+def test_images_have_a_largest_size() -> None:
+    with pytest.raises(DataError, match=r"image_size = 1025.*at most 1024"):
+        make_task("image-classification", columns="x", label="y", labels=PETS, image_size=1025)
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -21,6 +21,7 @@ from sites import (
     charges,
     site_of,
     study_text,
+    words_of,
     world_of,
 )
 
@@ -28,6 +29,8 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.endpoint import POLL, Endpoint
 from fedplan.privacy.guard import ServerGuard
 from fedplan.runners.local import Federation
+from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.studies.schema import read_study
 from fedplan.tensors.sums import ExactSum
 
 EDITS: dict[str, dict[str, Any]] = {
@@ -118,6 +121,32 @@ def test_a_vote_on_another_content_has_other_noise_and_costs(name: str, tmp_path
     assert found[0] == found[1] and charges(tmp_path) == 2
     apart = [a - b for a, b in zip(found[0], found[2], strict=True)]
     assert all(abs(each - round(each)) > 1e-6 for each in apart), "counts apart, noise the same"
+
+
+def test_another_run_has_other_noise_and_costs(tmp_path: Path) -> None:
+    """A model that is not deterministic has another sum in each run: equal noise would cancel."""
+    (tmp_path / "study.toml").write_text(study_text())
+    site, limits = words_of(tmp_path)
+    runtime = SiteRuntime(site, read_study(tmp_path / "study.toml"), limits)
+    one, two = (
+        change_of(endpoint, world_of(endpoint))
+        for endpoint in (runtime.endpoint(run * 16) for run in "01")
+    )
+    assert (one - two).norm() > 1.2 * one.norm() and charges(tmp_path) == 2
+
+
+def test_equal_counts_of_another_round_are_not_told_to_be_equal(tmp_path: Path) -> None:
+    guard = ServerGuard(GUARANTEES["veiled"], tmp_path)
+    mechanism, norms = guard.make_mechanism({"x": torch.zeros(3)}, 1000), list[float]()
+    for value in (0.1, 0.2, 0.1):
+        total = mechanism.clipped_sum({"x": torch.full((3,), value)})
+        norms.append(guard.next_clipping_norm(mechanism, total, 250, 500, "round 1"))
+    assert norms[0] == norms[2] != norms[1]
+    votes = [
+        guard.release_votes(ballots, ["a", "b"], 2, "round 1")
+        for ballots in ([{"a"}, {"b"}], [{"a", "b"}, set[str]()], [{"b"}, {"a"}])
+    ]
+    assert votes[0] == votes[2] != votes[1]
 
 
 def test_equal_counts_of_other_weights_are_not_told_to_be_equal(tmp_path: Path) -> None:

@@ -759,6 +759,40 @@ def test_a_layer_with_chance_inside_is_not_run_again(monkeypatch: pytest.MonkeyP
     assert round_state.examples == 18
 
 
+class Mindful(nn.Module):
+    """Scales a text by the longest that it has seen, or by chance of its own; a short one resets.
+
+    As rotary embeddings of the type dynamic and Reformer do; no buffer changes.
+    """
+
+    def __init__(self, by_chance: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 2)
+        self.longest, self.by_chance = 0, by_chance
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        length = input_ids.shape[1]
+        self.longest = 0 if length <= 4 else max(self.longest, length)
+        if self.by_chance:
+            torch.seed()
+        scale = torch.rand(()) if self.by_chance else max(self.longest, 4)
+        return (self.embed(input_ids) * scale).mean()
+
+
+@pytest.mark.parametrize("by_chance", [False, True])
+def test_a_model_whose_gradients_cannot_be_repeated_is_refused(by_chance: bool) -> None:
+    ids = RaggedArray.from_lists([[1] * size for size in (9, 9, 9, 8, 2)])
+    rows = TokenSequences(ids, 0, torch.zeros(5))
+
+    def mean_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return model(**batch)
+
+    model = Mindful(by_chance)
+    tensors = (per_example.TrainedTensor("embed.weight", model.embed.weight),)
+    with pytest.raises(PrivacyError, match="remembers other examples, or is not deterministic"):
+        per_example.require_private_training(Objective(model, tensors, rows, mean_loss))
+
+
 def test_trials_leave_no_trace() -> None:
     model = add_lora(zoo.build("bert"), rank=2, on=query).train()
     subject = seen(model, "chain(freeze(), share(adapter))", Few("bert", 0, 4))

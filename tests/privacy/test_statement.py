@@ -235,5 +235,8 @@ def test_the_statement_says_what_is_not_covered() -> None:
         "size of messages and the time that an answer takes, which the server",
         "personal models",
         "are public",
+        "common test set",
     ):
         assert words in text, words
+    hidden = Guarantee("client", 8.0, 1e-5, 1.0, 1.0, 0.5)
+    assert "participation" in Statement.of(hidden, 2).text() and "participation" not in text

@@ -250,3 +250,41 @@ def test_a_policy_that_requires_privacy_refuses_ghost_clipping() -> None:
 
     assert any("ghost_clipping" in each for each in violations())
     assert violations(allow_ghost_clipping=True) == []
+
+
+@pytest.mark.parametrize("target", [None, {"digit": 1}, {"digit": "oops"}, {"digit": [2]}, {}])
+def test_no_row_of_a_json_file_decides_which_others_are_used(
+    target: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Half of the labels are texts and half numbers: one more decided which half was used."""
+    images = np.random.default_rng(0).integers(0, 255, (9, 8, 8)).tolist()
+    found = [{"image": images[i], "digit": "1" if i < 4 else 1} for i in range(8)]
+    found += [] if target is None else [{"image": images[8], **target}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+    examples: Any = sites.site_of(
+        tmp_path, study_text(), data=str(tmp_path / "rows.jsonl")
+    ).site.examples
+    used = {int(each) for each in examples.pixels[:, 0, 0, 0]}
+    assert {image[0][0] for image in images[:8]} <= used
+    assert len(examples) == (9 if target == {"digit": 1} else 8)
+
+
+@pytest.mark.parametrize("odd", [{}, {"ward": 1}])
+def test_a_folder_of_json_files_answers_as_a_file_does(odd: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    found = [{"image": [[1] * 8] * 8, "digit": 1, **odd}, {"image": [[2] * 8] * 8, "digit": 1}]
+    (tmp_path / "data" / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+    desk = sites.make_gateway(tmp_path, data=str(tmp_path / "data"))
+    assert answer(desk, study_text(data="filter = { ward = [1] }")) == "answered"
+
+
+@pytest.mark.parametrize("data", ["filter = { image = [1] }", "train_filter = { image = 1 }"])
+def test_a_filter_on_images_reads_none(data: str, tmp_path: Path) -> None:
+    import datasets
+
+    cells = [{"bytes": b"broken", "path": None}] * 2
+    features = datasets.Features({"image": datasets.Image(), "digit": datasets.Value("int64")})
+    table: Any = datasets.Dataset.from_dict({"image": cells, "digit": [0, 1]}, features=features)
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    desk = sites.make_gateway(tmp_path, data=str(tmp_path / "rows.parquet"))
+    assert answer(desk, study_text(data=data)) == "answered"

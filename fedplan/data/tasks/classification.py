@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
@@ -65,6 +65,19 @@ class _TextTask(Task):
         pairs = RaggedArray.from_lists(segments) if segments else None
         return TokenSequences(RaggedArray.from_lists(ids), pad_token_id(tokenizer), targets, pairs)
 
+    def _made_up(self, draw: np.random.Generator) -> TokenSequences:
+        ids = self._made_up_tokens(draw)
+        has_segments = len(self.columns) == 2 and "token_type_ids" in (
+            self.tokenizer.model_input_names
+        )
+        pairs = RaggedArray(torch.zeros_like(ids.flat), ids.starts) if has_segments else None
+        targets = self._made_up_targets(draw, len(ids.starts) - 1)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), targets, pairs)
+
+    @abstractmethod
+    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
+        """Return random targets of so many texts."""
+
 
 @final
 class TextClassification(_TextTask):
@@ -74,6 +87,9 @@ class TextClassification(_TextTask):
         """Return the texts as tokens with their class indices."""
         labels = self._class_indices(label_values(table, self.label))
         return self._tokenize(table, torch.tensor(labels, dtype=torch.long))
+
+    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
+        return torch.from_numpy(draw.integers(len(self.labels), size=count))
 
 
 @final
@@ -106,9 +122,8 @@ class MultiLabel(_TextTask):
             targets[row, indices] = 1.0
         return self._tokenize(table, targets)
 
-    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
-        texts, label = super()._made_up(draw, length)
-        return texts, [label]
+    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
+        return torch.from_numpy(draw.integers(2, size=(count, len(self.labels)))).float()
 
     def _label_mask(self, labels: Tensor) -> Tensor:
         return torch.ones(len(labels), dtype=torch.bool, device=labels.device)
@@ -164,6 +179,9 @@ class Regression(_TextTask):
                 )
             numbers.append(number)
         return self._tokenize(table, torch.tensor(numbers))
+
+    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
+        return torch.from_numpy(draw.random(count)).float()
 
     def _require_output_size(self, logits: Tensor) -> None:
         if logits.shape[-1] != 1:
@@ -243,9 +261,11 @@ class TokenClassification(Task):
             RaggedArray.from_lists(ids), pad_token_id(tokenizer), RaggedArray.from_lists(labels)
         )
 
-    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
-        words = self._made_up_words(draw, length)
-        return [words], draw.choice(self.labels, len(words)).tolist()
+    def _made_up(self, draw: np.random.Generator) -> TokenSequences:
+        ids = self._made_up_tokens(draw)
+        labels = torch.from_numpy(draw.integers(len(self.labels), size=len(ids.flat)))
+        tags = RaggedArray(labels.to(ids.flat.dtype), ids.starts)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), tags)
 
     def _task_scores(
         self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
@@ -284,9 +304,11 @@ class _ImageTask(Task):
         mean, std = image_mean_std(self.source)
         return ImageExamples(pixels, torch.tensor(labels, dtype=torch.long), mean, std)
 
-    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
-        image = draw.integers(256, size=(self.image_size, self.image_size))
-        return [image.tolist()], str(draw.choice(self.labels))
+    def _made_up(self, draw: np.random.Generator) -> ImageExamples:
+        size = self.image_size
+        pixels = torch.from_numpy(draw.integers(256, size=(5, 3, size, size), dtype=np.uint8))
+        labels = torch.from_numpy(draw.integers(len(self.labels), size=5))
+        return ImageExamples(pixels, labels, *image_mean_std(self.source))
 
 
 @final

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedplan.data.examples import NO_LABEL, Examples
+from fedplan.data.examples import NO_LABEL, Examples, RaggedArray
 from fedplan.data.metrics import METRICS, AnswerKind, Metric, compute_metrics
 from fedplan.data.tables import DataError, column_values
 from fedplan.models.catalog import TASK_CLASSES, load_pretrained
@@ -91,35 +90,31 @@ class Task(ABC):
         Raises DataError if the rows do not fit the task.
         """
 
-    def made_up_examples(self, count: int = 4, seed: int = 0) -> Examples:
-        """Return random examples of the task's shape, made from its settings alone.
+    def made_up_examples(self, seed: int = 0) -> Examples:
+        """Return five random examples of the task's shape, made from its settings alone.
 
-        Texts have random words of the tokenizer and images random pixels; the last text is short
-        and all others are as long as `max_length` allows. A site tries these before it agrees to
-        a study, instead of private ones. A subclass that reads other columns overrides `_made_up`.
-        Raises DataError if `prepare` rejects them.
+        Images have random pixels and texts random tokens, so that no tokenizer decides how long
+        they are: three are as long as an example can be, one has a token less and one has two. A
+        site tries these before it agrees to a study, instead of private ones. A task of your own
+        overrides this. Raises DataError if it does not, or if the tokenizer does not fit the task.
         """
-        from datasets import Dataset
+        return self._made_up(np.random.default_rng(seed))
 
-        draw, rows = np.random.default_rng(seed), list[dict[str, Any]]()
-        for number in range(count):
-            inputs, answer = self._made_up(draw, 2 if number == count - 1 else self.max_length)
-            cells = dict(zip(self.columns, inputs, strict=True))
-            rows.append({**cells, **({self.label: answer} if self.label else {})})
-        return self.prepare(Dataset.from_list(rows))
+    def _made_up(self, draw: np.random.Generator) -> Examples:
+        """Return the examples of `made_up_examples`; DataError if the task cannot make them up."""
+        raise DataError(
+            f"{self.kind} makes up no examples to try a model on, as example-level privacy needs: "
+            "give its class a method made_up_examples, or use client-level privacy"
+        )
 
-    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
-        """Return random cells of the input columns, of about `length` words, and of the label."""
-        texts = [" ".join(self._made_up_words(draw, length)) for _ in self.columns]
-        return texts, str(draw.choice(self.labels)) if self.labels else draw.random()
-
-    def _made_up_words(self, draw: np.random.Generator, count: int) -> list[str]:
-        """Return words of random tokens of the tokenizer."""
+    def _made_up_tokens(self, draw: np.random.Generator) -> RaggedArray:
+        """Return five texts of random tokens, none of them special."""
         tokenizer = self.tokenizer
-        words = (tokenizer.decode([i]).split() for i in draw.integers(len(tokenizer), size=10**4))
-        special = set(tokenizer.all_special_tokens)
-        found = (parts[0] for parts in words if len(parts) == 1 and not special & set(parts))
-        return [*islice(found, count)]
+        special, limit = set(tokenizer.all_special_ids), self._max_tokens(tokenizer)
+        plain = [token for token in range(len(tokenizer)) if token not in special]
+        lengths = (limit, limit, limit, max(limit - 1, 1), min(limit, 2))
+        tokens = [draw.choice(plain or [*special], length).tolist() for length in lengths]
+        return RaggedArray.from_lists(tokens)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a model on a batch and return the mean loss over all labels; 0 without labels.

@@ -42,6 +42,8 @@ TASK_KINDS: dict[str, type[Task]] = {
 """Built-in tasks by kind; `catalog.TASK_CLASSES` has the model class of each."""
 
 
+MAX_IMAGE_SIZE = 1024
+"""Largest `image_size`: a site has all images in memory, of the size that a study sets."""
 TASK_NAMES: Registry[type[Task]] = Registry("task", TASK_KINDS)
 """All tasks that a study can name: TASK_KINDS, and subclasses of Task with a `model_class`."""
 
@@ -98,10 +100,10 @@ def make_task(
         label = ""
     if cls.answer_kind in ("number", "tokens"):
         sorted_labels = ()
-    if kind.startswith("image") and image_size < 1:
+    if kind.startswith("image") and not 1 <= image_size <= MAX_IMAGE_SIZE:
         raise DataError(
             f"{kind} has image_size = {image_size}: give the side of the model's images in pixels, "
-            "such as 224"
+            f"such as 224, at most {MAX_IMAGE_SIZE}"
         )
     _require_packing(kind, packing=packing, one_example_per_row=one_example_per_row)
     return cls(

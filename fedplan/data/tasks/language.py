@@ -204,6 +204,10 @@ class CausalLanguage(_BlockTask):
         blocks = self._blocks(table, tokenizer, special_tokens=False, end=end)
         return TokenSequences(blocks, pad_token_id(tokenizer), blocks)
 
+    def _made_up(self, draw: np.random.Generator) -> TokenSequences:
+        ids = self._made_up_tokens(draw)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), ids)
+
     def _targets(self, labels: Tensor) -> Tensor:
         return _shift_left(labels)
 
@@ -214,10 +218,15 @@ class MaskedLanguage(_BlockTask):
 
     def prepare(self, table: Dataset) -> MaskedTokens:
         """Return the texts of a table in blocks for masking; DataError without a mask token."""
+        return self._masked(self._blocks(table, self.tokenizer, special_tokens=True, end=None))
+
+    def _made_up(self, draw: np.random.Generator) -> MaskedTokens:
+        return self._masked(self._made_up_tokens(draw))
+
+    def _masked(self, blocks: RaggedArray) -> MaskedTokens:
         tokenizer = self.tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(f"the tokenizer of {self.source!r} has no mask token: use causal-lm")
-        blocks = self._blocks(table, tokenizer, special_tokens=True, end=None)
         return MaskedTokens(
             TokenSequences(blocks, pad_token_id(tokenizer), blocks),
             block_seeds(blocks),
@@ -245,6 +254,10 @@ class SequenceToSequence(_Language):
             sides.append(rows)
         texts, targets = map(RaggedArray.from_lists, sides)
         return TokenSequences(texts, pad_token_id(tokenizer), targets, seq2seq=True)
+
+    def _made_up(self, draw: np.random.Generator) -> TokenSequences:
+        ids = self._made_up_tokens(draw)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), ids, seq2seq=True)
 
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
@@ -304,13 +317,12 @@ class Instruction(_Language):
         )
         return PackedSequences(packed_ids, packed_labels, packed_positions, pad_token_id(tokenizer))
 
-    def _made_up(self, draw: np.random.Generator, length: int) -> tuple[Sequence[Any], Any]:
-        # A short question, so that an answer is within max_length.
-        texts = [" ".join(self._made_up_words(draw, count)) for count in (1, length)]
-        if len(self.columns) == 2:
-            return texts, None
-        roles = zip(("user", "assistant"), texts, strict=True)
-        return [[{"role": role, "content": text} for role, text in roles]], None
+    def _made_up(self, draw: np.random.Generator) -> TokenSequences:
+        ids = self._made_up_tokens(draw)
+        labels = ids.flat.clone()
+        labels[ids.starts[:-1]] = NO_LABEL
+        answers = RaggedArray(labels, ids.starts)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), answers)
 
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor

@@ -138,6 +138,8 @@ class ClientDPAggregator(Aggregator):
         about, within = round_charge_name(self.number), f"{self.within} of {self.count}"
         mechanism = self.mechanism
         released = self.guard.release_mean(mechanism, self.changes, self.number, about, within)
-        norm = self.guard.next_clipping_norm(mechanism, self.within, self.count, about)
+        norm = self.guard.next_clipping_norm(
+            mechanism, self.changes, self.within, self.count, about
+        )
         means = {key: self.base[key] + change for key, change in released.items()}
         return AggregationResult(means, clipping_norm=norm)

@@ -206,17 +206,18 @@ def require_private_training(objective: Objective) -> None:
     """Raise a PrivacyError if DP-SGD cannot train an objective's model with its loss.
 
     Call this once, before any charge, with examples and values that are not private: its outcome
-    is visible. Raises as `require_independent_examples` in training mode, and whatever one gradient
-    of each of a few examples raises. Restores the model's mode, buffers and the random state.
+    is visible. Raises as `require_independent_examples` in training mode, whatever a gradient of
+    one of a few examples raises, and a PrivacyError if such a gradient has other bits after that of
+    the longest example, with the same seed. Restores the model's mode, buffers and the random
+    state.
     """
     modes = {module: module.training for module in objective.model.modules()}
     buffers = copy_buffers(objective.model)
     try:
         objective.model.train()
+        _require_no_batch_statistics(objective)
+        _require_repeatable_gradients(objective)  # first: the model has seen no long example yet
         require_independent_examples(objective)
-        with fork_rng_state(model_device(objective.model)):
-            into = ClippedSum(objective.tensors, 1.0)
-            add_clipped_one_by_one(objective, probe_examples(objective.examples), into)
     finally:
         restore_buffers(objective.model, buffers)
         for module, mode in modes.items():
@@ -308,6 +309,45 @@ def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
                 "that they change the gradients of later ones. Use client-level privacy, or a "
                 "model without such a buffer"
             )
+
+
+def _require_repeatable_gradients(objective: Objective) -> None:
+    """Raise a PrivacyError if the gradient of an example changes after those of others.
+
+    Tries the shortest, the median, the second longest and the longest example, first in this order
+    and then in reverse, all with the same seed and buffers. So the second follows a shorter one and
+    then a longer one: a model may forget what it remembers when it sees a short one.
+    """
+    first = torch.arange(min(1000, len(objective.examples)))
+    if not len(first):
+        return
+    sizes = torch.zeros_like(first)
+    if "attention_mask" in objective.examples.batch(first[:1]):
+        sizes = objective.examples.batch(first)["attention_mask"].flatten(1).sum(1)
+    order = sizes.argsort(stable=True)
+    below = max(int((sizes < sizes.max()).sum()) - 1, 0)
+    probes = [order[place] for place in sorted({0, len(order) // 2, below, len(order) - 1})]
+    leaves = [trained.tensor for trained in objective.tensors]
+    buffers = copy_buffers(objective.model)
+
+    def gradient_bits(index: Tensor) -> list[Tensor | None]:
+        with fork_rng_state(model_device(objective.model), seed=0):
+            gradients = gradients_or_none(objective.batch_loss(index[None]), leaves)
+        restore_buffers(objective.model, buffers)
+        return [g if g is None else g.reshape(-1).view(torch.uint8) for g in gradients]
+
+    before = [gradient_bits(probe) for probe in probes]
+    after = [gradient_bits(probe) for probe in reversed(probes)]
+    for olds, news in zip(before, reversed(after), strict=True):
+        for trained, old, new in zip(objective.tensors, olds, news, strict=True):
+            same = old is new if old is None or new is None else torch.equal(old, new)
+            if not same:
+                raise PrivacyError(
+                    f"the gradient of {trained.name} of {objective.name} for one and the same "
+                    "example differs from one call to the next: the model remembers other "
+                    "examples, or is not deterministic. Set deterministic = true, take another "
+                    "model, or privacy at the level of clients"
+                )
 
 
 def _is_mean_or_sum(alone: list[float], together: float) -> bool:

@@ -121,16 +121,24 @@ class AdaptiveClipping:
             )
 
     def next_round(
-        self, within: int, cohort: int, divisor: float, *, secret: bytes, name: str
+        self,
+        within: int,
+        cohort: int,
+        divisor: float,
+        *,
+        secret: bytes,
+        name: str,
+        content: str = "",
     ) -> AdaptiveClipping:
         """Make a copy with the clipping norm of the next round. Charges nothing.
 
         within: number of the `cohort` clients with a change within the current norm.
         divisor: the public (expected) size of a cohort, by which the noisy sum is divided.
-        name: name of the round; the noise follows from name, `secret` and counts.
+        name: name of the round; content: digest of its sum. The noise follows from both, from
+        `secret` and from the counts.
         """
-        content = (within, cohort, self.noise_multiplier.hex())
-        source = NoiseStream.for_release(secret, f"{name}: within the bound", *content)
+        words = (content, within, cohort, self.noise_multiplier.hex())
+        source = NoiseStream.for_release(secret, f"{name}: within the bound", *words)
         noise = source.rounded_gaussian((1,), self.noise_multiplier / 2, COUNT_GRID_STEP)
         noisy = within - cohort / 2 + float(noise)
         fraction = min(max(noisy / divisor + 0.5, 0.0), 1.0)
