@@ -18,7 +18,6 @@ from fedplan.data.custom_task import CustomTask, model_loss
 from fedplan.data.examples import Loss
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.client import TrainSetup
-from fedplan.federation.ledger.callbacks import LOWER_IS_BETTER
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import Record
@@ -276,9 +275,7 @@ def simulate(
         raise ConfigError("a task has its own loss: give a task, or a loss")
     task = CustomTask() if task is None else task
     if isinstance(task, CustomTask):
-        higher = task.higher_is_better or not task.primary.endswith(LOWER_IS_BETTER)
-        function = task.function if loss is model_loss else loss
-        task = replace(task, function=function, higher_is_better=higher)
+        task = replace(task, function=task.function if loss is model_loss else loss)
     in_memory, options = InMemoryInputs(method, model, clients, task, test), options or RunOptions()
     if options.folder:
         folder = Path(options.folder)

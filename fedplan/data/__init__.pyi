@@ -15,7 +15,15 @@ from .examples import (
     split_step,
     token_lengths,
 )
-from .metrics import METRIC_NAMES, Metric, metric_named, metric_spread
+from .metrics import (
+    METRIC_NAMES,
+    METRICS,
+    Metric,
+    metric_bounds,
+    metric_direction,
+    metric_named,
+    metric_spread,
+)
 from .partition import (
     PARTITION_KINDS,
     Partition,
@@ -25,6 +33,7 @@ from .partition import (
     sample_rows,
     training_mask,
 )
+from .predictions import Predictions
 from .schema_inference import TableSchema, infer_schema
 from .tables import (
     DataError,
@@ -53,11 +62,13 @@ __all__ = [
     "Loss",
     "Metric",
     "Partition",
+    "Predictions",
     "RaggedArray",
     "Task",
     "TokenSequences",
     "load_table",
     "make_task",
+    "metric_direction",
     "metric_named",
     "partition_examples",
 ]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
+from fedplan.data.metrics import metric_direction
+from fedplan.data.predictions import Predictions
 from fedplan.data.tables import DataError
 from fedplan.data.tasks.definition import Task
 from fedplan.language.canonical import canonical_text
@@ -80,7 +82,9 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 class CustomTask(Task):
     """A task defined by functions: the loss `function`, `collate` (batches) and `metrics`.
 
-    `primary` is the metric by which models are compared, and `higher_is_better` its direction.
+    `primary` is the metric by which models are compared, and `higher_is_better` its direction: None
+    is that of fedplan's metric of this name. Raises DataError for a primary metric of your own
+    without a direction.
     `kind`, `source`, `columns`, `label` and `labels` keep their defaults: they have no meaning
     here. `prepare` takes a Dataset of torch or `datasets`.
     """
@@ -95,7 +99,17 @@ class CustomTask(Task):
     metrics: BatchMetrics | None = None
 
     primary: str = "loss"  # pyright: ignore[reportIncompatibleVariableOverride]
-    higher_is_better: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    higher_is_better: bool = cast("bool", None)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        if cast("bool | None", self.higher_is_better) is None:
+            direction = metric_direction(self.primary)
+            if direction is None:
+                raise DataError(
+                    f"primary is {self.primary!r}, and its direction is not known: give "
+                    "higher_is_better, True or False"
+                )
+            object.__setattr__(self, "higher_is_better", direction)
 
     @property
     def text(self) -> str:
@@ -121,6 +135,10 @@ class CustomTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a model on a batch."""
         return self.function(model, batch)
+
+    def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
+        """Raise DataError: the functions of this task give metrics, and no predictions."""
+        raise DataError("a CustomTask has no predictions: use a task of fedplan, or `score`")
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
         """Evaluate a model on all examples `rows`, `batch_size` at a time, without gradients.

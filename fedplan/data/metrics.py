@@ -1,39 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of predictions by name, and the spread of a metric over clients."""
+"""Metrics of predictions by name and direction, and the spread of a metric over clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, fsum, isnan, nan, sqrt
+from math import ceil, fsum, inf, isnan, nan, sqrt
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
+from fedplan.data.predictions import Predictions
 from fedplan.errors import FedplanError
 from fedplan.naming import Registry
 
 AnswerKind = Literal["class", "labels", "number", "tokens"]
 """Kinds of predictions: one class, any of some labels, a number, or tokens."""
 MetricFunction = Callable[[Any, Any], float]
-"""Returns a metric from arrays of true and predicted values, with a row for each prediction.
+"""Returns a metric from arrays of true values and predictions, with a row for each prediction.
 
 Classes and tokens are indices of the task's labels or of the vocabulary; labels are rows of 0 and
-1.
+1. Probabilities have a column for each label.
 """
+MetricInput = Literal["labels", "probabilities"]
+"""What a metric takes beside the truth: predicted values, or probabilities of classes or labels."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: `function` of (true, predicted) arrays, and the `answer_kinds` it applies to.
+    """A metric: `function` of the truth and of what it `takes`, for some `answer_kinds`.
 
-    With fewer than `min_rows` rows there is no value.
+    With fewer than `min_rows` rows there is no value. `higher_is_better` is the direction, and
+    `bounds` are the lowest and highest value that the function can return.
     """
 
     name: str
     function: MetricFunction
     answer_kinds: tuple[AnswerKind, ...] = ("class", "labels", "number", "tokens")
     min_rows: int = 1
+    takes: MetricInput = "labels"
+    higher_is_better: bool = True
+    bounds: tuple[float, float] = (-inf, inf)
+
+    def __call__(self, predictions: Predictions) -> float:
+        """Return the metric of predictions.
+
+        Raises FedplanError if the predictions have no probabilities and the metric needs them, or
+        if the function returns no number.
+        """
+        values = predictions.predicted
+        if self.takes == "probabilities":
+            values = predictions.probabilities
+        if values is None:
+            raise FedplanError(
+                f"the metric {self.name!r} takes probabilities, and this task predicts none: use a "
+                "metric of labels"
+            )
+        value = self.function(predictions.truth, values)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise FedplanError(
+                f"the metric {self.name!r} returned a {type(value).__name__}: a metric takes the "
+                f"true values and the predicted {self.takes}, and must return a number"
+            ) from error
 
 
 def _sklearn(function: str, **settings: Any) -> MetricFunction:
@@ -50,6 +81,11 @@ def _sklearn(function: str, **settings: Any) -> MetricFunction:
     return measure
 
 
+def _accuracy(truth: Any, predictions: Any) -> float:
+    """Return the fraction of rows that are right; a row of labels is if all its labels are."""
+    return float((truth == predictions).reshape(len(truth), -1).all(-1).mean())
+
+
 def _pearson(truth: Any, predictions: Any) -> float:
     """Return Pearson's correlation: 0 if a side is constant, NaN for non-finite predictions."""
     first, second = (np.asarray(side, dtype=float) for side in (truth, predictions))
@@ -61,30 +97,56 @@ def _pearson(truth: Any, predictions: Any) -> float:
 
 
 _CLASSIFICATION: tuple[AnswerKind, ...] = ("class", "labels")
+_UNIT, _ABOVE_ZERO = (0.0, 1.0), (0.0, inf)
 _BUILT_IN = (
-    Metric("accuracy", _sklearn("accuracy_score"), ("class", "labels", "tokens")),
+    Metric("accuracy", _accuracy, ("class", "labels", "tokens"), bounds=_UNIT),
     *(
         Metric(
             f"{score}_{average}",
             _sklearn(f"{score}_score", average=average, zero_division=0),
             _CLASSIFICATION,
+            bounds=_UNIT,
         )
         for score, average in (
             *(("f1", "macro"), ("f1", "micro"), ("f1", "weighted")),
             *(("precision", "macro"), ("recall", "macro")),
         )
     ),
-    Metric("matthews_corrcoef", _sklearn("matthews_corrcoef"), ("class",)),
-    Metric("jaccard", _sklearn("jaccard_score", average="samples", zero_division=1), ("labels",)),
-    Metric("hamming_loss", _sklearn("hamming_loss"), _CLASSIFICATION),
-    Metric("mae", _sklearn("mean_absolute_error"), ("number",)),
-    Metric("rmse", _sklearn("root_mean_squared_error"), ("number",)),
-    Metric("max_error", _sklearn("max_error"), ("number",)),
-    Metric("r2", _sklearn("r2_score"), ("number",), min_rows=2),
-    Metric("pearson", _pearson, ("number",), min_rows=2),
+    Metric("matthews_corrcoef", _sklearn("matthews_corrcoef"), ("class",), bounds=(-1.0, 1.0)),
+    Metric(
+        "jaccard",
+        _sklearn("jaccard_score", average="samples", zero_division=1),
+        ("labels",),
+        bounds=_UNIT,
+    ),
+    Metric(
+        "hamming_loss",
+        _sklearn("hamming_loss"),
+        _CLASSIFICATION,
+        higher_is_better=False,
+        bounds=_UNIT,
+    ),
+    *(
+        Metric(name, _sklearn(function), ("number",), higher_is_better=False, bounds=_ABOVE_ZERO)
+        for name, function in (
+            ("mae", "mean_absolute_error"),
+            ("rmse", "root_mean_squared_error"),
+            ("max_error", "max_error"),
+        )
+    ),
+    Metric("r2", _sklearn("r2_score"), ("number",), min_rows=2, bounds=(-inf, 1.0)),
+    Metric("pearson", _pearson, ("number",), min_rows=2, bounds=(-1.0, 1.0)),
 )
 METRICS = {metric.name: metric for metric in _BUILT_IN}
 """Built-in metrics of `evaluate.metrics`, by name."""
+_TASK_METRICS: dict[str, tuple[bool, tuple[float, float]]] = {
+    "loss": (False, (-inf, inf)),
+    "perplexity": (False, _ABOVE_ZERO),
+    "f1": (True, _UNIT),
+}
+"""Direction and bounds of what tasks compute themselves, beside METRICS."""
+_SPREAD_SUFFIXES = ("_worst_decile", "_worst", "_best")
+"""Ends of the names of values over clients that have the direction of their metric."""
 
 
 METRIC_NAMES: Registry[Metric | MetricFunction] = Registry("metric", METRICS)
@@ -101,25 +163,41 @@ def metric_named(name: str) -> Metric:
     return value if isinstance(value, Metric) else Metric(name.rpartition(":")[2], value)
 
 
-def compute_metrics(metrics: Sequence[Metric], truth: Any, predictions: Any) -> dict[str, float]:
-    """Return the value of each metric by name, from arrays of `truth` and `predictions`.
+def compute_metrics(metrics: Sequence[Metric], predictions: Predictions) -> dict[str, float]:
+    """Return the value of each metric by name; without those that need more rows (`min_rows`).
 
-    A metric that needs more rows (`min_rows`) is left out. Raises FedplanError if a metric returns
-    no number.
+    Raises FedplanError if a metric cannot be computed from the predictions.
     """
-    values = dict[str, float]()
-    for metric in metrics:
-        if len(truth) < metric.min_rows:
-            continue
-        value = metric.function(truth, predictions)
-        try:
-            values[metric.name] = float(value)
-        except (TypeError, ValueError) as error:
-            raise FedplanError(
-                f"the metric {metric.name!r} returned a {type(value).__name__}: a metric takes the "
-                "true and the predicted values, and must return a number"
-            ) from error
-    return values
+    rows = len(predictions.truth)
+    return {metric.name: metric(predictions) for metric in metrics if rows >= metric.min_rows}
+
+
+def metric_direction(name: str, known: Mapping[str, bool] = MappingProxyType({})) -> bool | None:
+    """Return whether a higher value of a metric is better; None if nobody has said it.
+
+    `name` may stand in a round's row, as `global.accuracy` or `personal.accuracy_worst`. Directions
+    are those of `known` (by the names of metrics), of registered metrics and of tasks. A spread
+    over clients, as `personal.accuracy_std`, is better if lower.
+    """
+    plain = name.rpartition(".")[2]
+    suffix = next((end for end in _SPREAD_SUFFIXES if plain.endswith(end)), "")
+    registered = [each for each in METRIC_NAMES.registered.values() if isinstance(each, Metric)]
+    directions = {
+        **{metric.name: metric.higher_is_better for metric in registered},
+        **{name: higher for name, (higher, _) in _TASK_METRICS.items()},
+        **{name: metric.higher_is_better for name, metric in METRICS.items()},
+        **known,
+    }
+    if plain.endswith("_std") and plain not in directions:
+        return False
+    return directions.get(plain, directions.get(plain.removesuffix(suffix)))
+
+
+def metric_bounds(name: str) -> tuple[float, float]:
+    """Return the lowest and highest value of a metric; minus and plus infinity if not known."""
+    if name in METRICS:
+        return METRICS[name].bounds
+    return _TASK_METRICS[name][1] if name in _TASK_METRICS else (-inf, inf)
 
 
 def score_spread(scores: Mapping[str, float], *, higher_is_better: bool = True) -> dict[str, float]:

@@ -42,9 +42,7 @@ from .global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_valu
 from .identity import RUN_FILE, RunIdentity, changed_examples, is_run_id, read_identity
 from .ledger.callbacks import (
     COHORT_PREFIXES,
-    LOWER_IS_BETTER,
     PER_CLIENT_PREFIXES,
-    SPREADS,
     EarlyStopping,
     make_tracker,
 )

@@ -11,12 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import fsum, isfinite, isnan, nan
 from typing import Any, Literal, cast
 
 from fedplan.data.examples import Examples
-from fedplan.data.metrics import metric_spread
+from fedplan.data.metrics import metric_bounds, metric_spread
 from fedplan.errors import StoreError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
@@ -64,7 +64,8 @@ class EvalConfig:
     `on_clients`: each client evaluates the global and the personal model on local test examples.
     `keep_best`: keep the global state of the round with the best primary metric of this model,
     "global" or "personal"; "" keeps none. `primary`: name of the task's primary metric.
-    `higher_is_better`: whether a higher primary metric is better.
+    `higher_is_better`: whether a higher primary metric is better. `directions`: the same of all
+    metrics that the task names.
     """
 
     every: int = 1
@@ -72,6 +73,7 @@ class EvalConfig:
     keep_best: BestBy = ""
     primary: str = "loss"
     higher_is_better: bool = False
+    directions: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     def is_due(self, number: int, rounds: int) -> bool:
         """Whether an evaluation follows a round of a run of `rounds` rounds."""
@@ -234,17 +236,14 @@ def metrics_to_json(scores: Scores) -> dict[str, JSON]:
 
 ANSWERED_FILE = "examined.json"
 """File beside a journal's folder: digests of the inputs of each answered evaluation."""
-UNIT_METRICS = ("accuracy", "f1", "precision", "recall", "auc")
-"""Prefixes of metrics between 0 and 1."""
 
 
 def metrics_from_json(metrics: Any) -> Scores:
     """Return a client's metrics by model and name from untrusted JSON, with nan for null.
 
     Raises SerializationError if the models are not "global" and perhaps "personal", a model has no
-    metrics or more than MAX_METRICS, a name or number is invalid, a metric with a name that starts
-    as in UNIT_METRICS is not from 0 to 1, or the number of examples is no positive integer below
-    2**32.
+    metrics or more than MAX_METRICS, a name or number is invalid, a metric of fedplan is outside
+    its bounds, or the number of examples is no positive integer below 2**32.
     """
     scores = Scores()
     for model, table in _require_table(metrics).items():
@@ -262,8 +261,9 @@ def metrics_from_json(metrics: Any) -> Scores:
                 )
             else:
                 number = float(value)
-            out_of_unit = name.startswith(UNIT_METRICS) and not (isnan(number) or 0 <= number <= 1)
-            if out_of_unit or not re.fullmatch(r"[\w.@-]+", name, re.ASCII):
+            lowest, highest = metric_bounds(name)
+            outside = not (isnan(number) or lowest <= number <= highest)
+            if outside or not re.fullmatch(r"[\w.@-]+", name, re.ASCII):
                 raise SerializationError(f"these are no valid metrics: {name!r} is {number}")
             scores[model][name] = number
         count = scores[model].get(EXAMPLE_COUNT, 0.0)

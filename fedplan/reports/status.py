@@ -16,8 +16,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedplan.data.custom_task import CUSTOM_KIND as OWN_TASK
-from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import (
@@ -185,10 +183,8 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
     else:
         died = status.state in LIVE and status.driver.alive is False
         state = DEAD if died else status.state
-    if not status.primary_metric:  # unset before round 1; a task from Python has no class to ask
-        kind = run.study.task.kind
-        primary = "loss" if kind == OWN_TASK else task_class(kind).primary
-        status = replace(status, primary_metric=primary)
+    if not status.primary_metric:  # unset before round 1
+        status = replace(status, primary_metric=run.primary)
     return RunSnapshot(folder, status, state, run.round)
 
 

@@ -205,7 +205,12 @@ class Simulation:
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
         """Return the round with the task's primary metric and its direction."""
         scoring = self.scoring
-        return replace(closed, higher_is_better=scoring.higher_is_better, primary=scoring.primary)
+        return replace(
+            closed,
+            primary=scoring.primary,
+            higher_is_better=scoring.higher_is_better,
+            directions=scoring.directions,
+        )
 
     def _check_callbacks(self) -> tuple[Callback, ...]:
         """Return all callbacks, followed by the study's early stopping if there is one.

@@ -221,7 +221,12 @@ def make_scoring(study: Study, data: FederatedData) -> EvalConfig:
             "evaluate.on_clients, or give the study a test set"
         )
     return EvalConfig(
-        section.every, section.on_clients, section.keep_best, task.primary, task.higher_is_better
+        section.every,
+        section.on_clients,
+        section.keep_best,
+        task.primary,
+        task.higher_is_better,
+        task.directions,
     )
 
 

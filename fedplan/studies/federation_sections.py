@@ -112,7 +112,7 @@ class EarlyStoppingSection(Section):
     min_delta: Annotated[float, Field(ge=0)] = EarlyStopping.min_delta
     """Minimum change that counts as an improvement."""
     mode: Literal["", "max", "min"] = ""
-    """Direction of improvement: "max" or "min"; default: by the metric's name."""
+    """Direction of improvement: "max" or "min"; default: as the metric says."""
 
     @property
     def callback(self) -> EarlyStopping:

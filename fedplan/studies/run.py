@@ -13,6 +13,9 @@ from math import fsum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from fedplan.data.custom_task import CUSTOM_KIND, CustomTask
+from fedplan.data.metrics import metric_direction
+from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState
@@ -20,6 +23,7 @@ from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
 from fedplan.federation.ledger.history import Metrics, join_scores, ledger_rows
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
+from fedplan.federation.ledger.status import read_status
 from fedplan.federation.server import STUDY, Server
 from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
@@ -94,6 +98,26 @@ class RunReader:
     def clients(self) -> list[str]:
         """The names of the clients, if the run had their data; else empty."""
         return read_task_file(self.folder)[1]
+
+    @cached_property
+    def primary(self) -> str:
+        """The name of the task's primary metric."""
+        kind, status = self.study.task.kind, read_status(self.folder)
+        if primary := _read_task_content(self.folder / TASK).get("primary"):
+            return str(primary)
+        if status is not None and status.primary_metric:
+            return status.primary_metric
+        return CustomTask.primary if kind == CUSTOM_KIND else task_class(kind).primary
+
+    def higher_is_better(self, metric: str) -> bool | None:
+        """Return whether a higher value of a metric of the run is better; None if not known."""
+        return metric_direction(metric, self.directions)
+
+    @cached_property
+    def directions(self) -> dict[str, bool]:
+        """Whether higher is better, of the metrics that the task names."""
+        directions = _read_task_content(self.folder / TASK).get("higher_is_better", {})
+        return {str(name): bool(higher) for name, higher in directions.items()}
 
     @cached_property
     def global_state(self) -> GlobalState:
@@ -310,14 +334,20 @@ def update_run_files(server: Server, study: Study, experiment: Experiment) -> No
 def write_run_files(folder: Path, study: Study, experiment: Experiment) -> None:
     """Write a run's study, with absolute paths, and its manifest and task file; makes the folder.
 
-    The task file has what exports and statements need when data and initial model are gone: labels,
-    names of clients, and what the initial model has cost in privacy, if anything.
+    The task file has what exports, reports and statements need when data and initial model are
+    gone: labels, names of clients, the primary metric, the direction of the task's metrics, and
+    what the initial model has cost in privacy, if anything.
     """
     make_folder(folder)
     write_if_changed(folder / STUDY, resolve_paths(study, Path.cwd()).model_dump_json(indent=1))
     write_if_changed(folder / MANIFEST, manifest_json(experiment.agreement.params))
     data = experiment.data
-    content: dict[str, Any] = {"labels": data.task.labels, "clients": list(data.train)}
+    content: dict[str, Any] = {
+        "labels": data.task.labels,
+        "clients": list(data.train),
+        "primary": data.task.primary,
+        "higher_is_better": data.task.directions,
+    }
     earlier = read_earlier_expenses(folder) if (folder / TASK).exists() else ()
     if not earlier:
         download = study.privacy is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, get_args
 
+from fedplan.data.metrics import metric_direction
 from fedplan.errors import FedplanError
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
@@ -307,6 +308,8 @@ def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] 
     corrected = holm([row.p for row in rows])
     rows = [replace(row, p_holm=p) for row, p in zip(rows, corrected, strict=True)]
     higher_is_better = baseline.first.higher_is_better(score)
+    if metric_direction(score, baseline.first.directions) is None:
+        notes = (*notes, f"{score} says no direction: a higher value counts as better")
     notes = (*notes, *_seed_notes(rows), *_privacy_notes(groups))
     return Comparison(score, higher_is_better, tuple(rows), notes)
 

@@ -9,14 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedplan.data.custom_task import CUSTOM_KIND, CustomTask
-from fedplan.data.tasks.kinds import task_class
+from fedplan.data.metrics import metric_direction
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.callbacks import (
     COHORT_PREFIXES,
-    LOWER_IS_BETTER,
     PER_CLIENT_PREFIXES,
-    SPREADS,
 )
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, read_record
@@ -43,8 +40,9 @@ class RunResult:
     `finished`: whether the run reached its last round or was stopped early by a rule. `metrics`:
     one row of numbers per round. `seconds`: `rounds` times the median duration of the last rounds.
     `epsilon_spent`: so far. `seconds` and `epsilon_spent` are None if not known.
-    `recorded_primary`: the task's primary metric in the run's status, or "". `score` and `curve`
-    return a metric that may be shown under the run's privacy.
+    `primary`: the task's primary metric. `directions`: whether higher is better, of the metrics
+    that the task names. `score` and `curve` return a metric that may be shown under the run's
+    privacy.
     """
 
     folder: Path
@@ -55,7 +53,8 @@ class RunResult:
     metrics: Metrics
     seconds: float | None
     epsilon_spent: float | None
-    recorded_primary: str = ""
+    primary: str
+    directions: Mapping[str, bool]
 
     @property
     def upload_bytes(self) -> int | None:
@@ -92,26 +91,9 @@ class RunResult:
         """Return (round, value) of a metric for each round that has it."""
         return [(int(row["round"]), row[name]) for row in self.public_metrics if name in row]
 
-    @property
-    def primary(self) -> str:
-        """The name of the task's primary metric, as the run recorded or else by the task's kind."""
-        if self.recorded_primary:
-            return self.recorded_primary
-        kind = self.study.task.kind
-        return CustomTask.primary if kind == CUSTOM_KIND else task_class(kind).primary
-
     def higher_is_better(self, name: str) -> bool:
-        """Return whether a higher value of the metric `name` is better.
-
-        Decided by the end of the name, as "loss"; a statistic over clients (SPREADS) has the
-        direction of the task's primary metric.
-        """
-        if not name.startswith(SPREADS):
-            return not name.endswith(LOWER_IS_BETTER)
-        kind = self.study.task.kind
-        if kind == CUSTOM_KIND:
-            return not self.primary.endswith(LOWER_IS_BETTER)
-        return task_class(kind).higher_is_better
+        """Return whether a higher value of a metric is better; true for an unknown metric."""
+        return metric_direction(name, self.directions) is not False
 
 
 def read_run_result(folder: Path) -> RunResult:
@@ -139,8 +121,9 @@ def read_run_result(folder: Path) -> RunResult:
             seconds=status.round_seconds * run.round
             if status and status.round_seconds is not None
             else None,
-            recorded_primary=status.primary_metric if status else "",
             epsilon_spent=spent,
+            primary=run.primary,
+            directions=run.directions,
         )
 
     return read_consistently(folder, read)

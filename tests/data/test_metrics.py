@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
 
-from fedplan.data.metrics import METRICS, Metric, score_spread
+from fedplan.data.metrics import METRICS, Metric, metric_direction, score_spread
 from fedplan.errors import FedplanError
-from fedplan.federation.ledger.callbacks import LOWER_IS_BETTER
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
 
@@ -54,12 +53,23 @@ def answers(kind: str, seed: int) -> np.ndarray:
 def test_no_answer_beats_the_truth_and_the_order_of_rows_does_not_count(
     metric: Metric, seed: int
 ) -> None:
-    sign, order = -1 if metric.name.endswith(LOWER_IS_BETTER) else 1, np.arange(9)[::-1]
+    sign, order = 1 if metric.higher_is_better else -1, np.arange(9)[::-1]
     for kind in metric.answer_kinds:
         truth, guess = answers(kind, seed), answers(kind, seed + 1)
         score = metric.function(truth, guess)
         assert sign * score <= sign * metric.function(truth, truth)
+        assert metric.bounds[0] <= score <= metric.bounds[1]
         assert isclose(score, metric.function(truth[order], guess[order]), abs_tol=1e-12)
+
+
+def test_a_direction_is_that_of_the_metric_and_never_follows_from_a_name() -> None:
+    for metric in METRICS.values():
+        for name in (metric.name, f"global.{metric.name}", f"personal.{metric.name}_worst"):
+            assert metric_direction(name) is metric.higher_is_better
+    assert metric_direction("hamming_loss") is False is metric_direction("sites.global.perplexity")
+    assert metric_direction("personal.accuracy_std") is False
+    assert metric_direction("global.mean_error") is None is metric_direction("auc_of_mine")
+    assert metric_direction("global.mean_error", {"mean_error": True}) is True
 
 
 def test_nothing_to_put_together_is_said() -> None:

@@ -246,8 +246,11 @@ def rows_of(seen: list[float]) -> CommittedRound:
     ],
 )
 def test_when_it_is_time_to_stop(seen: list[float], least: float, stops: bool) -> None:
-    for name in ("m", "loss"):
-        assert bool(EarlyStopping(name, 2, least)(rows_of(seen))) is stops
+    for name, higher in (("m", True), ("loss", None)):
+        stopping = EarlyStopping(name, 2, least, higher_is_better=higher)
+        assert bool(stopping(rows_of(seen))) is stops
+    with pytest.raises(fp.FedplanError, match="'m', and its direction is not known"):
+        EarlyStopping("m", 2, least)(rows_of(seen))
     assert (
         EarlyStopping("m", 2, least, higher_is_better=False)(rows_of([-x for x in seen])) is None
         or stops
@@ -350,7 +353,7 @@ def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> No
     [
         ({"evaluate": fp.EvaluateConfig(metrics=["accuracy"])}, "compute them in your own `metrics`"),
         ({"task": make_task("text-classification", columns="x", label="y", labels="ab")}, "give a task, or a loss"),
-        ({"task": fp.CustomTask(metrics=right, primary="f2"), "tests": {"north": table(5)}}, "primary is 'f2', but the metrics are loss, "),
+        ({"task": fp.CustomTask(metrics=right, primary="f2", higher_is_better=True), "tests": {"north": table(5)}}, "primary is 'f2', but the metrics are loss, "),
         ({"test": None, "callbacks": [EarlyStopping("global.loss")]}, "has no global metrics"),
         ({"callbacks": [None]}, "give a list of functions"),
         ({"method": "fedavg"}, "give a plan"),

@@ -23,10 +23,10 @@ from fedplan.data.examples import (
     read_images,
 )
 from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
+from fedplan.data.predictions import Predictions
 from fedplan.data.tables import DataError, column_values, label_values
 from fedplan.data.tasks.definition import (
     Task,
-    accuracy,
     pad_token_id,
     require_tokens,
     split_by_sizes,
@@ -139,13 +139,12 @@ class MultiLabel(_TextTask):
     def _predict(self, logits: Tensor) -> Tensor:
         return (logits > 0).long()
 
-    def _task_scores(
-        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
-    ) -> dict[str, float]:
-        metrics = [METRICS[name] for name in ("f1_micro", "f1_macro")]
-        scores = compute_metrics(metrics, truth.numpy(), guess.numpy())
-        all_right = accuracy((truth == guess).all(-1), torch.tensor(True))
-        return {"accuracy": all_right, **scores}
+    def _probabilities(self, logits: Tensor) -> Tensor | None:
+        return logits.double().sigmoid()
+
+    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
+        names = ("accuracy", "f1_micro", "f1_macro")
+        return compute_metrics([METRICS[name] for name in names], predictions)
 
 
 @final
@@ -202,11 +201,12 @@ class Regression(_TextTask):
     def _predict(self, logits: Tensor) -> Tensor:
         return logits.squeeze(-1)
 
-    def _task_scores(
-        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
-    ) -> dict[str, float]:
-        metrics = [METRICS[name] for name in ("mae", "rmse", "r2", "pearson")]
-        return compute_metrics(metrics, truth.numpy(), guess.numpy())
+    def _probabilities(self, logits: Tensor) -> Tensor | None:
+        return None
+
+    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
+        names = ("mae", "rmse", "r2", "pearson")
+        return compute_metrics([METRICS[name] for name in names], predictions)
 
 
 _ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
@@ -267,21 +267,19 @@ class TokenClassification(Task):
         tags = RaggedArray(labels.to(ids.flat.dtype), ids.starts)
         return TokenSequences(ids, pad_token_id(self.tokenizer), tags)
 
-    def _task_scores(
-        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
-    ) -> dict[str, float]:
+    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
         """Return `accuracy` (of labels), and `f1` as described at the class."""
+        scores = super()._task_scores(loss, predictions)
         if not all(_ENTITY_TAG.fullmatch(label) for label in self.labels):
-            return super()._task_scores(loss, truth, guess, sizes)
+            return scores
         from seqeval.metrics import f1_score
 
-        numbers = cast("list[list[int]]", [truth.tolist(), guess.tolist()])
-        sides = [
-            split_by_sizes([self.labels[number] for number in side], sizes) for side in numbers
+        sides: list[list[list[str]]] = [
+            split_by_sizes([self.labels[index] for index in side], predictions.sizes.tolist())
+            for side in (predictions.truth, predictions.predicted)
         ]
         # Without entities, predicting none is right.
-        f1 = float(cast("Any", f1_score)(*sides, zero_division=1))
-        return {"accuracy": accuracy(truth, guess), "f1": f1}
+        return {**scores, "f1": float(cast("Any", f1_score)(*sides, zero_division=1))}
 
 
 @dataclass(frozen=True)

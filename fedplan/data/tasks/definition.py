@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from fedplan.data.examples import NO_LABEL, Examples, RaggedArray
 from fedplan.data.metrics import METRICS, AnswerKind, Metric, compute_metrics
+from fedplan.data.predictions import Predictions
 from fedplan.data.tables import DataError, column_values
 from fedplan.models.catalog import TASK_CLASSES, load_pretrained
 from fedplan.models.dual_encoder import TEMPLATE
@@ -40,8 +41,9 @@ class Task(ABC):
     `packing` joins several conversations in one sequence. `weights` are loss weights by label, 1 by
     default. `extra_metrics` are computed in addition to the task's own.
 
-    Call `prepare` once per table, `loss` per batch in training, `score` to evaluate. Subclasses set
-    `primary` (the metric to compare models by), `answer_kind` and `input_columns`.
+    Call `prepare` once per table, `loss` per batch in training, `score` to evaluate, or `predict`
+    and `measure`, of which it consists. Subclasses set `primary` (the metric to compare models by),
+    `answer_kind` and `input_columns`.
     """
 
     kind: str
@@ -133,20 +135,49 @@ class Task(ABC):
         """
         if not len(rows):
             return {"examples": 0.0}
-        parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        return self.measure(self.predict(model, rows, batch_size=batch_size))
+
+    def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
+        """Return a model's predictions for `rows`, one or more, `batch_size` at a time.
+
+        Runs in eval mode and without gradients. Raises DataError if the model has another number of
+        classes than the task.
+        """
+        parts = list[Predictions]()
         with eval_mode(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
                 logits, labels, sizes = self._labelled_logits(model, rows.batch(indices))
-                losses = self._loss_per_answer(logits, labels).cpu().double()
-                parts.append((losses, labels.cpu(), self._predict(logits).cpu(), sizes.cpu()))
-        losses, truth, guess, sizes = (torch.cat(p) for p in zip(*parts, strict=True))
-        if not len(truth):
-            return {"examples": float(len(rows))}
-        loss = losses.mean().item()
-        scores = {"loss": loss, **self._task_scores(loss, truth, guess, sizes.tolist())}
-        if self.extra_metrics:
-            scores |= compute_metrics(self.extra_metrics, truth.numpy(), guess.numpy())
-        return {**scores, "examples": float(len(rows))}
+                losses = self._loss_per_answer(logits, labels).double()
+                probabilities = self._probabilities(logits)
+                parts.append(
+                    Predictions(
+                        labels.cpu().numpy(),
+                        self._predict(logits).cpu().numpy(),
+                        None if probabilities is None else probabilities.cpu().numpy(),
+                        losses.cpu().numpy(),
+                        sizes.cpu().numpy(),
+                    )
+                )
+        return Predictions.join(parts)
+
+    def measure(self, predictions: Predictions) -> dict[str, float]:
+        """Return `loss`, the task's and extra metrics, and `examples` of predictions.
+
+        Only `examples` if there is no prediction.
+        """
+        examples = {"examples": float(len(predictions))}
+        if not len(predictions.truth):
+            return examples
+        # The mean of torch, which sums in another order than numpy.
+        loss = torch.from_numpy(predictions.losses).mean().item()
+        extra = compute_metrics(self.extra_metrics, predictions)
+        return {"loss": loss, **self._task_scores(loss, predictions), **extra, **examples}
+
+    @property
+    def directions(self) -> dict[str, bool]:
+        """Whether higher is better, of the primary metric and of extra metrics, by name."""
+        extra = {metric.name: metric.higher_is_better for metric in self.extra_metrics}
+        return {self.primary: self.higher_is_better, **extra}
 
     def _labelled_logits(
         self, model: nn.Module, batch: Mapping[str, Tensor]
@@ -208,16 +239,14 @@ class Task(ABC):
     def _predict(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
 
-    def _task_scores(
-        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
-    ) -> dict[str, float]:
-        """Return the task's own metrics by name, from true labels and the model's guesses.
+    def _probabilities(self, logits: Tensor) -> Tensor | None:
+        """Return the probability of each class in each row of logits; None if there are none."""
+        return logits.double().softmax(-1)
 
-        `truth` and `guess` have an entry per label, in multi-label tasks a row per example; `loss`
-        is the mean loss; `sizes` are the numbers of entries of each example.
-        """
-        f1 = METRICS["f1_macro"].function(truth.numpy(), guess.numpy())
-        return {"accuracy": accuracy(truth, guess), "f1": f1}
+    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
+        """Return the task's own metrics of predictions by name; `loss` is their mean loss."""
+        values = compute_metrics([METRICS["accuracy"], METRICS["f1_macro"]], predictions)
+        return {"accuracy": values["accuracy"], "f1": values["f1_macro"]}
 
     def _class_indices(self, labels: Sequence[str]) -> list[int]:
         """Return the class index of each label; raise DataError for an unknown label."""
@@ -258,11 +287,6 @@ class Task(ABC):
 
     def _max_tokens(self, tokenizer: Any) -> int:
         return min(self.max_length, int(tokenizer.model_max_length))
-
-
-def accuracy(truth: Tensor, guess: Tensor) -> float:
-    """Return the fraction of predictions that are right."""
-    return (truth == guess).double().mean().item()
 
 
 def pad_token_id(tokenizer: Any) -> int:

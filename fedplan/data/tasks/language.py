@@ -21,9 +21,10 @@ from fedplan.data.examples import (
     block_seeds,
     chunk_slices,
 )
-from fedplan.data.metrics import AnswerKind
+from fedplan.data.metrics import METRICS, AnswerKind
+from fedplan.data.predictions import Predictions
 from fedplan.data.tables import DataError, column_values, select_rows
-from fedplan.data.tasks.definition import Task, accuracy, pad_token_id, require_tokens
+from fedplan.data.tasks.definition import Task, pad_token_id, require_tokens
 from fedplan.tensors.devices import eval_mode, model_device
 
 if TYPE_CHECKING:
@@ -160,10 +161,13 @@ class _Language(Task):
     primary: ClassVar[str] = "perplexity"
     higher_is_better: ClassVar[bool] = False
 
-    def _task_scores(
-        self, loss: float, truth: Tensor, guess: Tensor, sizes: list[int]
-    ) -> dict[str, float]:
-        return {"accuracy": accuracy(truth, guess), "perplexity": exp(min(loss, 700.0))}
+    def _probabilities(self, logits: Tensor) -> Tensor | None:
+        # They would need the size of the vocabulary for each token.
+        return None
+
+    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
+        accuracy = METRICS["accuracy"](predictions)
+        return {"accuracy": accuracy, "perplexity": exp(min(loss, 700.0))}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from fedplan.data.metrics import metric_direction
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.naming import Registry
@@ -25,12 +26,6 @@ from fedplan.storage.files import make_folder
 
 GLOBAL_PREFIX = "global."
 """Prefix of the global model's metrics on the common test set."""
-
-SPREADS = ("personal.", "sites.spread.")
-"""Prefixes of metrics over clients of the task's primary metric."""
-
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "mae", "mse", "rmse")
-"""Ends of the names of metrics that improve by becoming lower."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,10 @@ class EarlyStopping:
     `metric`: name in a round's row, for example `loss`, `global.accuracy` or `personal.accuracy`.
     `patience`: number of rounds with the metric, but without improvement, until the run stops; the
     constructor raises FedplanError if below 1. `min_delta`: an improvement must exceed this.
-    `higher_is_better`: if None, a metric that starts as in SPREADS has the direction of the task's
-    primary metric, if known; any other metric improves by becoming higher, unless the name ends as
-    in LOWER_IS_BETTER. A call with a CommittedRound returns the reason to stop, or None. The call
-    raises FedplanError if no round so far has the metric; for a name with a dot, only after a round
-    with evaluation.
+    `higher_is_better`: if None, the direction that the metric or the task gives. A call with a
+    CommittedRound returns the reason to stop, or None. The call raises FedplanError if the
+    direction is not known, or if no round so far has the metric; for a name with a dot, only after
+    a round with evaluation.
     """
 
     metric: str = "loss"
@@ -89,10 +83,13 @@ class EarlyStopping:
             names = ", ".join(committed.row)
             raise FedplanError(f"no round has a metric {self.metric!r}; use one of {names}")
         higher = self.higher_is_better
-        if higher is None and self.metric.startswith(SPREADS):
-            higher = committed.higher_is_better
         if higher is None:
-            higher = not self.metric.endswith(LOWER_IS_BETTER)
+            higher = metric_direction(self.metric, committed.directions)
+        if higher is None:
+            raise FedplanError(
+                f"early_stopping.metric is {self.metric!r}, and its direction is not known: set "
+                'early_stopping.mode to "max" or "min", from Python higher_is_better'
+            )
         best, index = -inf, 0  # of the last value that improved on all before by min_delta
         for i, value in enumerate(values):
             score = value if higher else -value

@@ -16,7 +16,7 @@ A callback is the simpler form for users: a function of `CommittedRound`, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class CommittedRound:
     `experiment`: name and seed of the study. `run`: id of the run. `folder`: the run's folder.
     `hides_clients`: client-level DP; then numbers of single clients must not be published.
     `primary`: name of the task's primary metric. `higher_is_better`: whether a higher primary
-    metric is better; None if unknown.
+    metric is better; None if unknown. `directions`: the same of all metrics that the task names.
     """
 
     total_rounds: int
@@ -93,6 +93,7 @@ class CommittedRound:
     hides_clients: bool = False
     higher_is_better: bool | None = None
     primary: str = "loss"
+    directions: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     @property
     def round(self) -> int:

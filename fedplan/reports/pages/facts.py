@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, isfinite
 
-from fedplan.data.custom_task import CUSTOM_KIND
-from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.history import Metrics
@@ -26,8 +24,6 @@ from fedplan.studies.schema import Study
 
 GLOBAL_PREFIXES = ("global.", "sites.global.")
 """Prefixes of the global model's metrics: on the common test set, or on clients' examples."""
-HIGHER_IS_BETTER = ("accuracy", "f1", "precision", "recall", "auc")
-"""Prefixes of the names of metrics of which a higher value is better."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +71,8 @@ class RunFacts:
 
     @cached_property
     def score(self) -> tuple[str, bool]:
-        """The name of the task's main metric, and whether higher is better.
-
-        A task from Python does not name its main metric: then the first measured metric of
-        HIGHER_IS_BETTER is taken, or else the loss.
-        """
-        if self.study.task.kind != CUSTOM_KIND:
-            task = task_class(self.study.task.kind)
-            return task.primary, task.higher_is_better
-        measured = {name.rpartition(".")[2] for row in self.metrics for name in row if "." in name}
-        metrics = sorted(name for name in measured if name.startswith(HIGHER_IS_BETTER))
-        return (metrics[0], True) if metrics else ("loss", False)
+        """The name of the task's primary metric, and whether higher is better."""
+        return self.run.primary, self.run.higher_is_better(self.run.primary) is not False
 
     def column(self, name: str, *columns: str) -> Series:
         """Return the first of the metrics `columns` that has a finite value, by round, as a series.

@@ -177,7 +177,12 @@ class ServerLoop:
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
         """Return the round with the task's primary metric and its direction."""
         scoring = self.scoring
-        return replace(closed, higher_is_better=scoring.higher_is_better, primary=scoring.primary)
+        return replace(
+            closed,
+            primary=scoring.primary,
+            higher_is_better=scoring.higher_is_better,
+            directions=scoring.directions,
+        )
 
     def _update_roster(self) -> None:
         """Poll the nodes, take over the sites' traits, and exclude sites that do not match.
