@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .ledger import verify_ledger
-from .run import verify_run
+from .movement import Movement
+from .run import audit_run, verify_run

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedplan.audits.ledger import verify_ledger
+from fedplan.audits.movement import Movement
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
 from fedplan.federation.identity import changed_examples
@@ -33,6 +34,8 @@ from fedplan.tensors.named import Tensors, digest
 
 FAILED = "The run failed the checks that the faults name"
 """Start of the text on a run with faults."""
+MAX_NAMES = 3
+"""The most params that the summary names."""
 
 
 @dataclass
@@ -41,10 +44,12 @@ class _LedgerSummary:
 
     has_clients: whether the run's folder has the clients' states; if not, `last_turns` stays empty.
     frozen: number of params that were not trained (FREEZE and HOLD), summed over all turns.
+    movement: the params that were trained, and whether they moved.
     rounds: all round records, with empty `aggregated` and `rejected`.
     """
 
     has_clients: bool
+    movement: Movement
     turns: int = 0
     up: int = 0
     down: int = 0
@@ -58,6 +63,7 @@ class _LedgerSummary:
         for line in lines:
             with suppress(RecordError):
                 record = read_record(line)
+                self.movement.add(record)
                 if isinstance(record, RoundRecord):
                     self.rounds.append(replace(record, aggregated=(), rejected={}))
                 else:
@@ -71,26 +77,48 @@ class _LedgerSummary:
             yield line
 
 
+@dataclass(frozen=True)
+class RunAudit:
+    """What the checks of a run have shown: faults as sentences, and a text on all checks.
+
+    `unmoved`: keys of params that were trained and never moved. That is a reason to doubt the run,
+    and no fault: a layer that the loss does not use, or of which all units are inactive, has a
+    gradient of zero, and training it as the plan says leaves it as it is.
+    """
+
+    faults: tuple[str, ...]
+    summary: str
+    unmoved: tuple[str, ...] = ()
+
+
 def verify_run(folder: Path) -> tuple[list[str], str]:
-    """Check a run's folder; return (faults as sentences, a text).
+    """Check a run's folder; return (faults as sentences, a text), as of `audit_run`."""
+    audit = audit_run(folder)
+    return list(audit.faults), audit.summary
+
+
+def audit_run(folder: Path) -> RunAudit:
+    """Check a run's folder; change nothing.
 
     Checks the ledger against the plan, stored models and client states against the ledger, privacy
-    charges against the guarantee, and examples, if loadable, against their digests. Changes
-    nothing. The text says what the checks have shown; with faults, that the run failed them. Raises
-    ConfigError before the first round.
+    charges against the guarantee, and examples, if loadable, against their digests. The summary
+    says what the checks have shown: also whether each trained param moved; with faults, that the
+    run failed them. Raises ConfigError before the first round.
     """
-    return read_consistently(folder, _verify)
+    return read_consistently(folder, _audit)
 
 
-def _verify(run: RunReader) -> tuple[list[str], str]:
-    """Check a run as it was read; return faults and text as `verify_run` does."""
+def _audit(run: RunReader) -> RunAudit:
+    """Check a run as it was read."""
     file_faults = run.file_faults()
     faults = [*file_faults.values()]
     lost = any(segment_number(name) and f.endswith("is lost") for name, f in file_faults.items())
     if lost or any(file_faults.get(name, "") for name in WRITE_ONCE_FILES):
         run.require_current()
-        return faults, f"{FAILED}, and without these files nothing else can be checked."
-    summary = _LedgerSummary(bool(run.identity.examples))
+        text = f"{FAILED}, and without these files nothing else can be checked."
+        return RunAudit(tuple(faults), text)
+    movement = Movement(run.agreement, run.identity.digests)
+    summary = _LedgerSummary(bool(run.identity.examples), movement)
     faults += run.identity_faults()
     lines = summary.count_lines(run.ledger_lines())
     faults += verify_ledger(run.agreement, lines, run.identity.digests)
@@ -106,17 +134,32 @@ def _verify(run: RunReader) -> tuple[list[str], str]:
     faults += changed
     if faults:
         run.require_current()
-        return faults, f"{FAILED}; all other checks passed."
+        text = f"{FAILED}; all other checks passed."
+        return RunAudit(tuple(faults), text, tuple(movement.unmoved))
     frozen = "the plan froze nothing; "
     if summary.frozen:
         frozen = f"frozen params were checked {summary.frozen:,} times and none changed; "
-    return [], (
+    text = (
         f"{run.round} rounds, {len(summary.clients)} clients, {summary.turns} turns: "
-        f"{frozen}{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all "
+        f"{frozen}{_describe_movement(movement)}; "
+        f"{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all "
         f"explained by the plan {run.agreement.method.plan.fingerprint}; no personal param was "
         "uploaded. "
         f"{_describe_masked_sums(summary.rounds)}{charges_checked}{examples_checked}"
     )
+    return RunAudit((), text, tuple(movement.unmoved))
+
+
+def _describe_movement(movement: Movement) -> str:
+    """Clause on the trained params: that all moved, or which did not."""
+    trained, unmoved = len(movement.trained), movement.unmoved
+    if not trained:
+        return "nothing was trained"
+    if not unmoved:
+        return f"all {trained} trained params moved"
+    names = ", ".join(unmoved[:MAX_NAMES])
+    more = f" and {len(unmoved) - MAX_NAMES} more" if len(unmoved) > MAX_NAMES else ""
+    return f"of {trained} trained params {len(unmoved)} never moved ({names}{more})"
 
 
 def _describe_masked_sums(rounds: list[RoundRecord]) -> str:

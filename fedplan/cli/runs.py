@@ -210,16 +210,19 @@ def verify_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Verify a run: frozen tensors unchanged, private tensors not sent, bytes as forecast.
+    """Verify a run: frozen tensors unchanged, trained ones moved, private ones not sent.
 
-    The exit code is 1 if a check fails.
+    The exit code is 1 if a check fails. A tensor that was trained and did not move is listed, and
+    is no failure: its gradient may be zero.
     """
-    from fedplan.audits.run import verify_run
+    from fedplan.audits.run import audit_run
 
     with print_errors():
-        faults, summary = verify_run(folder)
+        audit = audit_run(folder)
+    faults, summary, unmoved = list(audit.faults), audit.summary, list(audit.unmoved)
     if as_json:
-        print_json({"passed": not faults, "faults": list(faults), "summary": summary})
+        passed = not faults
+        print_json({"passed": passed, "faults": faults, "summary": summary, "unmoved": unmoved})
     else:
         console = Console(stderr=bool(faults))
         for fault in faults[:20]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .canonical import canonical_text, format_call, format_dataclass, with_text
+from .coverage import overridden_steps, planned_turns, unreached_branches
 from .parser import parse, parse_part
 from .parts import (
     Part,
@@ -25,6 +26,7 @@ from .plan import (
     Assign,
     Best,
     By,
+    Chain,
     Plan,
     Role,
     Roles,

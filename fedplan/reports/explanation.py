@@ -15,9 +15,10 @@ from rich.text import Text
 
 from fedplan.errors import FedplanError
 from fedplan.federation.wire_cost import WireCost
+from fedplan.language.coverage import planned_turns
 from fedplan.language.parser import parse
 from fedplan.language.plan import Plan, Role
-from fedplan.language.resolution import Participants
+from fedplan.language.resolution import Participants, phase_names
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Kind, Param, Params
 from fedplan.reports.exposure import plan_exposure
@@ -25,6 +26,7 @@ from fedplan.reports.figures.drawing import ROLE_STYLES
 from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
 from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory
+from fedplan.reports.plan_warnings import RunWarning, plan_warnings, warnings_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,12 +82,13 @@ class Explanation:
 
     `forecast` has roles and bytes for each class of clients (clients for which the plan has the
     same roles). With `step`, all outputs include the memory of that training step. `warning` says
-    what the server can read from updates.
+    what the server can read from updates; `warnings` are reasons to doubt the plan.
     """
 
     forecast: Forecast
     step: TrainingStep | None = None
     warning: str = ""
+    warnings: tuple[RunWarning, ...] = ()
 
     def __str__(self) -> str:
         out = StringIO()
@@ -106,7 +109,8 @@ class Explanation:
             table = self._stage_columns(client) if few else self._stage_rows(client)
             parts += [*self._class_heading(client), table, self._total(client)]
         notes = [*f.notes, *([f"\n{self.warning}"] if self.warning else [])]
-        return Group(*parts, self._legend(), *map(Text, notes), *self._memory_tables())
+        memory, doubts = self._memory_tables(), warnings_text(self.warnings)
+        return Group(*parts, self._legend(), *map(Text, notes), *memory, *doubts)
 
     def _class_heading(self, client: ClientForecast) -> list[Text]:
         several = len(self.forecast.clients) > 1
@@ -248,6 +252,7 @@ class Explanation:
             "clients": [self._client_json(client) for client in f.clients],
             "notes": list(f.notes),
             "warning": self.warning,
+            "warnings": [warning.json() for warning in self.warnings],
         }
 
     def _client_json(self, client: ClientForecast) -> dict[str, Any]:
@@ -311,18 +316,18 @@ def explain(
         from fedplan.models.description import describe
 
         model = describe(model)
-    return Explanation(
-        forecast(
-            plan,
-            model,
-            rounds=rounds,
-            phases=phases,
-            participants=participants,
-            wire_cost=wire_cost,
-        ),
-        step,
-        plan_exposure(plan, model),
+    forecasts = forecast(
+        plan,
+        model,
+        rounds=rounds,
+        phases=phases,
+        participants=participants,
+        wire_cost=wire_cost,
     )
+    unknown = [name for name in phase_names(plan) if name not in (phases or {})]
+    turns = planned_turns(plan, rounds, phases or {}, unknown, participants)
+    warnings = tuple(plan_warnings(plan, model, turns, phases=phases))
+    return Explanation(forecasts, step, plan_exposure(plan, model), warnings)
 
 
 def parts_table(params: Params) -> Table:

@@ -25,6 +25,7 @@ from fedplan.privacy.statement import PRIVACY_FILE, Expense, Statement
 from fedplan.reports.explanation import Explanation, explain
 from fedplan.reports.exposure import study_exposure
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
+from fedplan.reports.study_warnings import study_warnings
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import (
     Experiment,
@@ -70,7 +71,9 @@ def explain_experiment(
         wire_cost=agreement.wire_cost,
         step=_training_step(study, agreement.params),
     )
-    return replace(explanation, warning=study_exposure(agreement)), privacy_statement(study)
+    warnings = tuple(study_warnings(study, agreement, roster))
+    exposure = study_exposure(agreement)
+    return replace(explanation, warning=exposure, warnings=warnings), privacy_statement(study)
 
 
 def full_participation(study: Study, guarantee: Guarantee | None) -> bool:

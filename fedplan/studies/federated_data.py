@@ -71,6 +71,8 @@ NO_TEST = (
     "data.test_filter or data.test_path to have one."
 )
 """Note of a study without a common test set."""
+EMPTY_CLIENTS = "clients have no training example, and take no part."
+"""End of the note on clients that are left out."""
 TRUNCATING_TASKS = ("causal-lm", "masked-lm")
 """Tasks that would otherwise split a long text into several examples."""
 TRUNCATION_NOTE = "Each text is one example: longer texts are truncated to {} tokens."
@@ -338,7 +340,7 @@ def _drop_empty_clients(
         raise DataError(
             "no client has a training example: use fewer clients, or lower data.holdout_fraction"
         )
-    return [f"{len(empty)} clients have no training example, and take no part."] if empty else []
+    return [f"{len(empty)} {EMPTY_CLIENTS}"] if empty else []
 
 
 def _find_labels(study: Study, tables: list[Dataset]) -> list[str | int]:

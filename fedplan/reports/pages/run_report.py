@@ -12,7 +12,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Protocol
 
-from fedplan.audits.run import verify_run
+from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError
 from fedplan.federation.identity import RUN_FILE
 from fedplan.federation.ledger.status import RunState
@@ -192,16 +192,23 @@ def _audit_section(facts: RunFacts) -> PageSection:
     if not facts.run.round:
         return PageSection(title)
     try:
-        faults, checked = verify_run(folder)
+        audit = audit_run(folder)
+        faults, checked = list(audit.faults), audit.summary
+        movement = "" if audit.unmoved else "every trained one moved, "
     except FedplanError as error:
-        faults, checked = [str(error)], ""  # a run that cannot be checked is not verified
+        faults, checked, movement = (
+            [str(error)],
+            "",
+            "",
+        )  # a run that cannot be checked is not verified
     if facts.client_level_dp:
         # The clients that were sampled, and their number, are a secret of the server.
         count = f"{len(faults)} in all: fedplan verify {folder} lists them"
         faults = [count] if faults else []
         checked = (
-            f"{facts.run.round} rounds: no frozen tensor changed, every byte is explained by the "
-            f"plan {facts.agreement.method.plan.fingerprint}, and no personal param was uploaded."
+            f"{facts.run.round} rounds: no frozen tensor changed, {movement}every byte is "
+            f"explained by the plan {facts.agreement.method.plan.fingerprint}, and no personal "
+            "param was uploaded."
         )
     return PageSection(title, (block("audit", faults=faults, checked=checked),))
 
