@@ -228,6 +228,7 @@ def simulate(
     *,
     task: Task | None = None,
     test: Any = None,
+    validation: Any = None,
     train: TrainConfig | None = None,
     participation: ClientsConfig | None = None,
     evaluate: EvaluateConfig | None = None,
@@ -241,8 +242,9 @@ def simulate(
     """Run a federation by a method or plan on Python objects, and return the run.
 
     `clients` are the training examples by client name: a table of `datasets`, a torch Dataset, or
-    an object with a length and `batch`; or "train" and "test" examples of the client, as a dict or
-    DatasetDict. `test` is the test set of the global model.
+    an object with a length and `batch`; or "train", "validation" and "test" examples of the client,
+    as a dict or DatasetDict. `test` is the test set of the global model, `validation` the common
+    set by which the best round and early stopping are decided.
     `loss` is a function of model and batch (default: the model's own loss). `task` is a CustomTask
     with your own collator and metrics beside the loss, or a task that prepares tables and has a
     loss of its own.
@@ -276,7 +278,10 @@ def simulate(
     task = CustomTask() if task is None else task
     if isinstance(task, CustomTask):
         task = replace(task, function=task.function if loss is model_loss else loss)
-    in_memory, options = InMemoryInputs(method, model, clients, task, test), options or RunOptions()
+    in_memory, options = (
+        InMemoryInputs(method, model, clients, task, test, validation),
+        options or RunOptions(),
+    )
     if options.folder:
         folder = Path(options.folder)
     else:

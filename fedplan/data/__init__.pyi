@@ -27,13 +27,13 @@ from .metrics import (
 from .partition import (
     PARTITION_KINDS,
     Partition,
-    example_digests,
     partition_examples,
     partition_table,
     sample_rows,
     training_mask,
 )
 from .predictions import Predictions
+from .row_digests import example_digests, group_digests
 from .schema_inference import TableSchema, infer_schema
 from .tables import (
     DataError,

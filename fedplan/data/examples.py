@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedplan.data.partition import make_unique
+from fedplan.data.row_digests import make_unique
 from fedplan.data.tables import column_values
 from fedplan.errors import FedplanError
 from fedplan.tensors.named import Batch

@@ -7,142 +7,28 @@ is added or removed does not change the choices for other rows.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from fedplan import seeds
+from fedplan.data.row_digests import example_digests, group_digests, uniform_numbers
 from fedplan.data.tables import (
     DataError,
-    class_names,
     column_values,
     label_sort_key,
     label_text,
     label_values,
-    number_text,
-    require_column,
     select_rows,
 )
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-_CHUNK_ROWS = 1000
-"""Rows that are in memory at a time."""
-
-
-def example_digests(table: Dataset, columns: Iterable[str] = ()) -> list[bytes]:
-    """Return a SHA-256 digest of each row of a table, over some columns (default: all).
-
-    Numbers are hashed as text and missing values are skipped, so that neither a file's types nor
-    other rows change a row's digest. Raises DataError for an unknown column.
-    """
-    import datasets
-
-    arrays = datasets.Array2D | datasets.Array3D | datasets.Array4D
-    hashers = [hashlib.sha256() for _ in range(len(table))]
-    for name in sorted(set(columns) or set(table.column_names)):
-        require_column(table, name)
-        feature, labels = cast("Any", table.features)[name], class_names(table, name)
-        column = table.select_columns([name])
-        if isinstance(feature, datasets.Image):
-            column = column.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(feature, arrays):
-            column = column.with_format("numpy")
-        for start in range(0, len(table), _CHUNK_ROWS):
-            values = cast("dict[str, Any]", column[start : start + _CHUNK_ROWS])[name]
-            for row, cell in enumerate(values, start):
-                value = _json_value(_label_name(cell, labels))
-                if value is not None:
-                    hashers[row].update(json.dumps([name, value], sort_keys=True).encode())
-    return [hasher.digest() for hasher in hashers]
-
-
-def make_unique(digests: Sequence[bytes]) -> list[bytes]:
-    """Return a different digest for each digest, also for equal ones.
-
-    A new digest is the hash of the old digest and of the number of equal digests before. If one of
-    k equal digests is removed, only the last of the k new digests disappears.
-    """
-    counts, unique = Counter[bytes](), list[bytes]()
-    for digest in digests:
-        unique.append(hashlib.sha256(digest + counts[digest].to_bytes(8)).digest())
-        counts[digest] += 1
-    return unique
-
-
-def uniform_numbers(digests: Iterable[bytes], *words: str | int) -> np.ndarray:
-    """Return a float64 in [0, 1) for each digest, determined by the digest and `words`.
-
-    `words` name the random choice and its seed; other words give independent numbers.
-    """
-    name = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
-    key = hashlib.sha256(name.encode()).digest()
-    hashes = [hashlib.blake2b(digest, key=key, digest_size=8).digest() for digest in digests]
-    # The first 53 of 64 bits are exact as a float, so that no number is 1.
-    return (np.frombuffer(b"".join(hashes), ">u8") >> np.uint64(11)) * 2.0**-53
-
-
-def _label_name(value: Any, labels: Sequence[str] | None) -> Any:
-    """Return the class name of a label index, or a list of names for a list."""
-    if labels is None or value is None:
-        return value
-    if isinstance(value, list):
-        return [_label_name(each, labels) for each in cast("list[Any]", value)]
-    return labels[value] if 0 <= value < len(labels) else value
-
-
-def _json_value(value: Any) -> Any:
-    """Convert a cell to JSON values: numbers as text, bytes, images and arrays as digests.
-
-    Missing fields of a dict are left out. A list of over 16 numbers, or a nested list of numbers,
-    is treated as an array. An image file that is given by its path is read.
-    """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | float):
-        return number_text(value)
-    if isinstance(value, bytes):
-        return {"bytes": hashlib.sha256(value).hexdigest()}
-    if isinstance(value, dict):
-        fields = cast("dict[str, Any]", value)
-        if fields.keys() == {"bytes", "path"}:  # an image, or its file
-            path, content = fields["path"], fields["bytes"]
-            return _json_value(Path(path).read_bytes() if content is None and path else content)
-        return {name: _json_value(each) for name, each in fields.items() if each is not None}
-    if isinstance(value, np.ndarray):
-        return _array_digest(cast("np.ndarray", value))
-    if not isinstance(value, list):
-        return str(value)
-    items = cast("list[Any]", value)
-    first, as_array = items[0] if items else None, len(items) > 16
-    while isinstance(first, list) and first:
-        first, as_array = cast("list[Any]", first)[0], True
-    if as_array and type(first) in (int, float):
-        with suppress(TypeError, ValueError):  # different lengths, or missing values
-            return _array_digest(np.array(items, dtype=np.float64))
-    return [_json_value(item) for item in items]
-
-
-def _array_digest(array: np.ndarray) -> Any:
-    """Return {"array": [*shape, SHA-256]} of an array of numbers, the same for every dtype."""
-    small = array.size and array.min() >= 0 and array.max() <= 255
-    if small and (array.dtype.kind in "bu" or (array == np.floor(array)).all()):
-        array = array.astype(np.uint8)
-    else:
-        array = array.astype(np.float64)
-    digest = hashlib.sha256(array.tobytes()).hexdigest()
-    return {"array": [*array.shape, digest]}
 
 
 PARTITION_KINDS = ("iid", "dirichlet", "pathological", "column")
@@ -206,6 +92,7 @@ def partition_examples(
     *,
     seed: int,
     label: str = "",
+    group: str = "",
     known_values: Sequence[str] | None = None,
 ) -> dict[str, Dataset]:
     """Return the table of each client by name, with rows in the order of `table`.
@@ -213,7 +100,9 @@ def partition_examples(
     Arguments, names of clients and errors are those of `partition_table`. Nothing is written to
     disk.
     """
-    indices = partition_table(table, partition, seed=seed, label=label, known_values=known_values)
+    indices = partition_table(
+        table, partition, seed=seed, label=label, group=group, known_values=known_values
+    )
     return {name: select_rows(table, rows) for name, rows in indices.items()}
 
 
@@ -223,6 +112,7 @@ def partition_table(
     *,
     seed: int,
     label: str = "",
+    group: str = "",
     known_values: Sequence[str] | None = None,
 ) -> dict[str, list[int]]:
     """Return the row numbers of each client, by the client's name, in ascending order.
@@ -232,7 +122,8 @@ def partition_table(
     on, or by their value of the column, followed by -0, -1 and so on with `clients_per_value`. Each
     row has one client, except that a partition by column may leave values out. `label` is the label
     column, for `clients_per_value` above 1, and for dirichlet and pathological if `partition` has
-    no `column` of its own.
+    no `column` of its own. Rows with the same value in the column `group` have one client, drawn by
+    that value and the most frequent label of the group; a partition by column alone ignores it.
 
     `min_examples` and the choice of frequent values depend on the number of rows. If that must stay
     private, `known_values` are the labels, or the column's values, known beforehand: all are used,
@@ -240,15 +131,19 @@ def partition_table(
     be partitioned this way.
     """
     if partition.kind == "column":
-        return _by_column(table, partition, seed=seed, label=label, known_values=known_values)
+        return _by_column(
+            table, partition, seed=seed, label=label, group=group, known_values=known_values
+        )
     if known_values is None:
         _require_enough(len(table), partition)
-    digests, labels = example_digests(table), list[str]()
+    digests, labels = _unit_digests(table, group), list[str]()
     if partition.kind != "iid":
         column = partition.column or label
         if not column:
             raise DataError(f"a partition by {partition.kind} needs the label column: name it")
         labels = _label_texts(table, column)
+        if group:
+            labels = _group_labels(labels, digests, partition.kind, group)
     names = (
         list(known_values) if known_values is not None else sorted(set(labels), key=label_sort_key)
     )
@@ -308,6 +203,35 @@ def _label_texts(table: Dataset, column: str) -> list[str]:
             "needed"
         )
     return cast("list[str]", labels)
+
+
+def _unit_digests(table: Dataset, group: str) -> list[bytes]:
+    """Return the digest by which each row gets its client: of its group, or of the row itself."""
+    digests = example_digests(table)
+    return group_digests(table, group, digests) if group else digests
+
+
+def _group_labels(labels: list[str], digests: list[bytes], kind: str, group: str) -> list[str]:
+    """Return for each row the most frequent label of its group; of equally frequent, the first.
+
+    `digests` are equal within a group. Raises DataError if `kind` is pathological and a group has
+    several labels: its client would get labels of another client.
+    """
+    counts = dict[bytes, Counter[str]]()
+    for digest, label in zip(digests, labels, strict=True):
+        counts.setdefault(digest, Counter())[label] += 1
+    mixed = next((count for count in counts.values() if len(count) > 1), None)
+    if mixed is not None and kind == "pathological":
+        first, second, *_ = sorted(mixed, key=label_sort_key)
+        raise DataError(
+            f"a group of equal {group!r} has the labels {first!r} and {second!r}: a partition by "
+            "pathological cannot keep it at one client; use dirichlet, or leave out the group"
+        )
+    by_group = {
+        digest: min(count, key=lambda label: (-count[label], label_sort_key(label)))
+        for digest, count in counts.items()
+    }
+    return [by_group[digest] for digest in digests]
 
 
 # The `_assign_*` functions return the client number of each row, an int array. `digests` and
@@ -376,6 +300,7 @@ def _by_column(
     *,
     seed: int,
     label: str,
+    group: str,
     known_values: Sequence[str] | None,
 ) -> dict[str, list[int]]:
     """Return the rows of each client of a partition by column; arguments as `partition_table`."""
@@ -406,7 +331,9 @@ def _by_column(
     if partition.clients_per_value == 1:
         return chosen
     require_min = known_values is None
-    return _divide_values(table, chosen, partition, seed=seed, label=label, require_min=require_min)
+    return _divide_values(
+        table, chosen, partition, seed=seed, label=label, group=group, require_min=require_min
+    )
 
 
 def _divide_values(
@@ -416,6 +343,7 @@ def _divide_values(
     *,
     seed: int,
     label: str,
+    group: str,
     require_min: bool,
 ) -> dict[str, list[int]]:
     """Divide the rows of each value among `clients_per_value` clients, by labels as dirichlet.
@@ -427,7 +355,7 @@ def _divide_values(
         raise DataError(
             f"clients_per_value = {partition.clients_per_value} needs the label column: name it"
         )
-    digests, labels = example_digests(table), _label_texts(table, label)
+    digests, labels = _unit_digests(table, group), _label_texts(table, label)
     inner = replace(
         partition, kind="dirichlet", num_clients=partition.clients_per_value, clients_per_value=1
     )
@@ -436,6 +364,8 @@ def _divide_values(
         if require_min:
             _require_enough(len(rows), inner, f"examples with {partition.column} = {value}")
         value_digests, value_labels = [digests[row] for row in rows], [labels[row] for row in rows]
+        if group:
+            value_labels = _group_labels(value_labels, value_digests, inner.kind, group)
         assign = partial(_assign_dirichlet, value_digests, value_labels, [], inner)
         value_seed = seeds.seed("each", seed, value)
         clients = _draw_until_enough(assign, value_seed, inner, require_min=require_min)
@@ -444,15 +374,18 @@ def _divide_values(
     return rows_by_client
 
 
-def training_mask(digests: Sequence[bytes], *, fraction: float, seed: int) -> np.ndarray:
+def training_mask(
+    digests: Sequence[bytes], *, fraction: float, seed: int, held_out: str = "own test"
+) -> np.ndarray:
     """Return a boolean array by digest: whether to train on an example, true for about `fraction`.
 
     The choice depends on the digest and the seed only, so that equal examples are on one side, also
-    at different clients. Raises DataError if not 0 < fraction <= 1.
+    at different clients. `held_out` names the other side; each name gives an independent choice.
+    Raises DataError if not 0 < fraction <= 1.
     """
     if not 0 < fraction <= 1:
         raise DataError(f"the training fraction is {fraction}: it must be above 0 and at most 1")
-    return uniform_numbers(digests, "own test", seed) < fraction
+    return uniform_numbers(digests, held_out, seed) < fraction
 
 
 def split_holdout(

@@ -34,6 +34,7 @@ from .evaluation import (
     EvalConfig,
     Scores,
     combine_scores,
+    combine_validation,
     evaluate_client,
     make_eval_request,
     metrics_from_json,
@@ -43,6 +44,7 @@ from .identity import RUN_FILE, RunIdentity, changed_examples, is_run_id, read_i
 from .ledger.callbacks import (
     COHORT_PREFIXES,
     PER_CLIENT_PREFIXES,
+    VALIDATION_REMEDY,
     EarlyStopping,
     make_tracker,
 )

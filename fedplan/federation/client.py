@@ -50,7 +50,8 @@ class EvalSet:
     `examples`: None if the client has no test examples. `score`: function (model, examples) to
     metrics by name. `personal`: evaluate the client's personal model too, not only the global one.
     `every`: rounds between evaluations. `rounds`: last round of the run, always evaluated. Requests
-    for other rounds are refused.
+    for other rounds are refused. `validation`: examples on which the best round is chosen; None for
+    none.
     """
 
     examples: Examples | None
@@ -58,6 +59,7 @@ class EvalSet:
     personal: bool = True
     every: int = 1
     rounds: int = 0
+    validation: Examples | None = None
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,13 @@ from fedplan.tensors.named import Tensors
 from fedplan.tensors.serialization import JSON, SerializationError
 
 Scores = dict[str, dict[str, float]]
-"""A client's metrics by model: `global` is the global model, `personal` the client's own."""
+"""A client's metrics by model: `global` is the global model, `personal` the client's own, on test
+examples; `validation.global` and `validation.personal` are of the same on validation examples."""
 GLOBAL, PERSONAL = "global", "personal"
 """Names of the global and of the personal model in metrics."""
+VALIDATION = "validation"
+"""Prefix of metrics on validation examples, the only ones by which something is chosen."""
+_SCORE_KEYS = (GLOBAL, PERSONAL, f"{VALIDATION}.{GLOBAL}", f"{VALIDATION}.{PERSONAL}")
 BestBy = Literal["", "global", "personal"]
 """Model whose metric decides the best round; empty keeps no best round."""
 MAX_METRICS = 64
@@ -82,16 +86,13 @@ class EvalConfig:
     def best_round(self, metrics: Metrics) -> int:
         """Return the first round with the best finite primary metric of the model `keep_best`.
 
-        0 if no round has a finite one, or if `keep_best` is "". `metrics`: rows of all rounds. The
-        metric on the common test set counts for the global model, else the mean over clients.
+        0 if no round has a finite one, or if `keep_best` is "". `metrics`: rows of all rounds. Only
+        metrics on validation examples count.
         """
-        names = {
-            GLOBAL: (f"global.{self.primary}", f"sites.global.{self.primary}"),
-            PERSONAL: (f"sites.personal.{self.primary}", f"personal.{self.primary}"),
-        }.get(self.keep_best, ())
+        name = f"{VALIDATION}.{self.keep_best}.{self.primary}"
         sign, values = 1 if self.higher_is_better else -1, dict[int, float]()
         for row in metrics:
-            value = next((row[name] for name in names if name in row), nan)
+            value = row.get(name, nan)
             if isfinite(value):
                 values[int(row["round"])] = sign * value
         return max(values, key=lambda number: (values[number], -number), default=0)
@@ -130,6 +131,9 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
     setup, privacy = client.setup, client.privacy
     with deterministic(setup.deterministic):
         eval_set, examples, client_state = _require_evaluation(agreement, client, request)
+        validation = eval_set.validation  # as few as the policy forbids are left out
+        if validation is not None and len(validation) < max(1, privacy.metric_policy.min_examples):
+            validation = None
         # No notes: personal values are needed from the server, too, for the global model.
         receive_request(agreement, client, request, {})
         turn, params = request.turn, agreement.trainable
@@ -147,23 +151,30 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
                 [agreement.experiment, agreement.text],
                 [turn.round, turn.phase, client.name, client.traits],
                 [examples_digest(examples), len(examples), model_digest(setup.model)],
+                *([[examples_digest(validation), len(validation)]] if validation else []),
                 {
                     model: {key: setup.digests.full_digest(value) for key, value in values.items()}
                     for model, values in models.items()
                 },
             )
             _require_same_content(client, request, content)
-        answer = Answer("evaluation", request.name, content, 8 * MAX_METRICS * len(models))
-        charge_answer(privacy, answer)
+        sets = {"": examples} | ({f"{VALIDATION}.": validation} if validation else {})
+        size = 8 * MAX_METRICS * len(models) * len(sets)
+        charge_answer(privacy, Answer("evaluation", request.name, content, size))
         scores = Scores()
         for model, values in models.items():
-            if model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items()):
-                scores[PERSONAL] = dict(scores[GLOBAL])
-                continue
-            set_values(setup.model, values, params)
-            metrics = eval_set.score(setup.model, examples)
-            allowed = privacy.metric_policy.filter_metrics(client.name, metrics)
-            scores[model] = {k: float(v) if isfinite(v) else nan for k, v in allowed.items()}
+            same = model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items())
+            if not same:
+                set_values(setup.model, values, params)
+            for prefix, tested in sets.items():
+                if same:
+                    scores[prefix + PERSONAL] = dict(scores[prefix + GLOBAL])
+                    continue
+                metrics = eval_set.score(setup.model, tested)
+                allowed = privacy.metric_policy.filter_metrics(client.name, metrics)
+                scores[prefix + model] = {
+                    k: float(v) if isfinite(v) else nan for k, v in allowed.items()
+                }
         return scores
 
 
@@ -241,13 +252,13 @@ ANSWERED_FILE = "examined.json"
 def metrics_from_json(metrics: Any) -> Scores:
     """Return a client's metrics by model and name from untrusted JSON, with nan for null.
 
-    Raises SerializationError if the models are not "global" and perhaps "personal", a model has no
+    Raises SerializationError if a key is not one of `Scores` or "global" is missing, a model has no
     metrics or more than MAX_METRICS, a name or number is invalid, a metric of fedplan is outside
     its bounds, or the number of examples is no positive integer below 2**32.
     """
     scores = Scores()
     for model, table in _require_table(metrics).items():
-        if model not in (GLOBAL, PERSONAL):
+        if model not in _SCORE_KEYS:
             raise SerializationError(f"there are metrics of an unknown model {model[:40]!r}")
         scores[model] = {}
         for name, value in _require_table(table).items():
@@ -297,19 +308,48 @@ def combine_scores(
     """
     means, spreads = dict[str, Any](), dict[str, Any]()
     for model in (GLOBAL, PERSONAL):
-        scores = {name: answers[name][model] for name in sorted(answers) if model in answers[name]}
-        primary = {n: s[config.primary] for n, s in scores.items() if config.primary in s}
-        clients, by_metric = list(scores.values()), dict[str, float]()
-        for name in dict.fromkeys(name for metrics in clients for name in metrics):
-            if name != EXAMPLE_COUNT:
-                values = [(m[name], m[EXAMPLE_COUNT]) for m in clients if name in m]
-                total = fsum(count for _, count in values)
-                by_metric[name] = fsum(value * count for value, count in values) / total
-        if scores:
-            means[model] = {**by_metric, EXAMPLE_COUNT: fsum(m[EXAMPLE_COUNT] for m in clients)}
-        if primary:
-            spreads[model] = metric_spread(
-                config.primary, primary, higher_is_better=config.higher_is_better
-            )
+        scores = _scores_of(answers, model)
+        means |= {model: _weighted_means(scores)} if scores else {}
+        spreads |= {model: spread} if (spread := _spread(scores, config)) else {}
     by = {name: answers[name] for name in sorted(answers)}
     return {**means, "spread": spreads, "by": by, "silent": dict(sorted(silent.items()))}
+
+
+def combine_validation(
+    answers: Mapping[str, Scores], config: EvalConfig, common: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Return the metrics of a round on validation examples, as JSON-compatible values.
+
+    `answers`: metrics by client. `common`: metrics of the global model on the common validation
+    set, if there is one. Keys of the result, each only if there are such metrics: `global` (those
+    in `common`, or else means over clients, weighted by examples) and `personal` (distribution of
+    the primary metric over clients).
+    """
+    global_scores = _scores_of(answers, f"{VALIDATION}.{GLOBAL}")
+    means = dict(common) if common else _weighted_means(global_scores) if global_scores else {}
+    spread = _spread(_scores_of(answers, f"{VALIDATION}.{PERSONAL}"), config)
+    return ({GLOBAL: means} if means else {}) | ({PERSONAL: spread} if spread else {})
+
+
+def _scores_of(answers: Mapping[str, Scores], key: str) -> Scores:
+    """Return the metrics under one key of the clients' scores, by client, sorted by name."""
+    return {name: answers[name][key] for name in sorted(answers) if key in answers[name]}
+
+
+def _weighted_means(scores: Scores) -> dict[str, float]:
+    """Return the mean of each metric over clients, weighted by examples, and all examples."""
+    clients, means = list(scores.values()), dict[str, float]()
+    for name in dict.fromkeys(name for metrics in clients for name in metrics):
+        if name != EXAMPLE_COUNT:
+            values = [(m[name], m[EXAMPLE_COUNT]) for m in clients if name in m]
+            total = fsum(count for _, count in values)
+            means[name] = fsum(value * count for value, count in values) / total
+    return {**means, EXAMPLE_COUNT: fsum(m[EXAMPLE_COUNT] for m in clients)}
+
+
+def _spread(scores: Scores, config: EvalConfig) -> dict[str, float]:
+    """Return the distribution of the primary metric over clients; {} if no client has it."""
+    primary = {n: s[config.primary] for n, s in scores.items() if config.primary in s}
+    if not primary:
+        return {}
+    return metric_spread(config.primary, primary, higher_is_better=config.higher_is_better)

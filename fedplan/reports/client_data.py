@@ -153,8 +153,8 @@ def data_distribution(study: Study | Path) -> DataDistribution:
     """
     study = read_study(study) if isinstance(study, Path) else study
     split, clients = compute_split(study), list[ClientData]()
-    for name, train in split.train.items():
-        held_out = split.client_tests[name]
+    for name, (train, *others) in split.clients.items():
+        held_out = [row for rows in others for row in rows]
         indices = (*train, *held_out) if split.labels else ()
         counts = Counter(label for index in indices for label in split.labels[index])
         labels = {label: counts[label] for label in sorted(counts, key=label_sort_key)}

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.metrics import metric_spread
-from fedplan.federation.evaluation import combine_scores
+from fedplan.federation.evaluation import Scores, combine_scores, combine_validation
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
@@ -34,6 +35,7 @@ from fedplan.studies.experiment import (
     make_participation,
     make_scoring,
     require_usable_batches,
+    validated_models,
 )
 from fedplan.studies.in_memory import InMemoryInputs
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
@@ -215,21 +217,16 @@ class Simulation:
     def _check_callbacks(self) -> tuple[Callback, ...]:
         """Return all callbacks, followed by the study's early stopping if there is one.
 
-        EarlyStopping raises an error for a metric that this run does not measure, or, in a study
-        with privacy, for a metric that is not public.
+        EarlyStopping raises an error for a metric on test examples, for one that this run does not
+        measure, or, in a study with privacy, for one that is not public.
         """
         early_stopping = (self.study.early_stopping.callback,) if self.study.early_stopping else ()
         callbacks = (*self.callbacks, *early_stopping)
-        kinds = {"global"} if self.data.common_test is not None else set[str]()
-        if self.scoring.on_clients:
-            kinds |= {"sites"}
-        elif self.study.evaluate.personal and self.data.client_tests:
-            kinds |= {"personal", "clients"}
         for callback in callbacks:
             if isinstance(callback, EarlyStopping):
-                callback.require_measured(kinds)
                 if self.study.privacy is not None:
                     callback.require_public()
+                callback.require_validation(validated_models(self.study, self.data))
         return callbacks
 
     def resume(
@@ -275,38 +272,64 @@ class Simulation:
         return model.eval()
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluate the global model on the common test set, and personal models on clients' tests.
+        """Evaluate the global model on the common sets, and personal models on clients' examples.
 
-        Returns "global" (metrics), "clients" (metrics by client) and "personal" (`metric_spread` of
-        the primary metric over clients); entries without test examples are left out. With
-        `evaluate.on_clients` of the study the clients evaluate both models themselves, as in a real
-        federation: "sites" has the combined scores, in place of "clients" and "personal".
-        Overwrites the values of `federation.model`; commits nothing.
+        Returns "global" (metrics on the common test set), "clients" (metrics of personal models by
+        client), "personal" (`metric_spread` of the primary metric over clients) and "validation"
+        (`combine_validation`); entries without examples are left out. With `evaluate.on_clients` of
+        the study the clients evaluate both models themselves, as in a real federation: "sites" has
+        the combined scores, in place of "clients" and "personal". Overwrites the values of
+        `federation.model`; commits nothing.
         """
-        federation, evaluate, task = self.federation, self.study.evaluate, self.data.task
-        model, trainable, size = (
-            federation.model,
-            federation.agreement.trainable,
-            evaluate.batch_size,
-        )
-        set_values(model, federation.global_values(), trainable)
+        federation, evaluate, data = self.federation, self.study.evaluate, self.data
+        model, score = federation.model, partial(data.task.score, batch_size=evaluate.batch_size)
+        set_values(model, federation.global_values(), federation.agreement.trainable)
         scores: dict[str, Any] = {}
-        if self.data.common_test is not None:
-            scores["global"] = task.score(model, self.data.common_test, batch_size=size)
+        if data.common_test is not None:
+            scores["global"] = score(model, data.common_test)
+        common, answers = None, dict[str, Scores]()
+        if data.common_validation is not None:
+            common = score(model, data.common_validation)
         if evaluate.on_clients:
-            scores["sites"] = combine_scores(*federation.evaluate(), self.scoring)
-        elif evaluate.personal and self.data.client_tests:
-            if self.pool is not None and self.pool.workers:
-                personal = self.pool.personal_scores(list(self.data.client_tests))
-            else:
-                personal = dict[str, dict[str, float]]()
-                for name, test in self.data.client_tests.items():
-                    set_values(model, federation.personal_values(name), trainable)
-                    personal[name] = task.score(model, test, batch_size=size)
-            scores["clients"], key = personal, task.primary
-            if primary := {n: metrics[key] for n, metrics in personal.items() if key in metrics}:
-                higher = task.higher_is_better
-                scores["personal"] = metric_spread(key, primary, higher_is_better=higher)
+            answers, silent = federation.evaluate()
+            scores["sites"] = combine_scores(answers, silent, self.scoring)
+        else:
+            if common is None:
+                answers = {
+                    name: {"validation.global": score(model, examples)}
+                    for name, examples in data.client_validations.items()
+                }
+            personal = self._personal_scores() if evaluate.personal else {}
+            clients = {name: sets["test"] for name, sets in personal.items() if "test" in sets}
+            for name, sets in personal.items():
+                if "validation" in sets:
+                    answers.setdefault(name, {})["validation.personal"] = sets["validation"]
+            if clients:
+                scores["clients"], key = clients, data.task.primary
+                if primary := {n: each[key] for n, each in clients.items() if key in each}:
+                    higher = data.task.higher_is_better
+                    scores["personal"] = metric_spread(key, primary, higher_is_better=higher)
+        if validation := combine_validation(answers, self.scoring, common):
+            scores["validation"] = validation
+        return scores
+
+    def _personal_scores(self) -> dict[str, Scores]:
+        """Return metrics of each personal model on "test" and "validation" examples, by client.
+
+        Overwrites the values of `federation.model`, unless workers evaluate.
+        """
+        data, federation = self.data, self.federation
+        names = [*dict.fromkeys((*data.client_tests, *data.client_validations))]
+        if self.pool is not None and self.pool.workers:
+            return self.pool.personal_scores(names)
+        size, scores = self.study.evaluate.batch_size, dict[str, Scores]()
+        for name in names:
+            values = federation.personal_values(name)
+            set_values(federation.model, values, federation.agreement.trainable)
+            scores[name] = {
+                kind: data.task.score(federation.model, examples, batch_size=size)
+                for kind, examples in data.held_out(name).items()
+            }
         return scores
 
     def attention_shifts(self, before: Tensors) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from .experiment import (
     privacy_guarantee,
     privacy_statement,
     require_usable_batches,
+    validated_models,
 )
 from .export import export_run, load_run_model
 from .federated_data import EMPTY_CLIENTS, compute_split, load_federated_data

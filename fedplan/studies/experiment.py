@@ -20,6 +20,7 @@ from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.federation.client import EvalSet
 from fedplan.federation.evaluation import EvalConfig
+from fedplan.federation.ledger.callbacks import VALIDATION_REMEDY
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
 from fedplan.federation.ledger.records import join_digests
 from fedplan.federation.participation import Participation
@@ -167,7 +168,9 @@ def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
     examples_by_owner: dict[str, Examples | None] = {
         **{repr(name): examples for name, examples in data.train.items()},
         **{f"{name!r} (test)": examples for name, examples in data.client_tests.items()},
+        **{f"{name!r} (validation)": each for name, each in data.client_validations.items()},
         "the common test set": data.common_test,
+        "the common validation set": data.common_validation,
     }
     count = batch_size
     for owner, examples in examples_by_owner.items():
@@ -201,24 +204,36 @@ def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | N
         return None
     score = partial(data.task.score, batch_size=section.batch_size)
     return EvalSet(
-        data.client_tests.get(client), score, section.personal, section.every, study.train.rounds
+        data.client_tests.get(client),
+        score,
+        section.personal,
+        section.every,
+        study.train.rounds,
+        data.client_validations.get(client),
     )
 
 
-def make_scoring(study: Study, data: FederatedData) -> EvalConfig:
+def make_scoring(study: Study, data: FederatedData, *, at_sites: bool = False) -> EvalConfig:
     """Return when the models of a study are evaluated, and which metric selects the best round.
 
-    Raises ConfigError if `evaluate.keep_best` names models that nobody evaluates.
+    `at_sites`: the clients are sites, which score their validation examples only with
+    `evaluate.on_clients`. Raises ConfigError if `evaluate.keep_best` names models without scores on
+    validation examples, or if clients have such examples in a study with privacy.
     """
     section, task = study.evaluate, data.task
-    measured = {
-        "global": data.common_test is not None or section.on_clients,
-        "personal": section.personal and (section.on_clients or bool(data.client_tests)),
-    }
-    if section.keep_best and not measured[section.keep_best]:
+    if study.privacy and data.client_validations:
         raise ConfigError(
-            f"evaluate.keep_best is {section.keep_best!r}, but nobody measures that: set "
-            "evaluate.on_clients, or give the study a test set"
+            "clients have validation examples: a choice on these would reveal them, and the "
+            "privacy guarantee does not cover it; give a common, public validation set"
+        )
+    if section.keep_best and section.keep_best not in validated_models(
+        study, data, at_sites=at_sites
+    ):
+        on_clients = "set evaluate.on_clients = true, and " if at_sites else ""
+        raise ConfigError(
+            f"evaluate.keep_best is {section.keep_best!r}, but this run has no validation scores "
+            "of that model to choose by, and a test that chooses is no test: "
+            f"{on_clients}{VALIDATION_REMEDY}"
         )
     return EvalConfig(
         section.every,
@@ -228,6 +243,17 @@ def make_scoring(study: Study, data: FederatedData) -> EvalConfig:
         task.higher_is_better,
         task.directions,
     )
+
+
+def validated_models(study: Study, data: FederatedData, *, at_sites: bool = False) -> list[str]:
+    """Return which of the models "global" and "personal" get scores on validation examples.
+
+    `at_sites`: as in `make_scoring`.
+    """
+    has_examples = bool(study.data.validation_fraction or data.client_validations)
+    by_client = has_examples and (study.evaluate.on_clients or not at_sites)
+    personal = ["personal"] if by_client and study.evaluate.personal else []
+    return (["global"] if by_client or data.common_validation is not None else []) + personal
 
 
 def make_participation(study: Study) -> Participation:

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of a study: load its dataset, and divide it into each client's training and test examples.
+"""Data of a study: load its dataset, and prepare each client's training and held-out examples.
 
-No test example is trained on by any client. Under differential privacy, no example decides which
-other examples are used.
+Under differential privacy, no example decides which other examples are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_named
-from fedplan.data.partition import (
-    Partition,
-    example_digests,
-    partition_table,
-    sample_rows,
-    training_mask,
-)
+from fedplan.data.partition import sample_rows
+from fedplan.data.row_digests import example_digests
 from fedplan.data.tables import (
     DataError,
     class_names,
@@ -38,6 +32,7 @@ from fedplan.data.tables import (
 from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.kinds import make_task, task_class
 from fedplan.federation.ledger.digests import examples_digest
+from fedplan.studies.data_split import ClientRows, drop_common, split_rows, task_columns
 from fedplan.studies.schema import Study
 
 if TYPE_CHECKING:
@@ -49,8 +44,9 @@ class FederatedData:
     """Prepared (tokenized or resized) examples of all clients, and the task that prepared these.
 
     `client_tests`: held-out examples, for clients that have any. `common_test`: the examples on
-    which the global model is evaluated. `notes`: sentences for the user about the data. `left_out`:
-    at a site, a sentence about rows that do not fit the study; it must stay there.
+    which the global model is evaluated. `client_validations` and `common_validation`: the same for
+    the examples on which something is chosen. `notes`: sentences for the user about the data.
+    `left_out`: at a site, a sentence about rows that do not fit the study; it must stay there.
     """
 
     train: dict[str, Examples]
@@ -59,6 +55,13 @@ class FederatedData:
     task: Task
     notes: tuple[str, ...] = ()
     left_out: str = ""
+    client_validations: dict[str, Examples] = field(default_factory=dict[str, Examples])
+    common_validation: Examples | None = None
+
+    def held_out(self, name: str) -> dict[str, Examples]:
+        """Return a client's examples that are not trained on, as "test" and "validation"."""
+        sets = {"test": self.client_tests, "validation": self.client_validations}
+        return {kind: examples[name] for kind, examples in sets.items() if name in examples}
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -90,48 +93,70 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
     """
     if study.data.from_python:
         raise DataError("this study has in-memory data: there is none to load")
-    test = _load_common_test(study)
+    test, validation = _load_common_test(study), _load_common_validation(study)
     table = _load_train_table(study, site_table[1] if site_table else None)
-    task = _make_task(study, _find_labels(study, [t for t in (table, test) if t is not None]))
+    tables = [each for each in (table, test, validation) if each is not None]
+    task = _make_task(study, _find_labels(study, tables))
     notes = [] if test is not None else [NO_TEST]
+    if validation is not None:
+        validation, validation_notes = drop_common(study, task, validation, test, kind="validation")
+        notes += validation_notes
     if task.one_example_per_row and task.kind in TRUNCATING_TASKS:
         notes.append(TRUNCATION_NOTE.format(task.max_length))
     notes += task.notes
-    train, client_tests, left_out = dict[str, Examples](), dict[str, Examples](), ""
+    clients, left_out = dict[str, ClientExamples](), ""
     if table is not None:
+        common = (test, validation)
         try:
-            train, client_tests, overlap_notes = _prepare(study, task, table, test, site_table)
+            clients, overlap_notes = _prepare(study, task, table, common, site_table)
         except Exception:
             if study.privacy is None or site_table is None:
                 raise
             table, left_out = _leave_out_unfit(task, table)
-            train, client_tests, overlap_notes = _prepare(study, task, table, test, site_table)
+            clients, overlap_notes = _prepare(study, task, table, common, site_table)
         # Under differential privacy, counts of examples and empty clients are not revealed.
-        notes += [] if study.privacy else [*overlap_notes, *_drop_empty_clients(train, site_table)]
-    nonempty_tests = {
-        name: examples for name, examples in client_tests.items() if len(examples) and name in train
-    }
-    common_test = task.prepare(test) if test else None
-    return FederatedData(train, nonempty_tests, common_test, task, tuple(notes), left_out)
+        notes += (
+            [] if study.privacy else [*overlap_notes, *_drop_empty_clients(clients, site_table)]
+        )
+    return FederatedData(
+        {name: examples.train for name, examples in clients.items()},
+        {name: each.test for name, each in clients.items() if len(each.test)},
+        task.prepare(test) if test else None,
+        task,
+        tuple(notes),
+        left_out,
+        {name: each.validation for name, each in clients.items() if len(each.validation)},
+        task.prepare(validation) if validation else None,
+    )
+
+
+class ClientExamples(NamedTuple):
+    """A client's examples to train on, to choose on and to test."""
+
+    train: Examples
+    validation: Examples
+    test: Examples
 
 
 def _prepare(
     study: Study,
     task: Task,
     table: Dataset,
-    test: Dataset | None,
+    common: tuple[Dataset | None, Dataset | None],
     site_table: tuple[str, Dataset] | None,
-) -> tuple[dict[str, Examples], dict[str, Examples], list[str]]:
-    """Divide the rows of a table among clients and prepare them; return (train, tests, notes)."""
-    train, client_tests = dict[str, Examples](), dict[str, Examples]()
-    table, fingerprints, notes = _drop_tested(study, task, table, test)
-    task_table = table.select_columns(_task_columns(task))
-    for name, (train_rows, test_rows) in _split_rows(
-        study, table, fingerprints, site_table
-    ).items():
-        train[name] = task.prepare(select_rows(task_table, train_rows))
-        client_tests[name] = task.prepare(select_rows(task_table, test_rows))
-    return train, client_tests, notes
+) -> tuple[dict[str, ClientExamples], list[str]]:
+    """Divide the rows of a table among clients and prepare them; return (clients, notes).
+
+    `common`: common test set and common validation set.
+    """
+    table, notes = drop_common(study, task, table, *common)
+    task_table = table.select_columns(task_columns(task))
+    rows = split_rows(study, task, table, site_table[0] if site_table else "")
+    clients = {
+        name: ClientExamples(*(task.prepare(select_rows(task_table, part)) for part in each))
+        for name, each in rows.items()
+    }
+    return clients, notes
 
 
 def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
@@ -140,7 +165,7 @@ def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
     Raises what does not depend on any row: a missing column, or a task that cannot prepare a table
     without rows.
     """
-    columns = _task_columns(task)
+    columns = task_columns(task)
     for column in columns:
         require_column(table, column)
     task_table = table.select_columns(columns)
@@ -185,12 +210,11 @@ def _is_labelled(cell: Any, names: list[str] | None, labels: Iterable[str]) -> b
 class DataSplit:
     """Row numbers of a study's training table, by client, to train on and to hold out.
 
-    Rows that are also in the common test set were removed from the table before.
+    Rows that are also in a common set were removed from the table before.
     `labels`: the labels of each row, for classification tasks; else empty.
     """
 
-    train: dict[str, list[int]]
-    client_tests: dict[str, list[int]]
+    clients: dict[str, ClientRows]
     labels: list[list[str]]
     common_test_size: int
 
@@ -205,61 +229,15 @@ def compute_split(study: Study) -> DataSplit:
             "data.path is empty: each site has its own dataset, or the data came from Python; give "
             "a study with data.path"
         )
-    test, table = _load_common_test(study), cast("Dataset", _load_train_table(study, None))
-    task = _make_task(study, _find_labels(study, [t for t in (table, test) if t is not None]))
-    table, fingerprints, _ = _drop_tested(study, task, table, test)
-    rows = _split_rows(study, table, fingerprints, None)
+    common = _load_common_test(study), _load_common_validation(study)
+    table = cast("Dataset", _load_train_table(study, None))
+    task = _make_task(study, _find_labels(study, [t for t in (table, *common) if t is not None]))
+    table, _ = drop_common(study, task, table, *common)
     has_classes = bool(task.label) and task.answer_kind in ("class", "labels")
     values = label_values(table, task.label) if has_classes else []
     labels = [cast("list[str]", value) if isinstance(value, list) else [value] for value in values]
-    return DataSplit(
-        {name: train_rows for name, (train_rows, _) in rows.items()},
-        {name: test_rows for name, (_, test_rows) in rows.items()},
-        labels,
-        len(test) if test is not None else 0,
-    )
-
-
-def _split_rows(
-    study: Study,
-    table: Dataset,
-    fingerprints: list[bytes],
-    site_table: tuple[str, Dataset] | None,
-) -> dict[str, tuple[list[int], list[int]]]:
-    """Return, by client name, the row numbers to train on and the row numbers to hold out.
-
-    `fingerprints`: a digest of each row; equal rows are on the same side. `site_table`: the only
-    client and its dataset; that client gets all rows. Without `site_table`, the study's partition
-    divides the rows among clients.
-    """
-    section = study.data
-    in_train = training_mask(fingerprints, fraction=1 - section.holdout_fraction, seed=study.seed)
-    if site_table is not None:
-        indices = {site_table[0]: list(range(len(table)))}
-    else:
-        partition = Partition(
-            kind=section.partition,
-            num_clients=section.num_clients,
-            column=section.partition_column,
-            alpha=section.alpha,
-            classes_per_client=section.classes_per_client,
-            min_examples=section.min_examples,
-            clients_per_value=section.clients_per_value,
-        )
-        public = _public_values(study, partition) if study.privacy is not None else None
-        # A regression target is not a label to divide by: each number would be one.
-        label = "" if task_class(study.task.kind).answer_kind == "number" else study.task.label
-        indices = partition_table(
-            table, partition, seed=study.seed, label=label, known_values=public
-        )
-    return {
-        name: ([row for row in rows if in_train[row]], [row for row in rows if not in_train[row]])
-        for name, rows in indices.items()
-    }
-
-
-def _task_columns(task: Task) -> list[str]:
-    return [*task.columns, *([task.label] if task.label else [])]
+    test_size = len(common[0]) if common[0] is not None else 0
+    return DataSplit(split_rows(study, task, table), labels, test_size)
 
 
 def _load_common_test(study: Study) -> Dataset | None:
@@ -280,6 +258,25 @@ def _load_common_test(study: Study) -> Dataset | None:
         )
     limit = section.max_test_examples
     return sample_rows(table, limit, seed=study.seed) if limit else table
+
+
+def _load_common_validation(study: Study) -> Dataset | None:
+    """Load the common validation set of a study; None if the study defines none."""
+    section = study.data
+    if not section.validation_split:
+        return None
+    path = section.path or section.test_path
+    if not path:
+        raise DataError(
+            "data.validation_split needs a dataset: set data.test_path, since data.path is empty"
+        )
+    table = _filter_values(load_table(path, split=section.validation_split), section.filter)
+    if not len(table):
+        raise DataError(
+            f"the common validation set selects no row of {path!r}: change data.validation_split "
+            "or data.filter"
+        )
+    return table
 
 
 def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None:
@@ -303,40 +300,19 @@ def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None
     return sample_rows(table, limit, seed=study.seed) if limit else table
 
 
-def _drop_tested(
-    study: Study, task: Task, table: Dataset, test: Dataset | None
-) -> tuple[Dataset, list[bytes], list[str]]:
-    """Drop the rows of the training table that also occur in the study's common test set."""
-    # Training rows are dropped, not test rows: every site knows the test set, but nobody knows the
-    # rows of all sites.
-    columns = _task_columns(task)
-    fingerprints = example_digests(table, columns)
-    tested = set(example_digests(test, columns)) if test is not None else set[bytes]()
-    rows = [row for row, fingerprint in enumerate(fingerprints) if fingerprint not in tested]
-    dropped = len(table) - len(rows)
-    if dropped and not rows and study.privacy is None:
-        raise DataError(
-            f"all {dropped} training rows are in the common test set too: choose other test rows "
-            "by data.test_split, data.test_filter or data.test_path, or leave these out"
-        )
-    note = f"{dropped} rows are in the common test set too, and are not trained on."
-    remaining = [fingerprints[row] for row in rows]
-    return select_rows(table, rows), remaining, [note] if dropped else []
-
-
 def _drop_empty_clients(
-    train: dict[str, Examples], site_table: tuple[str, Dataset] | None
+    clients: dict[str, ClientExamples], site_table: tuple[str, Dataset] | None
 ) -> list[str]:
-    """Delete clients without training examples from the dict `train`; return notes for the user."""
-    empty = [name for name, examples in train.items() if not len(examples)]
+    """Delete clients without training examples from `clients`; return notes for the user."""
+    empty = [name for name, examples in clients.items() if not len(examples.train)]
     if site_table and empty:
         raise DataError(
             f"{site_table[0]} has no training example: all are held out for its test; lower "
             "data.holdout_fraction"
         )
     for name in empty:
-        del train[name]
-    if empty and not train:
+        del clients[name]
+    if empty and not clients:
         raise DataError(
             "no client has a training example: use fewer clients, or lower data.holdout_fraction"
         )
@@ -382,28 +358,6 @@ def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
         weights=section.class_weights,
         extra_metrics=map(metric_named, study.evaluate.metrics),
     )
-
-
-def _public_values(study: Study, partition: Partition) -> list[str]:
-    """Return the column values that define clients, as the study lists the values.
-
-    Never reads the data. Empty for partitions that use no column. Raises DataError if neither
-    `data.filter`, `clients.names` nor `task.labels` lists the values.
-    """
-    column = partition.column or study.task.label
-    if partition.kind in ("iid", "dirichlet"):
-        return []
-    values: list[Any] = study.data.filter.get(column, [])
-    if not values and partition.kind == "column" and partition.clients_per_value == 1:
-        values = study.clients.names
-    if not values and column == study.task.label:
-        values = study.task.labels
-    if not values:
-        raise DataError(
-            f"with [privacy], the values of column {column!r} must not be read from the data: list "
-            f"all of them in data.filter, as filter = {{ {column} = [...] }}"
-        )
-    return list(dict.fromkeys(map(label_text, values)))
 
 
 def _filter_values(

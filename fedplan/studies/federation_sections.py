@@ -84,8 +84,8 @@ class EvaluateConfig(Section):
     on_clients: bool = EvalConfig.on_clients
     """Each client evaluates on its own held-out examples."""
     keep_best: BestBy = EvalConfig.keep_best
-    """Keep the best round's global model, by the metric of the "global" or "personal" models;
-    default: do not."""
+    """Keep the best round's global model, by the metric of the "global" or "personal" models on
+    validation examples; default: do not."""
     attention_examples: Count = 0
     """Number of common test examples on which attention shift is measured; 0: none."""
     metrics: list[MetricName] = []
@@ -106,7 +106,8 @@ class EarlyStoppingSection(Section):
     """
 
     metric: str
-    """Metric of a round, such as loss, global.accuracy or personal.accuracy."""
+    """Metric of a round: loss of the training, validation.global.accuracy or another on validation
+    examples."""
     patience: Positive = EarlyStopping.patience
     """Number of rounds without improvement after which the run stops."""
     min_delta: Annotated[float, Field(ge=0)] = EarlyStopping.min_delta

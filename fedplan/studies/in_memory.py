@@ -21,6 +21,8 @@ from fedplan.studies.federated_data import NO_TEST, FederatedData
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.studies.sections import Section
 
+KINDS = ("train", "validation", "test")
+"""Kinds of a client's data."""
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "fedplan")
 """Packages whose classes are identified by name alone; other classes also by their code."""
 
@@ -32,10 +34,10 @@ class InMemoryInputs:
     `make_study` returns the study of these inputs; `build_experiment` then uses a copy of the
     model. The constructor raises ConfigError if `clients` is empty or no mapping.
     `clients`: by client name the training data, in a form that `task` can prepare, or a mapping of
-    "train" and "test" data; test data evaluates the client's personal model. The caller must keep
-    training and test data disjoint.
+    "train", "validation" and "test" data; test data evaluates the client's personal model, and by
+    validation data the best round is chosen. The caller must keep the data disjoint.
     `task`: prepares the data, and computes loss and metrics.
-    `test`: data of the common test set, or None.
+    `test`, `validation`: data of the common test and validation sets, or None.
     """
 
     method: Method
@@ -43,25 +45,27 @@ class InMemoryInputs:
     clients: Mapping[str, Any]
     task: Task
     test: Any = None
+    validation: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.clients, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"clients is a {type(self.clients).__name__}: give a dict from client names to data"
             )
-        if isinstance(self.test, Mapping):
-            raise ConfigError(
-                "test is a mapping: give one dataset, and a client's own as clients={name: "
-                '{"train": ..., "test": ...}}'
-            )
+        for kind, common in (("test", self.test), ("validation", self.validation)):
+            if isinstance(common, Mapping):
+                raise ConfigError(
+                    f"{kind} is a mapping: give one dataset, and a client's own as clients={{name: "
+                    f'{{"train": ..., "{kind}": ...}}}}'
+                )
         if not self.clients:
             raise ConfigError("clients is empty: give the data of at least one client, by its name")
         for name, data in self.clients.items():
-            if isinstance(data, Mapping) and not {"train"} <= data.keys() <= {"train", "test"}:
+            if isinstance(data, Mapping) and not {"train"} <= data.keys() <= set(KINDS):
                 keys = ", ".join(map(str, cast("Mapping[str, Any]", data)))
                 raise ConfigError(
                     f"clients[{name!r}] is a mapping with {keys}: give a dataset, or a mapping "
-                    "of 'train' and 'test' datasets"
+                    "of 'train', 'validation' and 'test' datasets"
                 )
 
     def configure_for(self, study: Study) -> InMemoryInputs:
@@ -88,17 +92,26 @@ class InMemoryInputs:
     @property
     def federated_data(self) -> FederatedData:
         """Training and test data; the task prepares all data anew at each access, which is slow."""
-        train, client_tests = dict[str, Examples](), dict[str, Examples]()
+        by_kind: dict[str, dict[str, Examples]] = {kind: {} for kind in KINDS}
         for name, data in self.clients.items():
             split = cast(
                 "Mapping[str, Any]", data if isinstance(data, Mapping) else {"train": data}
             )
-            train[str(name)] = self.task.prepare(split["train"])
-            if "test" in split:
-                client_tests[str(name)] = self.task.prepare(split["test"])
-        test: Examples | None = self.task.prepare(self.test) if self.test is not None else None
-        notes = () if test is not None else (NO_TEST,)
-        return FederatedData(train, client_tests, test, self.task, notes)
+            for kind, part in split.items():
+                by_kind[kind][str(name)] = self.task.prepare(part)
+        test, validation = (
+            self.task.prepare(data) if data is not None else None
+            for data in (self.test, self.validation)
+        )
+        return FederatedData(
+            by_kind["train"],
+            by_kind["test"],
+            test,
+            self.task,
+            () if test is not None else (NO_TEST,),
+            client_validations=by_kind["validation"],
+            common_validation=validation,
+        )
 
     def make_study(self, *, sections: Mapping[str, Section | None], **fields: Any) -> Study:
         """Return the study that describes these inputs.

@@ -62,6 +62,8 @@ NON_BINDING_FIELDS: dict[str, Any] = {
     "train": {"rounds", "activation_cache_mb"},
 }
 """Fields that do not affect training: evaluation, timeouts, early stopping and hardware."""
+LATER_FIELDS = {"data": ("group", "validation_fraction", "validation_split")}
+"""Fields by section that digests leave out if empty, so that older studies keep their digest."""
 MAX_DEPTH = 32
 """Maximum nesting depth of values."""
 
@@ -124,7 +126,9 @@ class Study(Section):
 
         Includes the code of plug-ins, and excludes paths and NON_BINDING_FIELDS.
         """
-        fields = self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
+        fields = _without_later(
+            self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
+        )
         text = json.dumps(fields, sort_keys=True) + code_fingerprints(named_objects(self))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -136,7 +140,7 @@ class Study(Section):
     @property
     def full_digest(self) -> str:
         """SHA-256 over every field and the code of all plug-ins; a site approves this digest."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        text = json.dumps(_without_later(self.model_dump(mode="json")), sort_keys=True)
         metrics = map(METRIC_NAMES.find, self.evaluate.metrics)
         text += code_fingerprints([*named_objects(self), *metrics])
         return hashlib.sha256(text.encode()).hexdigest()
@@ -216,6 +220,20 @@ class Study(Section):
         if self.privacy and self.early_stopping:
             with as_value_error():
                 self.early_stopping.callback.require_public()
+        if self.privacy and self.data.validation_fraction:
+            raise ValueError(
+                "data.validation_fraction: a choice on clients' examples would reveal them, and "
+                "the privacy guarantee does not cover it: leave it out, or name public examples "
+                "by data.validation_split"
+            )
+        divides_by_label = (
+            self.data.partition in ("dirichlet", "pathological") or self.data.clients_per_value > 1
+        )
+        if self.privacy and self.data.group and divides_by_label:
+            raise ValueError(
+                "data.group: by the labels of a group, one example would decide where others are, "
+                'which [privacy] excludes: use data.partition = "iid" or "column"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -239,6 +257,15 @@ class Study(Section):
                 "encoder"
             )
         return self
+
+
+def _without_later(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the fields of a study, by section, without those of LATER_FIELDS that are empty."""
+    for section, names in LATER_FIELDS.items():
+        for name in names:
+            if not fields[section][name]:
+                del fields[section][name]
+    return fields
 
 
 def read_study(file: Path | str, overrides: list[str] | None = None) -> Study:

@@ -222,7 +222,8 @@ class DataSection(Section):
     """The dataset, its training and test rows, and how rows are divided among clients.
 
     Set `test_path`, `test_split` or `test_filter` to have a common test set, which is never trained
-    on.
+    on. Validation examples are not trained on either: `evaluate.keep_best`, early stopping and
+    whoever compares settings choose on them, never on a test.
     """
 
     path: str = ""
@@ -233,6 +234,8 @@ class DataSection(Section):
     """Dataset of the common test set, if it is another file."""
     test_split: str = ""
     """Split of the dataset that is the common test set."""
+    validation_split: str = ""
+    """Split of the dataset that is the common validation set; it must be public with [privacy]."""
     train_filter: dict[str, str | int] = {}
     """Train only on rows with these column values, such as { year = 2024 }."""
     test_filter: dict[str, str | int] = {}
@@ -261,6 +264,11 @@ class DataSection(Section):
     """Minimum number of examples of a client."""
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Fraction of each client's examples that is held out for its own test."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of each client's training examples that is held out to choose on; 0: none."""
+    group: str = ""
+    """Column such as patient_id: rows with an equal value are on one side of every split, and at
+    one client unless partition is "column"."""
     from_python: bool = False
     """Set by fedplan.simulate: the data came from Python. Leave out in files."""
 

@@ -19,11 +19,9 @@ from tables import KINDS, LANGUAGE, MOODS, SITES, Row, cases, held, row, study, 
 
 from fedplan.data.partition import (
     Partition,
-    example_digests,
-    make_unique,
     partition_examples,
-    uniform_numbers,
 )
+from fedplan.data.row_digests import example_digests, make_unique, uniform_numbers
 from fedplan.data.tables import DataError, load_table
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve

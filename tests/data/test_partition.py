@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from often import often
 
 from fedplan.data import partition as module
-from fedplan.data.partition import Partition, example_digests, partition_examples, split_holdout
+from fedplan.data.partition import Partition, partition_examples, split_holdout
+from fedplan.data.row_digests import example_digests
 from fedplan.data.tables import DataError, filter_rows, label_names, load_table
 from fedplan.errors import UnknownModel
 from fedplan.models.catalog import is_hub_id, params_of

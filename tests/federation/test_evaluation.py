@@ -70,6 +70,7 @@ from fedplan.training.fit import TrainArguments
 QUICK = "[timeouts]\nsites = 2.0\nupdates = 60.0\nreconnect = 1.0\npoll_interval = 0.01\nevaluations = 20.0\n"
 SITES = "on_clients = true\n"
 FEDPER = STUDY.replace("dropout_fraction = 0.1", "").replace("attention_examples = 4", "")
+VALIDATED = FEDPER.replace("num_clients = 3", "num_clients = 3\nvalidation_fraction = 0.3")
 NUMBERS = """
 name = "numbers"
 [model]
@@ -307,7 +308,7 @@ def test_prompts_are_scored_alike_in_one_process_and_over_messages(
 def test_no_turn_follows_from_scores_and_the_world_comes_down_once(here: Path) -> None:
     found = dict[str, Any]()
     for name, evaluate in (("with", SITES + 'keep_best = "personal"\n'), ("without", "")):
-        sites = Sites(wrote(FEDPER, f"{name}.toml", evaluate=evaluate), here / name)
+        sites = Sites(wrote(VALIDATED, f"{name}.toml", evaluate=evaluate), here / name)
         run = sites.carry()
         egress = [line for n in sites.names for line in read_egress(here / name / "sites" / n)]
         global_state = read_run(run).global_state
@@ -409,7 +410,7 @@ BEST = SITES + 'keep_best = "global"\n'
 def test_a_kill_between_a_round_and_its_scores_asks_again(
     at: str, kill: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrote(FEDPER, "calm.toml", evaluate=BEST)
+    wrote(VALIDATED, "calm.toml", evaluate=BEST)
     calm = left_by_calm(here)
     place, name = {
         "before the line": (Server, "add_scores"),
@@ -434,8 +435,8 @@ def test_a_kill_between_a_round_and_its_scores_asks_again(
 
 @pytest.mark.parametrize("by", first(1, ["personal", "global"]))
 def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> None:
-    more = f'[early_stopping]\nmetric = "sites.{by}.accuracy"\npatience = 3\n'
-    text = FEDPER.replace("rounds = 3", "rounds = 6").replace(
+    more = f'[early_stopping]\nmetric = "validation.{by}.accuracy"\npatience = 3\n'
+    text = VALIDATED.replace("rounds = 3", "rounds = 6").replace(
         "batch_size = 8", "batch_size = 8\nlr = 0.02"
     )
     text = text.replace('test_split = "test"\n', "")
@@ -446,7 +447,7 @@ def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> Non
         seen[closed.round] = digests(whole.federation.global_state.values)
     run = Sites(file, here / "there").carry()
     rows = read_run(run).metrics
-    scores = {row["round"]: row[f"sites.{by}.accuracy"] for row in rows}
+    scores = {row["round"]: row[f"validation.{by}.accuracy"] for row in rows}
     best = max(scores, key=lambda number: (scores[number], -number))
     for folder in (run, here / "local"):
         found = read_run(folder)
@@ -474,7 +475,7 @@ def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> Non
 
 
 def test_verify_sees_a_best_world_that_was_changed(here: Path) -> None:
-    file = wrote(FEDPER, evaluate=SITES + 'keep_best = "global"\n')
+    file = wrote(VALIDATED, evaluate=SITES + 'keep_best = "global"\n')
     Simulation(read_study(file), here / "run").run()
     store = Store(here / "run/best", keep=1)
     found = store.read_newest()
@@ -638,12 +639,17 @@ def test_what_nobody_measures_is_neither_kept_nor_stopped_by(here: Path) -> None
     with pytest.raises(ConfigError, match="held-out examples of the clients"):
         read_study(wrote(bare))
     file = wrote(bare, evaluate='keep_best = "global"\n')
-    with pytest.raises(ConfigError, match="nobody measures that"):
+    with pytest.raises(ConfigError, match=r"set data.validation_fraction = 0.1"):
         Simulation(read_study(file), here / "a")
-    stop = '[early_stopping]\nmetric = "sites.personal.accuracy"\n'
+    stop = '[early_stopping]\nmetric = "{}personal.accuracy"\n'
     for runner in (lambda f: Simulation(read_study(f), here / "b").run(), partial(_carried, here)):
-        with pytest.raises(FedplanError, match="has no sites metrics"):
-            runner(wrote(FEDPER, evaluate="", more=stop))
+        with pytest.raises(FedplanError, match=r"use validation.personal.accuracy, and set data"):
+            runner(wrote(FEDPER, more=stop.format("sites.")))
+        with pytest.raises(FedplanError, match=r"does not measure it: set data.validation"):
+            runner(wrote(FEDPER, more=stop.format("validation.")))
+    file = wrote(VALIDATED, evaluate='keep_best = "personal"\n')
+    with pytest.raises(ConfigError, match=r"set evaluate.on_clients = true, and"):
+        _carried(here, file)
 
 
 def _carried(here: Path, file: Path) -> None:
@@ -698,7 +704,7 @@ ROWS = st.lists(st.none() | st.floats(-2, 2) | st.just(float("nan")), min_size=1
 def test_the_best_round_is_the_first_that_none_is_better_than(
     told: list[float | None], higher: bool
 ) -> None:
-    rows = [{"round": float(n + 1)} | ({"sites.personal.x": t} if t is not None else {})
+    rows = [{"round": float(n + 1)} | ({"validation.personal.x": t} if t is not None else {})
             for n, t in enumerate(told)]  # fmt: skip
     found = EvalConfig(keep_best="personal", primary="x", higher_is_better=higher).best_round(
         Metrics(rows)

@@ -80,13 +80,21 @@ def right(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 def played(
-    folder: Path | None = None, *, rounds: int = 4, lr: float = 0.05, tests: Any = None, **said: Any
+    folder: Path | None = None,
+    *,
+    rounds: int = 4,
+    lr: float = 0.05,
+    tests: Any = None,
+    validations: Any = None,
+    **said: Any,
 ) -> fp.Run:
     """A run in `folder`; `tests` are the clients' own, and `options` are in `said` as they are."""
     names = {f.name for f in fields(fp.RunOptions)}
     options = {name: said.pop(name) for name in names & said.keys()}
+    own = {"test": tests or {}, "validation": validations or {}}
+    held_out = {name: {k: each[name] for k, each in own.items() if name in each} for name in ROWS}
     clients = {
-        name: {"train": rows, "test": tests[name]} if name in (tests or {}) else rows
+        name: {"train": rows, **held_out[name]} if held_out[name] else rows
         for name, rows in ROWS.items()
     }
     usual: dict[str, Any] = {"test": table(3), "task": fp.CustomTask(metrics=right)}
@@ -211,9 +219,9 @@ def test_a_run_goes_on_from_the_same_values_and_rows_alone(tmp_path: Path) -> No
 
 
 def test_early_stopping_stops_and_stays_stopped(tmp_path: Path) -> None:
-    stop = EarlyStopping("global.loss", patience=1, min_delta=10.0)
-    run = played(tmp_path / "a", callbacks=[stop])
-    assert run.round == 2 and run.stopped.startswith("global.loss has not")
+    stop = EarlyStopping("validation.global.loss", patience=1, min_delta=10.0)
+    run = played(tmp_path / "a", callbacks=[stop], validation=table(4))
+    assert run.round == 2 and run.stopped.startswith("validation.global.loss has not")
     assert run.resume().round == 2, "what stopped it stops it again"
     assert run.resume(callbacks=[]).round == 4
     assert values(run) == values(played(tmp_path / "b")), "a run that waited is the same run"
@@ -221,9 +229,9 @@ def test_early_stopping_stops_and_stays_stopped(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        fp.FedplanError, match=r"no round has a metric 'global.f2'; use one of round"
+        fp.FedplanError, match=r"no round has a metric 'validation.global.f2'; use one of round"
     ):
-        played(tmp_path, callbacks=[EarlyStopping("global.f2")])
+        played(tmp_path, callbacks=[EarlyStopping("validation.global.f2")], validation=table(4))
 
 
 def rows_of(seen: list[float]) -> CommittedRound:
@@ -354,7 +362,10 @@ def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> No
         ({"evaluate": fp.EvaluateConfig(metrics=["accuracy"])}, "compute them in your own `metrics`"),
         ({"task": make_task("text-classification", columns="x", label="y", labels="ab")}, "give a task, or a loss"),
         ({"task": fp.CustomTask(metrics=right, primary="f2", higher_is_better=True), "tests": {"north": table(5)}}, "primary is 'f2', but the metrics are loss, "),
-        ({"test": None, "callbacks": [EarlyStopping("global.loss")]}, "has no global metrics"),
+        ({"callbacks": [EarlyStopping("global.loss")]}, "a test that decides when to stop is no test; use validation.global.loss"),
+        ({"callbacks": [EarlyStopping("validation.global.loss")]}, "does not measure it: set data.validation_fraction"),
+        ({"evaluate": fp.EvaluateConfig(keep_best="global")}, "no validation scores of that model"),
+        ({"validation": {"north": table(4)}}, "validation is a mapping"),
         ({"callbacks": [None]}, "give a list of functions"),
         ({"method": "fedavg"}, "give a plan"),
         ({"evaluate": {"every": 2}}, r"evaluate is a dict: give fp.EvaluateConfig\(...\)"),
@@ -413,11 +424,16 @@ def test_no_run_stops_by_what_is_hidden(metric: str) -> None:
 
 def test_personal_scores_are_better_in_the_direction_of_their_task() -> None:
     own = dict.fromkeys(ROWS, table(5))
-    usual = {"tests": own, "callbacks": [EarlyStopping("personal.loss", patience=1)]}
-    falling = played(**usual).metrics
-    assert [row["personal.loss"] for row in falling] == sorted(
-        (row["personal.loss"] for row in falling), reverse=True
+    metric = "validation.personal.loss"
+    falling = played(validations=own, callbacks=[EarlyStopping(metric, patience=1)]).metrics
+    assert [row[metric] for row in falling] == sorted(
+        (row[metric] for row in falling), reverse=True
     ) and len(falling) == 4  # fmt: skip
+
+
+def test_nothing_is_chosen_on_validation_examples_of_clients_that_are_hidden() -> None:
+    with pytest.raises(ConfigError, match="give a common, public validation set"):
+        played(privacy=PRIVATE, validations={"north": table(5)})
 
 
 def test_a_told_method_is_never_run(here: Path) -> None:

@@ -165,10 +165,19 @@ def test_an_adapter_that_joins_packed_conversations_is_refused(here: Path) -> No
 
 def test_early_stopping_by_the_clients_own_scores_knows_which_way_is_better(here: Path) -> None:
     asked = {"kind": "instruction", "input": "prompt response"}
-    early_stopping = {"metric": "personal.perplexity", "patience": 1}
-    made = Simulation(study_from_dict(said(asked, early_stopping=early_stopping)), Path("run"))
+    metric = "validation.personal.perplexity"
+    made = Simulation(
+        study_from_dict(
+            said(
+                asked,
+                data={"path": "pairs.jsonl", "num_clients": 2, "validation_fraction": 0.3},
+                early_stopping={"metric": metric, "patience": 1},
+            )
+        ),
+        Path("run"),
+    )
     closed = next(made.rounds())
     assert closed.higher_is_better is False
-    falling = replace(closed, metrics=Metrics({"personal.perplexity": x} for x in (3.0, 2.0, 1.0)))
-    assert EarlyStopping("personal.perplexity", patience=1)(falling) is None
-    assert EarlyStopping("personal.perplexity", patience=1, higher_is_better=True)(falling)
+    falling = replace(closed, metrics=Metrics({metric: x} for x in (3.0, 2.0, 1.0)))
+    assert EarlyStopping(metric, patience=1)(falling) is None
+    assert EarlyStopping(metric, patience=1, higher_is_better=True)(falling)

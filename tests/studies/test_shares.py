@@ -31,6 +31,7 @@ WAYS: dict[str, Row] = {
     "folds that overlap": {"test_filter": {"fold": 2}},
     "a test of few": {"test_filter": {"fold": 2}, "max_test_examples": 3},
     "few rows": {"test_filter": {"fold": 2}, "max_examples": 12},
+    "to choose on": {"validation_fraction": 0.4, "test_filter": {"fold": 2}},
     "another file": {"test_path": "other.parquet"},
     "another form": {"test_path": "other.csv"},
     "one mood": {"filter": {"mood": ["calm"]}, "test_filter": {"fold": 2}, "min_examples": 0},
@@ -60,11 +61,18 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def require_independent_examples(shares: FederatedData) -> None:
     """The law: what is trained on, by whomever, is in no test."""
     trained = set[str]().union(*(seen(rows) for rows in shares.train.values()))
-    for tested in (
-        *shares.client_tests.values(),
-        *([shares.common_test] if shares.common_test else []),
-    ):
+    tests, validations = (
+        [*own.values(), *([common] if common else [])]
+        for own, common in (
+            (shares.client_tests, shares.common_test),
+            (shares.client_validations, shares.common_validation),
+        )
+    )
+    chosen = set[str]().union(*map(seen, validations))
+    for tested in (*tests, *validations):
         assert not trained & set(seen(tested))
+    for tested in tests:
+        assert not chosen & set(seen(tested))
 
 
 @pytest.mark.parametrize(("kind", "way"), cases(WAYS, day=("a test of few", "by site")))

@@ -24,15 +24,22 @@ from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.naming import Registry
 from fedplan.storage.files import make_folder
 
-GLOBAL_PREFIX = "global."
-"""Prefix of the global model's metrics on the common test set."""
+GLOBAL_PREFIXES = ("global.", "validation.global.")
+"""Prefixes of the global model's metrics on the common test and validation sets."""
+
+VALIDATION_REMEDY = (
+    "set data.validation_fraction = 0.1 or data.validation_split (in Python: validation=..., or "
+    'clients={"north": {"train": ..., "validation": ...}})'
+)
+"""How a study gets validation examples."""
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
     """A stateless callback that stops a run when a metric no longer improves.
 
-    `metric`: name in a round's row, for example `loss`, `global.accuracy` or `personal.accuracy`.
+    `metric`: name in a round's row: `loss` of the training, or a metric on validation examples, as
+    `validation.global.accuracy` or `validation.personal.accuracy`.
     `patience`: number of rounds with the metric, but without improvement, until the run stops; the
     constructor raises FedplanError if below 1. `min_delta`: an improvement must exceed this.
     `higher_is_better`: if None, the direction that the metric or the task gives. A call with a
@@ -51,29 +58,36 @@ class EarlyStopping:
             raise FedplanError(f"patience is {self.patience}: give a number of rounds, 1 or more")
 
     def require_public(self) -> None:
-        """Raise FedplanError unless the metric is of the global model on the common test set.
+        """Raise FedplanError unless the metric is of the global model on common, public examples.
 
-        The names of these metrics start with GLOBAL_PREFIX. Call this under differential privacy,
-        where the stopping time by another metric would reveal private data.
+        The names of these metrics start as in GLOBAL_PREFIXES. Call this under differential
+        privacy, where the stopping time by another metric would reveal private data.
         """
-        if not self.metric.startswith(GLOBAL_PREFIX):
+        if not self.metric.startswith(GLOBAL_PREFIXES):
             raise FedplanError(
                 f"early_stopping.metric is {self.metric!r}, which depends on private data, "
-                "so the stopping time would reveal it: use a metric of the common test, such as "
-                "global.loss"
+                "so the stopping time would reveal it: use a metric on the common validation set, "
+                "such as validation.global.loss"
             )
 
-    def require_measured(self, kinds: Iterable[str]) -> None:
-        """Raise FedplanError if the run does not measure the metric.
+    def require_validation(self, models: Iterable[str]) -> None:
+        """Raise FedplanError if the metric is on test examples, or if the run does not measure it.
 
-        `kinds`: kinds of evaluation metrics of the run, such as "global" and "sites". A metric's
-        kind is the name up to the first dot. A name without a dot, such as "loss", is accepted.
+        `models`: the models of the run with metrics on validation examples, of "global" and
+        "personal". A name without a dot, such as "loss", is of the training and accepted.
         """
-        kind, dot, _ = self.metric.partition(".")
-        if dot and kind not in kinds:
+        kind, dot, name = self.metric.partition(".")
+        if dot and kind != "validation":
+            model = "personal" if "personal" in self.metric else "global"
             raise FedplanError(
-                f"early_stopping.metric is {self.metric!r}, and this run has no {kind} metrics: "
-                "give it test examples, or use loss"
+                f"early_stopping.metric is {self.metric!r}, which is measured on test examples: a "
+                "test that decides when to stop is no test; use "
+                f"validation.{model}.{self.metric.rpartition('.')[2]}, and {VALIDATION_REMEDY}"
+            )
+        if dot and name.partition(".")[0] not in models:
+            raise FedplanError(
+                f"early_stopping.metric is {self.metric!r}, and this run does not measure it: "
+                f"{VALIDATION_REMEDY}, or use loss"
             )
 
     def __call__(self, committed: CommittedRound) -> str | None:

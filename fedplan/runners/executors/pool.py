@@ -179,8 +179,8 @@ class PoolExecutor:
         }
         return scores, refusals
 
-    def personal_scores(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return the metrics of each client's personal model on the client's own test examples."""
+    def personal_scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return the metrics of personal models on "test" and "validation" examples, by client."""
         replies = self._work([WorkerTask("personal_scores", name) for name in names])
         return {name: replies[name]["scores"] for name in names}
 

@@ -208,8 +208,8 @@ class Worker:
             "overflow": fits_alone,
         }
 
-    def _personal_scores(self, name: str) -> dict[str, float]:
-        """Return the metrics of the personal model of the client `name` on the client's test set.
+    def _personal_scores(self, name: str) -> dict[str, dict[str, float]]:
+        """Return the metrics of a client's personal model on its "test" and "validation" examples.
 
         The model has the client's stored personal values over the present global values.
         """
@@ -219,5 +219,8 @@ class Worker:
         start = experiment.initial_values
         values = personal_values(self.agreement, state, start, turn, client_state)
         set_values(experiment.model, values, self.agreement.trainable)
-        test, size = experiment.data.client_tests[name], self.study.evaluate.batch_size
-        return dict(experiment.data.task.score(experiment.model, test, batch_size=size))
+        data, size = experiment.data, self.study.evaluate.batch_size
+        return {
+            kind: dict(data.task.score(experiment.model, examples, batch_size=size))
+            for kind, examples in data.held_out(name).items()
+        }

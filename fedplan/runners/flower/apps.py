@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from flwr.app import Context
@@ -12,6 +12,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedplan.data.examples import Examples
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import Callback
 from fedplan.federation.ledger.stream import EventStream
@@ -30,6 +31,7 @@ from fedplan.studies.experiment import (
     build_experiment,
     make_participation,
     make_scoring,
+    validated_models,
 )
 from fedplan.studies.resume import prepare_folder
 from fedplan.studies.run import claim_run_folder, update_run_files
@@ -72,11 +74,12 @@ def run_server(
     timeouts = Timeouts(**study.timeouts.model_dump())
     quorum, faults = study.clients.min_updates, study_faults(study)
     early_stopping = [study.early_stopping.callback] if study.early_stopping else []
-    scoring, test = make_scoring(study, experiment.data), make_global_test(study, experiment)
+    scoring, tests = (
+        make_scoring(study, experiment.data, at_sites=True),
+        make_global_tests(study, experiment),
+    )
     for callback in early_stopping:
-        # The data is at the sites, so only these metrics are measured.
-        kinds = [*(["global"] if test else []), *(["sites"] if scoring.on_clients else [])]
-        callback.require_measured(kinds)
+        callback.require_validation(validated_models(study, experiment.data, at_sites=True))
     # Free the model, unless the test uses it: the server has the initial values.
     del experiment
     events = events or EventStream(folder)
@@ -89,7 +92,7 @@ def run_server(
         callbacks=[*callbacks, *study.evaluate.callbacks, *early_stopping],
         study=study,
         scoring=scoring,
-        test=test,
+        tests=tests,
         events=events,
     )
     loop.rpc.registered_names = registered_names if server.global_state.round else None
@@ -100,22 +103,23 @@ def run_server(
     del folder_lock
 
 
-def make_global_test(study: Study, experiment: Experiment) -> GlobalTest | None:
-    """Return a function from global values to metrics on the common test set of the study.
+def make_global_tests(study: Study, experiment: Experiment) -> dict[str, GlobalTest]:
+    """Return functions from global values to metrics on the common "test" and "validation" sets.
 
-    None without a common test set. Moves the experiment's model to the study's device; each call of
-    the function overwrites the values of the model.
+    Only for sets that the study has. Moves the experiment's model to the study's device; each call
+    of a function overwrites the values of the model.
     """
-    task, examples, model = experiment.data.task, experiment.data.common_test, experiment.model
-    if examples is None:
-        return None
-    move_model(model, resolve_device(study.device))
+    data, model = experiment.data, experiment.model
+    sets = {"test": data.common_test, "validation": data.common_validation}
+    common = {name: examples for name, examples in sets.items() if examples is not None}
+    if common:
+        move_model(model, resolve_device(study.device))
 
-    def test(values: Tensors) -> dict[str, float]:
+    def test(examples: Examples, values: Tensors) -> dict[str, float]:
         set_values(model, values, experiment.agreement.trainable)
-        return task.score(model, examples, batch_size=study.evaluate.batch_size)
+        return data.task.score(model, examples, batch_size=study.evaluate.batch_size)
 
-    return test
+    return {name: partial(test, examples) for name, examples in common.items()}
 
 
 def study_client_app(file: Path) -> ClientApp:

@@ -17,6 +17,7 @@ from fedplan.federation.evaluation import (
     EvalConfig,
     Scores,
     combine_scores,
+    combine_validation,
     make_eval_request,
     metrics_from_json,
 )
@@ -52,7 +53,7 @@ from fedplan.tensors.serialization import JSON, pack_message, unpack_message
 
 log = logging.getLogger("fedplan")
 GlobalTest = Callable[[Tensors], dict[str, float]]
-"""Metrics of the global values on the common test."""
+"""Metrics of the global values on a common set."""
 
 
 class ServerLoop:
@@ -61,9 +62,8 @@ class ServerLoop:
     A round waits for all sites until a timeout of `timeouts`, and closes with at least `quorum`
     updates. A site with another study or initial model gets no requests. `faults` simulates
     dropouts and late replies. After a committed round the sites are evaluated as `scoring` says,
-    `test` evaluates the global values here, and `callbacks` are called. `study` is sent to the
-    sites with the first message. `events` receives progress. The constructor
-    raises PrivacyError for a quorum above 1 under client-level DP.
+    `tests` evaluate the global values here, and `callbacks` are called. `study` is sent first,
+    `events` gets progress. Raises PrivacyError for a quorum above 1 under client-level DP.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ServerLoop:
         faults: Faults | None = None,
         callbacks: Sequence[Callback] = (),
         scoring: EvalConfig | None = None,
-        test: GlobalTest | None = None,
+        tests: Mapping[str, GlobalTest] | None = None,
         study: Study | None = None,
         events: EventStream | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class ServerLoop:
         self._adverts: dict[str, Any] = {}
         self._version_notes: dict[str, str] = {}
         self._cached_arrays: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
-        self.scoring, self.test = scoring or EvalConfig(), test
+        self.scoring, self.tests = scoring or EvalConfig(), tests or {}
         self.evaluation = SiteEvaluation(self.rpc, server, self._arrays)
 
     def run(self) -> None:
@@ -154,8 +154,8 @@ class ServerLoop:
 
     def _needs_scores(self, closed: CommittedRound) -> bool:
         """Whether the committed round `closed` is due for evaluation and has no scores yet."""
-        lacks_scores = (self.scoring.on_clients or self.test is not None) and not closed.scores
-        return lacks_scores and self.scoring.is_due(closed.round, self.server.rounds)
+        lacks_scores = (self.scoring.on_clients or self.tests) and not closed.scores
+        return bool(lacks_scores) and self.scoring.is_due(closed.round, self.server.rounds)
 
     def _add_scores(self, closed: CommittedRound) -> CommittedRound:
         """Evaluate the committed round `closed` if due, and write the scores to the run's folder.
@@ -163,13 +163,15 @@ class ServerLoop:
         Keeps the best round's checkpoint. Returns the round with scores; offline sites have none.
         """
         if self._needs_scores(closed):
-            scores = dict[str, Any]()
-            if self.test is not None:
-                scores["global"] = self.test(self.server.global_values())
+            common = {n: test(self.server.global_values()) for n, test in self.tests.items()}
+            scores: dict[str, Any] = {"global": common["test"]} if "test" in common else {}
+            answers = dict[str, Scores]()
             if self.scoring.on_clients:
                 self._update_roster()
-                site_scores = self.evaluation.evaluate_sites(self._mismatches)
-                scores["sites"] = combine_scores(*site_scores, self.scoring)
+                answers, silent = self.evaluation.evaluate_sites(self._mismatches)
+                scores["sites"] = combine_scores(answers, silent, self.scoring)
+            if validation := combine_validation(answers, self.scoring, common.get("validation")):
+                scores["validation"] = validation
             closed = self.server.add_scores(closed, scores)
         self.server.keep_best(self.scoring.best_round(closed.metrics))
         return closed
