@@ -408,18 +408,12 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
         charge_answer(client.privacy, answer, without_data=is_data_independent(probe))
         if not votes:
             return probe(probe_input)
-        report_fault = client.privacy.contained_fault
         if guard is not None:
+            report_fault = client.privacy.contained_fault
             return guard.release_votes(
                 probe_input, probe, max_k, request.name, content, report_fault
             )
-        # A client that has no examples, or fails, votes at random, so that this is not revealed.
-        try:
-            block_scores = (probe if len(client.examples) else random_probe)(probe_input)
-        except Exception as error:
-            if report_fault is None:
-                raise
-            report_fault(error)
-            block_scores = random_probe(probe_input)
+        # A client without examples votes at random, so that this is not revealed.
+        block_scores = (probe if len(client.examples) else random_probe)(probe_input)
         chosen = make_ballot(block_scores, max_k)
         return {block: float(block in chosen) for block in probe_input.blocks}

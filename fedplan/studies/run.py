@@ -366,18 +366,21 @@ def read_earlier_expenses(folder: Path) -> tuple[Expense, ...]:
 def sweep_expenses(folder: Path) -> tuple[Expense, ...]:
     """Return what the other runs of a sweep have cost, for a run's folder in it; else nothing.
 
-    Who takes one run of a sweep has looked at all of them. One expense for each unit.
+    Who takes one run of a sweep has looked at all of them. One expense for each unit, after those
+    of initial models that this run does not start from.
     """
     file = folder.absolute().parent / SWEEP_FILE
     names = list(json.loads(file.read_text(encoding="utf-8"))["runs"]) if file.is_file() else []
     others = [file.parent / name for name in names if name != folder.absolute().name]
-    spent = dict[Unit, list[Statement]]()
+    spent, models = dict[Unit, list[Statement]](), dict[Expense, None]()
     for other in others:
         if (other / STUDY).exists():
+            models |= dict.fromkeys(read_earlier_expenses(other))
             statement = privacy_statement(read_run_study(other), other, earlier=())
             if statement is not None and statement.charges:
                 spent.setdefault(statement.guarantee.unit, []).append(statement)
-    return tuple(
+    own = read_earlier_expenses(folder) if models else ()
+    runs = (
         Expense(
             f"{len(of_unit)} other {'run' if len(of_unit) == 1 else 'runs'} of the sweep",
             unit,
@@ -386,6 +389,7 @@ def sweep_expenses(folder: Path) -> tuple[Expense, ...]:
         )
         for unit, of_unit in spent.items()
     )
+    return (*(each for each in models if each not in own), *runs)
 
 
 def _read_task_content(file: Path) -> dict[str, Any]:

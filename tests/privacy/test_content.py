@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sites
@@ -27,6 +28,8 @@ from sites import (
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.endpoint import POLL, Endpoint
+from fedplan.federation.ledger.faults import read_faults
+from fedplan.privacy.dpsgd.fit import NoisyGradients
 from fedplan.privacy.guard import ServerGuard
 from fedplan.runners.local import Federation
 from fedplan.runners.site_runtime import SiteRuntime
@@ -147,6 +150,42 @@ def test_equal_counts_of_another_round_are_not_told_to_be_equal(tmp_path: Path) 
         for ballots in ([{"a"}, {"b"}], [{"a", "b"}, set[str]()], [{"b"}, {"a"}])
     ]
     assert votes[0] == votes[2] != votes[1]
+
+
+def test_an_example_that_fails_has_no_vote_and_the_site_answers(tmp_path: Path) -> None:
+    endpoint = site_of(tmp_path, study_text(method=SAFL, privacy=PRIVATE + VOTE))
+    method, looked = endpoint.agreement.method, list[int]()
+
+    def probe(look: Any) -> Any:
+        looked.append(len(looked))
+        if len(looked) == 3:
+            raise ValueError("what one example holds")
+        return method.probe(look)
+
+    endpoint.agreement = replace(endpoint.agreement, method=replace(method, probe=probe))
+    _, words = asked(endpoint, world_of(endpoint), POLL)
+    assert "scores" in words and len(looked) > 3 and charges(tmp_path) == 1, words
+    assert "what one example holds" in str(read_faults(tmp_path / "state"))
+
+
+def test_a_turn_that_fails_has_other_noise_in_each_run(tmp_path: Path) -> None:
+    """Its answer is noise alone: equal noise in two runs would tell that both failed."""
+    (tmp_path / "study.toml").write_text(study_text())
+    site, limits = words_of(tmp_path)
+    runtime = SiteRuntime(site, read_study(tmp_path / "study.toml"), limits)
+    real = NoisyGradients.write_gradients
+
+    def failing(self: Any, indices: torch.Tensor) -> None:
+        if len(self._objective.examples):
+            raise ValueError("what the examples hold")
+        real(self, indices)
+
+    with patch.object(NoisyGradients, "write_gradients", failing):
+        one, two = (
+            change_of(endpoint, world_of(endpoint))
+            for endpoint in (runtime.endpoint(run * 16) for run in "01")
+        )
+    assert (one - two).norm() > 1.2 * one.norm()
 
 
 def test_equal_counts_of_other_weights_are_not_told_to_be_equal(tmp_path: Path) -> None:

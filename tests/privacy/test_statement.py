@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import PRIVACY_FILE, Statement, expenses_from_json
 from fedplan.storage.append_log import head_file
 from fedplan.studies.model_builder import initial_expenses
+from fedplan.studies.run import EARLIER, TASK
 from fedplan.studies.schema import read_study
 from fedplan.studies.sections import ModelSection
 from fedplan.sweeps.sweeping import sweep
@@ -192,6 +193,18 @@ def test_whoever_takes_a_run_of_a_sweep_pays_for_all(here: Path) -> None:
     history = exported(runs[0], "winner")["history"]
     assert sum(each["epsilon"] for each in history) == pytest.approx(4 * one)
     assert "3 other runs of the sweep" in Path("winner/README.md").read_text()
+    for number, models in enumerate(("ab", "ab", "bc", "")):  # models that the runs start from
+        task = json.loads((runs[number] / TASK).read_text())
+        task[EARLIER] = [{"source": x, "unit": "client", "epsilon": 1.0} for x in models]
+        (runs[number] / TASK).write_text(json.dumps(task))
+    said = statement_of(str(runs[0]))
+    assert [each["source"] for each in said["earlier"]] == [
+        "a",
+        "b",
+        "c",
+        "3 other runs of the sweep",
+    ]
+    assert said["total"]["epsilon"] == pytest.approx(4 * one + 3)
     code, told = run("compare", "sweep")
     assert (
         code == 0
@@ -238,5 +251,9 @@ def test_the_statement_says_what_is_not_covered() -> None:
         "common test set",
     ):
         assert words in text, words
-    hidden = Guarantee("client", 8.0, 1e-5, 1.0, 1.0, 0.5)
-    assert "participation" in Statement.of(hidden, 2).text() and "participation" not in text
+    hidden = Statement.of(Guarantee("client", 8.0, 1e-5, 1.0, 1.0, 0.5), 2)
+    assert "participation" in hidden.text() and "participation" not in text
+    shares = replace(hidden, noise_shares="each adds a third")
+    assert "which clients take part" in shares.text().partition("Not covered:")[2]
+    fast = Statement.of(replace(GUARANTEE, ghost_clipping=True), 2)
+    assert "amplify rounding" in fast.text() and "amplify rounding" not in text

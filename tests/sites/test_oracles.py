@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import sites
 from sites import study_text, words_of
 from studies import approvals_in, offered
 
+from fedplan.data.tables import DataError, load_table, plain_cells
 from fedplan.errors import FedplanError
 from fedplan.federation.endpoint import HELLO
 from fedplan.federation.ledger.faults import KINDS, read_faults
@@ -267,6 +269,43 @@ def test_no_row_of_a_json_file_decides_which_others_are_used(
     used = {int(each) for each in examples.pixels[:, 0, 0, 0]}
     assert {image[0][0] for image in images[:8]} <= used
     assert len(examples) == (9 if target == {"digit": 1} else 8)
+
+
+CELLS = [1, "1", 0.5, [2], {"a": None}, True, None, math.nan, [math.inf], 10**30, [[[3]]], "x"]
+
+
+@pytest.mark.parametrize("gone", range(len(CELLS)))
+def test_every_cell_of_json_files_keeps_its_own_type(gone: int, tmp_path: Path) -> None:
+    """With and without any one cell, the others are the same, in a file and in a folder."""
+
+    def cells(rows: list[int]) -> dict[int, Any]:
+        lines = [json.dumps({"cell": CELLS[each], "row": each}) + "\n" for each in rows]
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        for name, part in {"all": lines, "folder/a": lines[::2], "folder/b": lines[1::2]}.items():
+            (tmp_path / f"{name}.jsonl").write_text("".join(part))
+        tables = [
+            load_table(str(tmp_path / name), allow_empty=True) for name in ("all.jsonl", "folder")
+        ]
+        one, two = (
+            dict(zip(plain_cells(each, "row"), plain_cells(each, "cell"), strict=True))
+            for each in tables
+        )
+        assert one == two
+        return one
+
+    every, numbers = cells([*range(len(CELLS))]), [*range(len(CELLS))]
+    known = {each: CELLS[each] for each in numbers if each not in (7, 8, 9)}  # no JSON, or too big
+    assert {**every, **known} == every and every[7] is None and every[8] is None
+    assert {**every, **cells([each for each in numbers if each != gone])} == every
+
+
+def test_a_folder_of_json_files_and_others_is_refused_with_privacy(tmp_path: Path) -> None:
+    """One row of the first would decide whether its column can be joined to that of the others."""
+    (tmp_path / "a.jsonl").write_text('{"cell": "x"}\n')
+    (tmp_path / "b.csv").write_text("cell\ny\n")
+    assert load_table(str(tmp_path))["cell"][:] == ["x", "y"]
+    with pytest.raises(DataError, match="convert the files to one format"):
+        load_table(str(tmp_path), allow_empty=True)
 
 
 @pytest.mark.parametrize("odd", [{}, {"ward": 1}])
