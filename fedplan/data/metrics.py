@@ -12,16 +12,17 @@ from typing import Any, Literal
 import numpy as np
 
 from fedplan.data.predictions import Predictions
+from fedplan.data.probability_metrics import auprc, auroc, brier, calibration_error
 from fedplan.errors import FedplanError
 from fedplan.naming import Registry
 
 AnswerKind = Literal["class", "labels", "number", "tokens"]
 """Kinds of predictions: one class, any of some labels, a number, or tokens."""
-MetricFunction = Callable[[Any, Any], float]
+MetricFunction = Callable[[Any, Any], float | None]
 """Returns a metric from arrays of true values and predictions, with a row for each prediction.
 
 Classes and tokens are indices of the task's labels or of the vocabulary; labels are rows of 0 and
-1. Probabilities have a column for each label.
+1. Probabilities have a column for each label. None: the metric is not defined for these rows.
 """
 MetricInput = Literal["labels", "probabilities"]
 """What a metric takes beside the truth: predicted values, or probabilities of classes or labels."""
@@ -32,7 +33,8 @@ class Metric:
     """A metric: `function` of the truth and of what it `takes`, for some `answer_kinds`.
 
     With fewer than `min_rows` rows there is no value. `higher_is_better` is the direction, and
-    `bounds` are the lowest and highest value that the function can return.
+    `bounds` are the lowest and highest value that the function can return. With `binary`, it
+    applies to tasks with two labels only; the second label is the positive one.
     """
 
     name: str
@@ -42,13 +44,16 @@ class Metric:
     takes: MetricInput = "labels"
     higher_is_better: bool = True
     bounds: tuple[float, float] = (-inf, inf)
+    binary: bool = False
 
-    def __call__(self, predictions: Predictions) -> float:
-        """Return the metric of predictions.
+    def __call__(self, predictions: Predictions) -> float | None:
+        """Return the metric of predictions; None if it is not defined for these.
 
         Raises FedplanError if the predictions have no probabilities and the metric needs them, or
         if the function returns no number.
         """
+        if len(predictions.truth) < self.min_rows:
+            return None
         values = predictions.predicted
         if self.takes == "probabilities":
             values = predictions.probabilities
@@ -59,7 +64,7 @@ class Metric:
             )
         value = self.function(predictions.truth, values)
         try:
-            return float(value)
+            return None if value is None else float(value)
         except (TypeError, ValueError) as error:
             raise FedplanError(
                 f"the metric {self.name!r} returned a {type(value).__name__}: a metric takes the "
@@ -84,6 +89,16 @@ def _sklearn(function: str, **settings: Any) -> MetricFunction:
 def _accuracy(truth: Any, predictions: Any) -> float:
     """Return the fraction of rows that are right; a row of labels is if all its labels are."""
     return float((truth == predictions).reshape(len(truth), -1).all(-1).mean())
+
+
+def _recall_of(label: int) -> MetricFunction:
+    """Return the metric: which fraction of the rows with the class `label` is predicted so."""
+
+    def recall(truth: Any, predictions: Any) -> float | None:
+        hits = predictions[truth == label] == label
+        return float(hits.mean()) if len(hits) else None
+
+    return recall
 
 
 def _pearson(truth: Any, predictions: Any) -> float:
@@ -111,6 +126,23 @@ _BUILT_IN = (
             *(("f1", "macro"), ("f1", "micro"), ("f1", "weighted")),
             *(("precision", "macro"), ("recall", "macro")),
         )
+    ),
+    Metric("sensitivity", _recall_of(1), ("class",), bounds=_UNIT, binary=True),
+    Metric("specificity", _recall_of(0), ("class",), bounds=_UNIT, binary=True),
+    *(
+        Metric(function.__name__, function, _CLASSIFICATION, takes="probabilities", bounds=_UNIT)
+        for function in (auroc, auprc)
+    ),
+    *(
+        Metric(
+            function.__name__,
+            function,
+            _CLASSIFICATION,
+            takes="probabilities",
+            higher_is_better=False,
+            bounds=(0.0, highest),
+        )
+        for function, highest in ((brier, 2.0), (calibration_error, 1.0))
     ),
     Metric("matthews_corrcoef", _sklearn("matthews_corrcoef"), ("class",), bounds=(-1.0, 1.0)),
     Metric(
@@ -164,12 +196,12 @@ def metric_named(name: str) -> Metric:
 
 
 def compute_metrics(metrics: Sequence[Metric], predictions: Predictions) -> dict[str, float]:
-    """Return the value of each metric by name; without those that need more rows (`min_rows`).
+    """Return the value of each metric by name, without those that are not defined here.
 
     Raises FedplanError if a metric cannot be computed from the predictions.
     """
-    rows = len(predictions.truth)
-    return {metric.name: metric(predictions) for metric in metrics if rows >= metric.min_rows}
+    values = {metric.name: metric(predictions) for metric in metrics}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def metric_direction(name: str, known: Mapping[str, bool] = MappingProxyType({})) -> bool | None:

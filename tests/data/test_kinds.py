@@ -274,7 +274,7 @@ def test_metrics_come_by_name_or_as_functions(words: str) -> None:
     made = asked("regression", words, extra_metrics=extra)
     found = made.score(model_for("regression", made), made.prepare(table()), batch_size=5)
     assert found["far"] == pytest.approx(found["max_error"]) and "r2" in found
-    with pytest.raises(FedplanError, match="no metric 'f2': there are accuracy, f1_macro"):
+    with pytest.raises(FedplanError, match="no metric 'f2': there are accuracy, auprc, auroc"):
         metric_named("f2")
     odd = asked("regression", words, extra_metrics=[Metric("odd", lambda truth, guess: "high")])  # type: ignore[arg-type,return-value]
     with pytest.raises(FedplanError, match="'odd' returned a str"):

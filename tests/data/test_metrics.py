@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from often import often
 
 from fedplan.data.metrics import METRICS, Metric, metric_direction, score_spread
+from fedplan.data.predictions import Predictions
+from fedplan.data.probability_metrics import calibration_bins
 from fedplan.errors import FedplanError
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)
@@ -56,10 +58,83 @@ def test_no_answer_beats_the_truth_and_the_order_of_rows_does_not_count(
     sign, order = 1 if metric.higher_is_better else -1, np.arange(9)[::-1]
     for kind in metric.answer_kinds:
         truth, guess = answers(kind, seed), answers(kind, seed + 1)
-        score = metric.function(truth, guess)
-        assert sign * score <= sign * metric.function(truth, truth)
+        sure = truth
+        if metric.takes == "probabilities":
+            draw, sure = (
+                np.random.default_rng(seed),
+                truth if kind == "labels" else np.eye(4)[truth],
+            )
+            guess = draw.random(sure.shape)
+            guess = guess if kind == "labels" else guess / guess.sum(1, keepdims=True)
+        score, best = metric.function(truth, guess), metric.function(truth, sure)
+        if score is None or best is None:
+            assert metric.binary or (truth == truth[0]).all()
+            continue
+        assert sign * score <= sign * best
         assert metric.bounds[0] <= score <= metric.bounds[1]
-        assert isclose(score, metric.function(truth[order], guess[order]), abs_tol=1e-12)
+        assert metric.function(truth[order], guess[order]) == pytest.approx(score, abs=1e-12)
+
+
+def predictions(truth: np.ndarray, probabilities: np.ndarray) -> Predictions:
+    many = truth.ndim == 2
+    guess = (probabilities > 0.5).astype(int) if many else probabilities.argmax(1)
+    return Predictions(truth, guess, probabilities, np.zeros(len(truth)), np.ones(len(truth), int))
+
+
+def test_metrics_of_probabilities_are_those_of_scikit_learn() -> None:
+    from sklearn import metrics as theirs
+
+    draw = np.random.default_rng(0)
+    for classes in (2, 4):
+        truth = draw.integers(0, classes, 200)
+        p = draw.dirichlet(np.ones(classes), 200)
+        ours = {m.name: m(predictions(truth, p)) for m in METRICS.values() if m.takes != "labels"}
+        side = p[:, 1] if classes == 2 else p
+        one_hot = truth if classes == 2 else np.eye(classes)[truth]
+        assert ours["auroc"] == pytest.approx(
+            theirs.roc_auc_score(truth, side, multi_class="ovr"), abs=1e-12
+        )
+        assert ours["auprc"] == pytest.approx(
+            theirs.average_precision_score(one_hot, side), abs=1e-12
+        )
+        assert ours["brier"] == pytest.approx(theirs.brier_score_loss(truth, side), abs=1e-12)
+    truth, p = draw.integers(0, 2, (200, 3)), draw.random((200, 3))
+    assert METRICS["auroc"](predictions(truth, p)) == pytest.approx(theirs.roc_auc_score(truth, p))
+
+
+def test_sensitivity_and_specificity_are_recalls_of_the_two_labels() -> None:
+    truth, p = np.array([0, 0, 0, 1, 1]), np.array([0.1, 0.2, 0.9, 0.8, 0.3])
+    made = predictions(truth, np.stack([1 - p, p], 1))
+    assert METRICS["sensitivity"](made) == 1 / 2 and METRICS["specificity"](made) == 2 / 3
+    assert METRICS["sensitivity"](made.select(np.array([0, 1]))) is None
+
+
+def test_a_class_that_all_rows_or_no_row_has_is_left_out_of_the_area() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    truth, p = np.array([0, 1, 0, 1]), np.random.default_rng(1).dirichlet(np.ones(3), 4)
+    area = METRICS["auroc"](predictions(truth, p))
+    assert area == pytest.approx(np.mean([roc_auc_score(truth == c, p[:, c]) for c in (0, 1)]))
+    assert METRICS["auroc"](predictions(np.zeros(4, int), p)) is None
+    assert isnan(METRICS["auroc"](predictions(truth, p * nan)) or 0)
+    assert isnan(METRICS["calibration_error"](predictions(truth, p * nan)) or 0)
+
+
+def test_calibration_compares_confidence_with_frequency() -> None:
+    # Ten predictions of probability 0.75, of which half are right.
+    p, truth = np.tile([0.25, 0.75], (10, 1)), np.array([0, 1] * 5)
+    assert METRICS["calibration_error"](predictions(truth, p)) == pytest.approx(0.25)
+    counts, confidence, frequency = calibration_bins(truth, p)
+    assert (counts[7], confidence[7], frequency[7], counts.sum()) == (10, 0.75, 0.5, 10)
+
+
+def test_predictions_of_examples_with_several_labels_are_selected_and_joined() -> None:
+    rows = np.arange(6)
+    made = Predictions(rows, rows, np.stack([rows, rows], 1), rows * 1.0, np.array([2, 0, 3, 1]))
+    some = made.select(np.array([2, 0, 2, 1]))
+    assert some.truth.tolist() == [2, 3, 4, 0, 1, 2, 3, 4] and some.sizes.tolist() == [3, 2, 3, 0]
+    joined = Predictions.join([made.select(np.arange(2)), made.select(np.arange(2, 4))])
+    assert joined.truth.tolist() == rows.tolist() and joined.probabilities is not None
 
 
 def test_a_direction_is_that_of_the_metric_and_never_follows_from_a_name() -> None:

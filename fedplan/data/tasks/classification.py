@@ -143,7 +143,7 @@ class MultiLabel(_TextTask):
         return logits.double().sigmoid()
 
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
-        names = ("accuracy", "f1_micro", "f1_macro")
+        names = ("accuracy", "f1_micro", "f1_macro", "auroc")
         return compute_metrics([METRICS[name] for name in names], predictions)
 
 

@@ -245,8 +245,9 @@ class Task(ABC):
 
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
         """Return the task's own metrics of predictions by name; `loss` is their mean loss."""
-        values = compute_metrics([METRICS["accuracy"], METRICS["f1_macro"]], predictions)
-        return {"accuracy": values["accuracy"], "f1": values["f1_macro"]}
+        names = ("accuracy", "f1_macro", *(("auroc",) if len(self.labels) == 2 else ()))
+        values = compute_metrics([METRICS[name] for name in names], predictions)
+        return {"f1" if name == "f1_macro" else name: values[name] for name in values}
 
     def _class_indices(self, labels: Sequence[str]) -> list[int]:
         """Return the class index of each label; raise DataError for an unknown label."""

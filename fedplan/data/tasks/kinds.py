@@ -118,7 +118,7 @@ def make_task(
         one_example_per_row,
         packing,
         _label_weights(kind, sorted_labels, weights),
-        _applicable_metrics(kind, extra_metrics),
+        _applicable_metrics(kind, sorted_labels, extra_metrics),
     )
 
 
@@ -132,7 +132,10 @@ def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable
     return replace(
         task,
         one_example_per_row=one_example_per_row or task.one_example_per_row,
-        extra_metrics=(*task.extra_metrics, *_applicable_metrics(task.kind, extra_metrics)),
+        extra_metrics=(
+            *task.extra_metrics,
+            *_applicable_metrics(task.kind, task.labels, extra_metrics),
+        ),
     )
 
 
@@ -161,7 +164,9 @@ def _label_weights(
     return tuple((label, by_label[label]) for label in labels if label in by_label)
 
 
-def _applicable_metrics(kind: str, metrics: Iterable[Metric]) -> tuple[Metric, ...]:
+def _applicable_metrics(
+    kind: str, labels: Sequence[str], metrics: Iterable[Metric]
+) -> tuple[Metric, ...]:
     """Return the metrics as a tuple; DataError if one does not apply to a task of `kind`."""
     metrics, answer_kind = tuple(metrics), task_class(kind).answer_kind
     for metric in metrics:
@@ -169,5 +174,10 @@ def _applicable_metrics(kind: str, metrics: Iterable[Metric]) -> tuple[Metric, .
             names = ", ".join(n for n, each in METRICS.items() if answer_kind in each.answer_kinds)
             raise DataError(
                 f"the metric {metric.name!r} does not apply to {kind}: use one of {names}"
+            )
+        if metric.binary and len(labels) != 2:
+            raise DataError(
+                f"the metric {metric.name!r} is of two labels, and the task has {len(labels)}: use "
+                "recall_macro, or see the table of classes in the report"
             )
     return metrics

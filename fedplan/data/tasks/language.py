@@ -21,7 +21,7 @@ from fedplan.data.examples import (
     block_seeds,
     chunk_slices,
 )
-from fedplan.data.metrics import METRICS, AnswerKind
+from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
 from fedplan.data.predictions import Predictions
 from fedplan.data.tables import DataError, column_values, select_rows
 from fedplan.data.tasks.definition import Task, pad_token_id, require_tokens
@@ -166,8 +166,8 @@ class _Language(Task):
         return None
 
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
-        accuracy = METRICS["accuracy"](predictions)
-        return {"accuracy": accuracy, "perplexity": exp(min(loss, 700.0))}
+        scores = compute_metrics([METRICS["accuracy"]], predictions)
+        return {**scores, "perplexity": exp(min(loss, 700.0))}
 
 
 @dataclass(frozen=True)
