@@ -12,7 +12,7 @@ from fedplan.audits.ledger import verify_ledger
 from fedplan.audits.movement import Movement
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
-from fedplan.federation.identity import changed_examples
+from fedplan.federation.identity import RUN_FILE, changed_examples
 from fedplan.federation.ledger.digests import keyed_digest
 from fedplan.federation.ledger.records import (
     ROLE_BY_LETTER,
@@ -29,6 +29,7 @@ from fedplan.privacy.mechanisms.noise import read_secret
 from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
 from fedplan.studies.federated_data import load_federated_data
+from fedplan.studies.record import DATA_FILE, read_data_record
 from fedplan.studies.run import RunReader, read_consistently
 from fedplan.tensors.named import Tensors, digest
 
@@ -131,7 +132,7 @@ def _audit(run: RunReader) -> RunAudit:
     faults += charge_faults
     faults += _client_state_faults(run, summary.last_turns)
     changed, examples_checked = _example_faults(run)
-    faults += changed
+    faults += [*changed, *_record_faults(run)]
     if faults:
         run.require_current()
         text = f"{FAILED}; all other checks passed."
@@ -306,6 +307,13 @@ def _example_faults(run: RunReader) -> tuple[list[str], str]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [], f"The examples were not checked: {reason[:200]}"
     changed = changed_examples(run.identity.examples, data.digests)
-    return [f"the examples of {name} are not those of the run" for name in changed], (
-        "The examples are unchanged since the start of the run."
-    )
+    faults = [f"the examples of {name} are not those of the run" for name in changed]
+    return faults, "The examples are unchanged since the start of the run."
+
+
+def _record_faults(run: RunReader) -> list[str]:
+    """Compare the digests of examples in the data file, if it has any, with the run's identity."""
+    splits: dict[str, dict[str, object]] = read_data_record(run.folder).get("train", {})
+    digests = {name: str(split["digest"]) for name, split in splits.items()}
+    different = bool(digests and run.identity.examples) and digests != run.identity.examples
+    return [f"{DATA_FILE} names other examples than {RUN_FILE}"] if different else []

@@ -40,6 +40,13 @@ def run_command(
         Path | None, typer.Option(help="Folder of the run; default: runs/ and the study's name.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in its folder.")] = False,
+    same_environment: Annotated[
+        bool,
+        typer.Option(
+            "--same-environment",
+            help="With --resume: refuse other versions, device or threads than the run had.",
+        ),
+    ] = False,
     continue_from: Annotated[
         str,
         typer.Option(
@@ -82,7 +89,12 @@ def run_command(
     with print_errors():
         console = Console(highlight=False, stderr=as_json)
         opened_study, folder = open_study(
-            study, change or [], output, resume=resume, earlier=continue_from
+            study,
+            change or [],
+            output,
+            resume=resume,
+            earlier=continue_from,
+            same_environment=same_environment,
         )
         if runner == "flower":
             run_flower_with_progress(

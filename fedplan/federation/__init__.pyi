@@ -48,7 +48,14 @@ from .ledger.callbacks import (
     EarlyStopping,
     make_tracker,
 )
-from .ledger.digests import InitialModel, digest_initial_model, examples_digest, keyed_digest
+from .ledger.digests import (
+    ExamplesSummary,
+    InitialModel,
+    digest_initial_model,
+    examples_digest,
+    keyed_digest,
+    summarize_examples,
+)
 from .ledger.egress import (
     AGREEMENT,
     DELTA,

@@ -38,6 +38,7 @@ from fedplan.studies.experiment import (
     validated_models,
 )
 from fedplan.studies.in_memory import InMemoryInputs
+from fedplan.studies.record import record_session, write_data_record
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
 from fedplan.studies.run import claim_run_folder, read_run, update_run_files
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
@@ -146,6 +147,9 @@ class Simulation:
                 activation_cache=study.train.activation_cache,
             )
             update_run_files(self.federation.server, study, experiment)
+            write_data_record(self.folder, study, self.data)
+            runner = self.pool_config.runner if self.pool_config else "local"
+            record_session(self.folder, study, runner, self.federation.global_state.round)
 
     def run(self) -> Simulation:
         """Run all remaining rounds, each committed before the next starts; return this object."""

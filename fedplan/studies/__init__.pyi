@@ -24,6 +24,14 @@ from .federation_sections import (
 )
 from .field_types import Count, DeviceName, as_value_error, named_objects
 from .in_memory import InMemoryInputs
+from .record import (
+    DATA_FILE,
+    environment_changes,
+    read_data_record,
+    read_sessions,
+    record_session,
+    write_data_record,
+)
 from .resume import continue_study, has_progress, import_kept_params, open_study, prepare_folder
 from .run import (
     SWEEP_FILE,

@@ -31,7 +31,7 @@ from fedplan.data.tables import (
 )
 from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.kinds import make_task, task_class
-from fedplan.federation.ledger.digests import examples_digest
+from fedplan.federation.ledger.digests import ExamplesSummary, summarize_examples
 from fedplan.studies.data_split import ClientRows, drop_common, split_rows, task_columns
 from fedplan.studies.schema import Study
 
@@ -64,9 +64,14 @@ class FederatedData:
         return {kind: examples[name] for kind, examples in sets.items() if name in examples}
 
     @cached_property
+    def train_summaries(self) -> dict[str, ExamplesSummary]:
+        """Size, digest and label counts of each client's training examples."""
+        return {name: summarize_examples(examples) for name, examples in self.train.items()}
+
+    @property
     def digests(self) -> dict[str, str]:
         """Digest of each client's training examples."""
-        return {name: examples_digest(examples) for name, examples in self.train.items()}
+        return {name: summary.digest for name, summary in self.train_summaries.items()}
 
 
 NO_TEST = (

@@ -17,6 +17,7 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import privacy_guarantee
+from fedplan.studies.record import DATA_FILE, ENVIRONMENT_FILE, require_same_environment
 from fedplan.studies.run import MANIFEST, TASK, read_run, read_run_study
 from fedplan.studies.schema import (
     ConfigError,
@@ -29,21 +30,30 @@ from fedplan.studies.schema import (
 )
 from fedplan.tensors.named import is_aux
 
-START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE)
+START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, ENVIRONMENT_FILE)
 """Files that a run writes before its first round."""
 
 
 def open_study(
-    file: Path, changes: list[str], output: Path | None, *, resume: bool, earlier: str = ""
+    file: Path,
+    changes: list[str],
+    output: Path | None,
+    *,
+    resume: bool,
+    earlier: str = "",
+    same_environment: bool = False,
 ) -> tuple[Study, Path]:
     """Return the study to run and the folder of the run, after preparing the folder.
 
     `file`: a study file, or with `resume` a run's folder. `changes`: overrides, as
     "train.rounds=5". `output`: the run's folder; by default `runs/` and the study's name.
     `earlier`: folder or id of a run to continue from: clients start from the personal params of
-    that run. Raises ConfigError if the study is invalid or the folder cannot be used; see
+    that run. `same_environment`: also require the versions, device and threads of the run's last
+    session. Raises ConfigError if the study is invalid or the folder cannot be used; see
     `prepare_folder`.
     """
+    if same_environment and not resume:
+        raise ConfigError("--same-environment is for a run that continues: give --resume, too")
     if file.is_dir():
         if not resume:
             raise ConfigError(f"{file} is a run: continue it with --resume")
@@ -58,6 +68,8 @@ def open_study(
         folder = output or Path("runs") / study.name
     study = continue_study(study, earlier) if earlier else study
     prepare_folder(folder, study, resume=resume)
+    if same_environment:
+        require_same_environment(folder, study)
     return study, folder
 
 

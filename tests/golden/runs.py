@@ -472,7 +472,8 @@ def compared(folder: Path) -> dict[str, str]:
     kept, found = folder / "kept", dict[str, str]()
     files, tensors = dict[str, Any](), dict[str, Any]()
     for file in sorted(each for each in kept.rglob("*") if each.is_file()):
-        if file.suffix == ".txt":  # printed on a screen: its words may change
+        # printed on a screen, whose words may change; versions and a machine
+        if file.suffix == ".txt" or file.name == "environment.json":
             continue
         name, data = str(file.relative_to(kept)), file.read_bytes()
         mode = f"{file.stat().st_mode & 0o777:o}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -26,20 +27,59 @@ from fedplan.tensors.named import Tensors, checksum, digest, full_digest
 
 CODE_PACKAGES = ("fedplan", "torch", "transformers")
 """Packages whose versions count as inputs of an answer."""
+MAX_CLASSES = 1000
+"""The most classes whose labels are counted."""
+
+
+@dataclass(frozen=True)
+class ExamplesSummary:
+    """What is recorded of examples: how many, their digest, and how many have each label.
+
+    `label_counts` is by class index; empty if the examples have no classes (see
+    `summarize_examples`).
+    """
+
+    count: int
+    digest: str
+    label_counts: dict[int, int]
+
+
+def summarize_examples(examples: Examples) -> ExamplesSummary:
+    """Read all examples once, in order and in batches of 256; return their summary.
+
+    The digest is the first 32 hex digits of SHA-256 over the names and digests of all tensors of
+    each batch. Labels are counted if `labels` has an integer per example, or a row of zeros and
+    ones; more than MAX_CLASSES different integers are not classes and are not counted.
+    """
+    sha256, label_counts = hashlib.sha256(), Counter[int]()
+    order = torch.arange(len(examples))
+    for indices in cast("tuple[Tensor, ...]", order.split(256)) if len(examples) else ():
+        batch = examples.batch(indices)
+        for name, tensor in sorted(batch.items()):
+            sha256.update(f"{name} {digest(tensor)}".encode())
+        label_counts.update(_class_indices(batch.get("labels")))
+    if len(label_counts) > MAX_CLASSES:
+        label_counts.clear()
+    return ExamplesSummary(
+        len(examples), sha256.hexdigest()[:32], dict(sorted(label_counts.items()))
+    )
+
+
+def _class_indices(labels: Tensor | None) -> list[int]:
+    """Return the class indices of all labels of a batch; none if the labels are no classes."""
+    if labels is None or labels.dim() not in (1, 2):
+        return []
+    if labels.dim() == 1:
+        is_index = not labels.is_floating_point() and not labels.is_complex()
+        return cast("list[int]", labels[labels >= 0].tolist()) if is_index else []
+    if not labels.is_floating_point() or not bool(((labels == 0) | (labels == 1)).all()):
+        return []
+    return cast("list[int]", labels.nonzero()[:, 1].tolist())
 
 
 def examples_digest(examples: Examples) -> str:
-    """Return the first 32 hex digits of SHA-256 over the names and digests of all tensors.
-
-    Reads all examples in order, in batches of 256; each tensor of a batch counts by its name and
-    digest.
-    """
-    sha256 = hashlib.sha256()
-    order = torch.arange(len(examples))
-    for indices in cast("tuple[Tensor, ...]", order.split(256)) if len(examples) else ():
-        for name, tensor in sorted(examples.batch(indices).items()):
-            sha256.update(f"{name} {digest(tensor)}".encode())
-    return sha256.hexdigest()[:32]
+    """Return the digest of `summarize_examples`."""
+    return summarize_examples(examples).digest
 
 
 def model_digest(model: nn.Module) -> str:

@@ -33,6 +33,7 @@ from fedplan.studies.experiment import (
     make_scoring,
     validated_models,
 )
+from fedplan.studies.record import record_session, write_data_record
 from fedplan.studies.resume import prepare_folder
 from fedplan.studies.run import claim_run_folder, update_run_files
 from fedplan.studies.schema import Study, read_study
@@ -71,6 +72,8 @@ def run_server(
         start_digests=experiment.param_digests,
     )
     update_run_files(server, study, experiment)
+    write_data_record(folder, study, experiment.data)
+    record_session(folder, study, "flower", server.global_state.round)
     timeouts = Timeouts(**study.timeouts.model_dump())
     quorum, faults = study.clients.min_updates, study_faults(study)
     early_stopping = [study.early_stopping.callback] if study.early_stopping else []

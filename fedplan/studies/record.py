@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a run in its folder: the data it uses, and the environment of each session."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fedplan.data.tasks.definition import Task
+from fedplan.federation.ledger.digests import ExamplesSummary, summarize_examples
+from fedplan.storage.files import write_atomic, write_if_changed
+from fedplan.storage.logs import utc_now
+from fedplan.studies.federated_data import FederatedData
+from fedplan.studies.schema import ConfigError, Study
+from fedplan.tensors.devices import DeviceError, device_description, resolve_device
+
+DATA_FILE, ENVIRONMENT_FILE = "data.json", "environment.json"
+"""Files in a run's folder: what the run's data is, and where each session of it ran."""
+PACKAGES = ("fedplan", "torch", "transformers", "peft", "bitsandbytes", "datasets", "numpy")
+"""Packages whose versions are recorded, if installed."""
+
+log = logging.getLogger("fedplan")
+
+
+def write_data_record(folder: Path, study: Study, data: FederatedData) -> None:
+    """Write the data file of a run: columns, labels, and size, digest and labels of each split.
+
+    "train", "test" and "validation" are by client. Under differential privacy they are left out,
+    with all notes: nothing of single clients or examples is stored. On a server without data they
+    are empty.
+    """
+    task, private = data.task, study.privacy is not None
+    common = {"common_test": data.common_test, "common_validation": data.common_validation}
+    held_out = {"test": data.client_tests, "validation": data.client_validations}
+    content: dict[str, Any] = {
+        "task": task.kind,
+        "columns": list(task.columns),
+        "label": task.label,
+        "labels": list(task.labels),
+        "private": private,
+        "notes": [] if private else list(data.notes),
+        "train": {},
+    }
+    for split, rows in common.items():
+        content[split] = _split_record(task, summarize_examples(rows)) if rows is not None else None
+    for split, clients in held_out.items():
+        summaries = {name: summarize_examples(rows) for name, rows in clients.items()}
+        content[split] = {} if private else _client_records(task, summaries)
+    if not private:
+        content["train"] = _client_records(task, data.train_summaries)
+    write_if_changed(folder / DATA_FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _client_records(task: Task, summaries: Mapping[str, ExamplesSummary]) -> dict[str, Any]:
+    return {name: _split_record(task, summary) for name, summary in summaries.items()}
+
+
+def _split_record(task: Task, summary: ExamplesSummary) -> dict[str, Any]:
+    names = dict(enumerate(task.labels))
+    labels = {names.get(index, str(index)): n for index, n in summary.label_counts.items()}
+    return {"examples": summary.count, "digest": summary.digest, "labels": labels}
+
+
+def read_data_record(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's data file; empty for a run of an older version."""
+    return dict(_read_json(folder / DATA_FILE) or {})
+
+
+def current_environment(study: Study) -> dict[str, Any]:
+    """Return what this process runs a study with: versions, device, threads and machine.
+
+    A server that does not have the study's device leaves it to the sites.
+    """
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    try:
+        device = device_description(resolve_device(study.device))
+    except DeviceError:
+        device = f"{study.device} at the sites"
+    return {
+        "versions": versions,
+        "device": device,
+        "threads": study.threads,
+        "machine": platform.machine(),
+        "platform": platform.platform(),
+    }
+
+
+def record_session(folder: Path, study: Study, runner: str, committed: int) -> None:
+    """Append a session to a run's environment file, and log a warning if its environment is new.
+
+    `runner`: "local", "pool", "ray" or "flower". `committed`: the rounds before this session; if
+    these are all rounds of the study, nothing is written.
+    """
+    if committed >= study.train.rounds:
+        return
+    sessions, environment = read_sessions(folder), current_environment(study)
+    if changes := environment_changes(sessions[-1], environment) if sessions and committed else []:
+        log.warning(
+            "the run continues in another environment (%s), so its values may differ from those "
+            "of an uninterrupted run: --same-environment refuses this",
+            "; ".join(changes),
+        )
+    started = {"started": utc_now(), "after_round": committed, "runner": runner}
+    session = started | environment
+    content = json.dumps({"sessions": [*sessions, session]}, indent=1, ensure_ascii=False)
+    write_atomic(folder / ENVIRONMENT_FILE, content + "\n")
+
+
+def read_sessions(folder: Path) -> list[dict[str, Any]]:
+    """Return the sessions of a run, oldest first; empty for a run of an older version."""
+    content: dict[str, list[dict[str, Any]]] = _read_json(folder / ENVIRONMENT_FILE) or {}
+    return content.get("sessions", [])
+
+
+def environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a text for each version, and for device, threads and machine, that differs.
+
+    >>> environment_changes({"threads": 1}, {"threads": 2})
+    ['threads 2, before 1']
+    """
+    pairs = [(name, before.get(name), now.get(name)) for name in ("device", "threads", "machine")]
+    versions: Sequence[Mapping[str, Any]] = [dict(e.get("versions", {})) for e in (before, now)]
+    pairs += [(n, *(each.get(n) for each in versions)) for n in ("python", *PACKAGES)]
+    return [
+        f"{name} {'none' if new is None else new}, before {'none' if old is None else old}"
+        for name, old, new in pairs
+        if old != new
+    ]
+
+
+def require_same_environment(folder: Path, study: Study) -> None:
+    """Raise ConfigError unless this process has the environment of the run's last session."""
+    sessions = read_sessions(folder)
+    if not sessions:
+        raise ConfigError(
+            f"{folder} has no {ENVIRONMENT_FILE} to compare with: resume it without "
+            "--same-environment"
+        )
+    if changes := environment_changes(sessions[-1], current_environment(study)):
+        raise ConfigError(
+            f"{folder} has run in another environment ({'; '.join(changes)}): restore that, or "
+            "resume without --same-environment"
+        )
+
+
+def _read_json(file: Path) -> Any:
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; restore it from a backup") from error
