@@ -90,6 +90,23 @@ def test_sessions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     assert {(each["device"], each["threads"], each["runner"]) for each in sessions} == {
         ("cpu", 1, "local")
     }
+    assert run("report", "run", "-o", "report.html")[0] == 0
+    page = Path("report.html").read_text()
+    section = page[page.index("<h2>Record") : page.index("<h2>Audit")]
+    data = content("data.json")
+    for text in (
+        *(
+            "lr = 0.001",
+            "batch_size = 8",
+            "optimizer = adamw",
+            "rounds = 3",
+            "partition = dirichlet",
+        ),
+        *("seed = 0", "fraction = 1.0", "lr_scheduler = ", "epochs = 1", "alpha = 0.5"),
+        *(data["common_test"]["digest"][:16], "client-02", "0.0.1", "time per round", "upload MB"),
+    ):
+        assert text in section, text
+    assert section.count(" UTC</td>") == 3
     Path("run/environment.json").unlink()
     code, out = run("run", "run", "--resume", "--same-environment")
     assert code == 2 and "no environment.json" in out

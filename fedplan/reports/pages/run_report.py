@@ -23,6 +23,7 @@ from fedplan.reports.forecasts import StageForecast
 from fedplan.reports.formats import duration, megabytes, millions
 from fedplan.reports.pages.facts import RunFacts, group_runs, read_run_facts, run_names
 from fedplan.reports.pages.page import Page, PageBlock, PageSection, block
+from fedplan.reports.pages.record import record_section
 from fedplan.reports.pages.round_grids import participation_section, roles_section
 from fedplan.reports.pages.scores import (
     clients_section,
@@ -170,6 +171,7 @@ def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
             traffic_section(each),
             privacy_section(each),
             participation_section(each),
+            record_section(each),
             _audit_section(each),
         ):
             yield _add_name(section, name)
