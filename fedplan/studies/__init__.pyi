@@ -26,6 +26,7 @@ from .field_types import Count, DeviceName, as_value_error, named_objects
 from .in_memory import InMemoryInputs
 from .record import (
     DATA_FILE,
+    ENVIRONMENT_FILE,
     environment_changes,
     read_data_record,
     read_sessions,

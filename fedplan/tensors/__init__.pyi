@@ -7,6 +7,7 @@ from .compression import parse_codec, plain
 from .devices import (
     AUTO,
     CPU,
+    DeviceError,
     autocast,
     check_device_name,
     deterministic,

@@ -85,9 +85,9 @@ def _data_blocks(facts: RunFacts) -> Iterator[PageBlock]:
     yield block("heading", text="Data")
     train, test = data["train"], data["test"]
     rows = list[tuple[str, ...]]()
-    splits = {"training": train, "clients' tests": test}
-    if data["common_test"]:
-        splits["common test"] = {"": data["common_test"]}
+    splits = {"training": train, "clients' tests": test, "clients' validation": data["validation"]}
+    for name in ("common_test", "common_validation"):
+        splits[name.replace("_", " ")] = {"": data[name]} if data[name] else {}
     for name, parts in splits.items():
         if parts:
             count = "" if "" in parts else str(len(parts))
