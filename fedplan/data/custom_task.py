@@ -161,3 +161,17 @@ class CustomTask(Task):
         if self.primary not in means:
             raise DataError(f"primary is {self.primary!r}, but the metrics are {', '.join(means)}")
         return {**means, "examples": float(len(rows))}
+
+    def score_clients(
+        self, model: nn.Module, tests: Mapping[str, Examples], *, batch_size: int
+    ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+        """Evaluate one model on the examples of several clients; see `Task.score_clients`.
+
+        The metrics on all examples are means over clients, weighted by their examples.
+        """
+        scores = {n: self.score(model, rows, batch_size=batch_size) for n, rows in tests.items()}
+        every, total = list(scores.values()), sum(each["examples"] for each in scores.values())
+        together = {
+            name: sum(each[name] * each["examples"] for each in every) / total for name in every[0]
+        }
+        return scores, {**together, "examples": total}

@@ -7,7 +7,15 @@ from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, 
 from .figures.drawing import HUES, Drawing, replace_control_chars, spreadsheet_safe
 from .figures.grids import GridCell, GridRow, cell_grid, round_spans
 from .forecasts import Forecast, StageForecast, forecast
-from .formats import byte_unit, duration, format_log_entry, megabytes, millions, parse_since
+from .formats import (
+    TRAFFIC_LABELS,
+    byte_unit,
+    duration,
+    format_log_entry,
+    megabytes,
+    millions,
+    parse_since,
+)
 from .groups import differing_fields, group_by_seed, study_fields
 from .memory import TrainingStep
 from .pages.facts import read_run_facts

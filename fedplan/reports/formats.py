@@ -13,6 +13,7 @@ from rich.text import Text
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.storage.logs import LogEntry
+from fedplan.studies.run_scores import RunScore, ScoreRules
 
 
 def millions(count: int) -> str:
@@ -50,42 +51,47 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-HEADING = "round    loss  global  personal ± std  worst client  upload MB  download MB"
-"""Global: score of the global model on the common test set, or on the clients' held-out examples.
-Personal: mean score of the clients' personal models on their own held-out examples."""
-
-PERSONAL = ("personal.", "sites.spread.personal.")
-"""Prefixes of the metrics on how personal scores spread over clients."""
-
-SCORE_LABELS = {
-    "global": "global {}",
-    "sites.global": "global {} at sites",
-    "sites.personal": "personal {} at sites",
-}
-"""Labels of scores by the prefix of their metric; those at sites are means over their examples."""
+TRAFFIC_LABELS = ("upload MB, all rounds", "download MB, all rounds")
+"""Names of the bytes of a whole run, in MB."""
 
 
-def score_note(primary: str, higher: bool | None = None) -> str:
-    """Return the sentence that names the metric of all scores, and its direction if given."""
-    better = "" if higher is None else f": {'higher' if higher else 'lower'} is better"
-    return f"Scores are {primary}{better}."
+def round_heading(rules: ScoreRules) -> str:
+    """Return the heading of `simulation_line`, with the score that matters for the plan first."""
+    scores = "personal ± std  worst client  global" if rules.personal else "global  worst client"
+    return f"round    loss  {scores}  upload MB  download MB"
 
 
-def simulation_line(row: Mapping[str, float], spent: float | None = None, *, primary: str) -> str:
-    """Return the line of a simulated round under HEADING, with rich markup.
+def score_note(rules: ScoreRules, examples: str = "") -> str:
+    """Return two lines on the scores below: metric and direction, and on which examples each is.
 
-    `row` are the round's metrics, `spent` the epsilon spent so far (None: no epsilon), `primary`
-    the name of the metric that scores show.
+    `examples`: those of the global score; "" if there is none.
     """
-    prefix = next((prefix for prefix in PERSONAL if f"{prefix}{primary}" in row), "")
-    mean, std, worst = (row.get(f"{prefix}{primary}{end}", 0.0) for end in ("", "_std", "_worst"))
-    personal = f"{mean:.3f} ± {std:.3f}" if prefix else ""
-    rejected = int(row["rejected"])
+    better = "higher" if rules.higher_is_better else "lower"
+    own = "Personal and worst client" if rules.personal else "Worst client"
+    overall = f"; global: on {examples}" if examples else ""
+    return (
+        f"Scores are {rules.metric}: {better} is better. {own}: on each client's own test examples"
+        f"{overall}.\nUpload and download: all clients, per round."
+    )
+
+
+def simulation_line(row: Mapping[str, float], rules: ScoreRules, spent: float | None = None) -> str:
+    """Return the line of a simulated round under `round_heading`, with rich markup.
+
+    `row` are the round's metrics, `spent` is the epsilon spent so far (None: no epsilon).
+    """
+    scores, rejected = rules.of_row(row), int(row["rejected"])
+    worst = f"{_score(scores.find('worst client')):>12}"
+    if rules.personal:
+        personal = scores.find("personal")
+        spread = f" ± {personal.std:.3f}" if personal and personal.std is not None else ""
+        columns = f"{_score(personal) + spread:>14}  {worst}  {_score(scores.find('global')):>6}"
+    else:
+        columns = f"{_score(scores.find('global', 'mean of clients')):>6}  {worst}"
     cells = (
         f"{int(row['round']):5d}",
         f"{row['loss']:6.3f}" if "loss" in row else "     -",
-        f"{_score(row, primary, 'global.', 'sites.global.'):>6}",
-        f"{personal:>14}  {f'{worst:.3f}' if prefix else '':>12}",
+        columns,
         f"{megabytes(int(row['upload_bytes'])):>9}  {megabytes(int(row['download_bytes'])):>11}",
         f"  [yellow]{rejected} not aggregated[/yellow]" if rejected else "",
         f"  epsilon {spent:.4f}" if spent is not None else "",
@@ -93,19 +99,14 @@ def simulation_line(row: Mapping[str, float], spent: float | None = None, *, pri
     return "  ".join(cells)
 
 
-def sites_line(record: RoundRecord, row: Mapping[str, float], *, primary: str) -> str:
+def sites_line(record: RoundRecord, row: Mapping[str, float], rules: ScoreRules) -> str:
     """Return the line of a round of real sites, escaped for rich: sizes, scores, rejected sites.
 
-    `record` is the round's ledger record, `row` its metrics, `primary` the name of the metric that
-    scores show.
+    `record` is the round's ledger record, `row` its metrics.
     """
     rejected = ", ".join(f"{name} ({why})" for name, why in record.rejected.items())
     loss = f"  loss {row['loss']:.3f}" if "loss" in row else ""
-    scores = "".join(
-        f"  {label.format(primary)} {score}"
-        for prefix, label in SCORE_LABELS.items()
-        if (score := _score(row, primary, f"{prefix}."))
-    )
+    scores = "".join(f"  {each.label} {each.value:.3f}" for each in rules.of_row(row).scores)
     return escape(
         f"round {record.round:3d}{loss}{scores}  {len(record.aggregated)} aggregated  "
         f"upload {megabytes(record.upload_bytes)} MB  "
@@ -114,10 +115,8 @@ def sites_line(record: RoundRecord, row: Mapping[str, float], *, primary: str) -
     )
 
 
-def _score(row: Mapping[str, float], primary: str, *prefixes: str) -> str:
-    """Return the score under the first prefix of metrics that has it, as text; empty for none."""
-    scores = [row[f"{prefix}{primary}"] for prefix in prefixes if f"{prefix}{primary}" in row]
-    return f"{scores[0]:.3f}" if scores else ""
+def _score(score: RunScore | None) -> str:
+    return f"{score.value:.3f}" if score else ""
 
 
 LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red"}

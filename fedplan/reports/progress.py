@@ -16,9 +16,9 @@ from fedplan.federation.ledger.events import CommittedRound, Event
 from fedplan.federation.ledger.status import RunStatus
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.reports.formats import (
-    HEADING,
     duration,
     millions,
+    round_heading,
     score_note,
     simulation_line,
     sites_line,
@@ -28,6 +28,12 @@ from fedplan.reports.status import answered_text
 from fedplan.reports.study_explanation import write_privacy_statement
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.simulation import Simulation
+from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import (
+    CLIENT_TESTS,
+    COMMON_TEST,
+    score_rules,
+)
 from fedplan.studies.schema import Study
 
 
@@ -107,20 +113,22 @@ def run_with_progress(
         simulation = Simulation(
             study, folder, earlier_run=earlier, events=events, pool_config=workers
         )
-        federation, scoring = simulation.federation, simulation.scoring
+        federation = simulation.federation
         agreement, total = federation.agreement, study.train.rounds
         sizes = sorted(map(len, simulation.data.train.values()))
-        notes = (*simulation.data.notes, score_note(scoring.primary, scoring.higher_is_better))
+        rules = score_rules(read_run(folder))
+        common = simulation.data.common_test is not None
+        notes = (*simulation.data.notes, score_note(rules, COMMON_TEST if common else CLIENT_TESTS))
         console.print(
             f"[bold]{escape(study.name)}[/bold]  {escape(agreement.method.plan.text)}\n"
             f"{millions(sum(p.numel for p in agreement.params))} params, {len(sizes)} clients with "
             f"{sizes[0]} to {sizes[-1]} examples, seed {study.seed}, in {escape(str(folder))}"
             + "".join(f"\n{escape(note)}" for note in notes)
-            + f"\n\n[bold]{HEADING}[/bold]"
+            + f"\n\n[bold]{round_heading(rules)}[/bold]"
         )
 
         def line(closed: CommittedRound) -> str:
-            return simulation_line(closed.row, federation.epsilon_spent, primary=closed.primary)
+            return simulation_line(closed.row, rules, federation.epsilon_spent)
 
         done = federation.global_state.round
         if done >= total:
@@ -136,6 +144,9 @@ def run_with_progress(
         if simulation.stopped:
             done = federation.global_state.round
             console.print(f"Stopped after round {done}: {simulation.stopped}.", markup=False)
+        scores = rules.of_run(federation.server.history)
+        for text in (f"Scores after round {scores.round}:", *scores.texts) if scores.scores else ():
+            console.print(text, markup=False, soft_wrap=True)
         if study.privacy is not None:
             console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
         end = "" if simulation.stopped else "Done. "
@@ -161,7 +172,7 @@ def run_flower_with_progress(
     console = console or Console(highlight=False)
 
     def line(closed: CommittedRound) -> str:
-        return sites_line(closed.record, closed.row, primary=closed.primary)
+        return sites_line(closed.record, closed.row, score_rules(read_run(folder)))
 
     console.print(f"{study.name}: study {study.full_digest[:12]}, in {folder}", markup=False)
     try:

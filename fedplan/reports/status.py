@@ -27,16 +27,15 @@ from fedplan.federation.ledger.status import (
     read_status,
 )
 from fedplan.reports.formats import (
-    HEADING,
-    PERSONAL,
-    SCORE_LABELS,
     duration,
     megabytes,
+    round_heading,
     score_note,
     simulation_line,
     sites_line,
 )
 from fedplan.studies.run import RunAdvanced, read_run
+from fedplan.studies.run_scores import RunScores, run_scores, score_rules
 
 DEAD = "died"
 """The state of a run whose process is gone without a final status: it was killed."""
@@ -65,13 +64,14 @@ class RunSnapshot:
     """A run at one moment, as read from its folder; print with rich, or call `json`.
 
     `status` is the last status that the run's process wrote. `state` and `round` (the last closed
-    round) are up to date even if the process was killed since.
+    round) are up to date even if the process was killed since. `scores` are of the last evaluation.
     """
 
     folder: Path
     status: RunStatus
     state: str
     round: int
+    scores: RunScores | None = None
 
     @property
     def live(self) -> bool:
@@ -79,8 +79,10 @@ class RunSnapshot:
         return self.state in LIVE
 
     def json(self) -> dict[str, Any]:
-        """Return the status with the checked state and round as plain values."""
-        return {**self.status.json(), "state": self.state, "round": self.round}
+        """Return the status with the checked state and round, and `run_scores`, as plain values."""
+        scores = self.scores.json() if self.scores else None
+        checked = {"state": self.state, "round": self.round, "run_scores": scores}
+        return {**self.status.json(), **checked}
 
     def __rich__(self) -> RenderableType:
         status, style = self.status, STATE_STYLES.get(self.state, "cyan")
@@ -95,16 +97,16 @@ class RunSnapshot:
             headline.append(f"\n{status.reason}", style=STATE_STYLES.get(self.state, ""))
         done = BAR_WIDTH * self.round // max(1, status.rounds)
         bar = Text.assemble(("━" * done, style), ("─" * (BAR_WIDTH - done), "dim"))
-        parts = [headline, bar, Text("   ".join(self._numbers())), Text()]
+        scores = [Text(text) for text in self.scores.texts] if self.scores else []
+        parts = [headline, bar, *scores, Text("   ".join(self._numbers())), Text()]
         parts += [*self._site_table(), Text()] if status.sites else []
         return Group(*parts, *(Text(line, style="bold") for line in self._advice()))
 
     def _numbers(self) -> Iterator[str]:
-        """Yield texts on loss, scores, times, epsilon and the age of the status, if known."""
+        """Yield texts on loss, times, epsilon and the age of the status, if known."""
         status = self.status
         if status.loss is not None:
             yield f"loss {status.loss:.3f}"
-        yield from score_texts(status)
         if status.round_seconds is not None:
             yield f"{duration(status.round_seconds)} per round"
         if self.live and status.seconds_left is not None:
@@ -127,6 +129,7 @@ class RunSnapshot:
             counts.append(", " if place else "")
             counts.append(f"{states[state]} {state}", style=STATE_STYLES.get(state, ""))
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        counts.append("; upload and download are of all rounds")
         for name in ("site", "state", "since", "round", "upload MB", "download MB", "last error"):
             right = name in ("round", "upload MB", "download MB")
             wrap = name == "last error"  # only this column shrinks in a narrow terminal
@@ -183,9 +186,9 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
     else:
         died = status.state in LIVE and status.driver.alive is False
         state = DEAD if died else status.state
-    if not status.primary_metric:  # unset before round 1
-        status = replace(status, primary_metric=run.primary)
-    return RunSnapshot(folder, status, state, run.round)
+    scores = run_scores(run)
+    status = replace(status, primary_metric=scores.metric)  # unset before round 1
+    return RunSnapshot(folder, status, state, run.round, scores)
 
 
 def stop_run(folder: Path | str, *, at_once: bool = False) -> RunSnapshot:
@@ -217,22 +220,26 @@ def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
     progress, and returns the last snapshot. Raises FedplanError if there is no run.
     """
     folder, after = Path(folder), 0
-    if read_run(folder).study.has_central_data:
-        show(f"{score_note(run_snapshot(folder).status.primary_metric)}\n{HEADING}")
+    run = read_run(folder)
+    if run.study.has_central_data:
+        rules = score_rules(run)
+        score = rules.of_row(run.last_scores).find("global")
+        show(f"{score_note(rules, score.examples if score else '')}\n{round_heading(rules)}")
     while True:
         snapshot = run_snapshot(folder)
-        status, primary = snapshot.status, snapshot.status.primary_metric
+        status = snapshot.status
         with suppress(RunAdvanced):  # a round was closed while the folder was read: read again
             run = read_run(folder)
+            rules = score_rules(run)
             rows = [row for row in run.metrics if row["round"] > after]
             records = {each.round: each for each in run.records if isinstance(each, RoundRecord)}
             for row in rows:
                 number = int(row["round"])
                 if run.study.has_central_data:
                     spent = status.epsilon_spent if number == status.round else None
-                    show(simulation_line(row, spent, primary=primary))
+                    show(simulation_line(row, rules, spent))
                 else:
-                    show(sites_line(records[number], row, primary=primary))
+                    show(sites_line(records[number], row, rules))
             after = run.round
         if not snapshot.live and after >= snapshot.round:
             return snapshot
@@ -242,22 +249,6 @@ def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
 def answered_text(status: RunStatus) -> str:
     """Return how many clients of the open round have answered: `2 of 3 clients`."""
     return f"{status.responded} of {status.requested} clients"
-
-
-def score_texts(status: RunStatus) -> Iterator[str]:
-    """Yield the last scores in a status of the task's main metric: global, personal, worst client.
-
-    Scores that were not measured are left out.
-    """
-    for prefix, label in SCORE_LABELS.items():
-        if (value := status.scores.get(f"{prefix}.{status.primary_metric}")) is not None:
-            yield f"{label.format(status.primary_metric)} {value:.3f}"
-    for prefix in PERSONAL:
-        mean, worst = (
-            status.scores.get(f"{prefix}{status.primary_metric}{end}") for end in ("", "_worst")
-        )
-        if mean is not None and worst is not None:
-            yield f"personal {status.primary_metric} {mean:.3f}, worst client {worst:.3f}"
 
 
 def time_ago(when: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import atexit
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,7 @@ from fedplan.studies.in_memory import InMemoryInputs
 from fedplan.studies.record import record_session, write_data_record
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
 from fedplan.studies.run import claim_run_folder, read_run, update_run_files
+from fedplan.studies.run_scores import is_personal
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.tensors.devices import resolve_device
 from fedplan.tensors.named import Tensors
@@ -280,10 +281,12 @@ class Simulation:
 
         Returns "global" (metrics on the common test set), "clients" (metrics of personal models by
         client), "personal" (`metric_spread` of the primary metric over clients) and "validation"
-        (`combine_validation`); entries without examples are left out. With `evaluate.on_clients` of
-        the study the clients evaluate both models themselves, as in a real federation: "sites" has
-        the combined scores, in place of "clients" and "personal". Overwrites the values of
-        `federation.model`; commits nothing.
+        (`combine_validation`); entries without examples are left out. Without a common test set,
+        "global" is on all clients' test examples together, with the number of these "clients", but
+        absent under differential privacy. With `evaluate.on_clients` of the study the clients
+        evaluate both models themselves, as in a real federation: "sites" has the combined scores,
+        in place of "clients" and "personal". Overwrites the values of `federation.model`; commits
+        nothing.
         """
         federation, evaluate, data = self.federation, self.study.evaluate, self.data
         model, score = federation.model, partial(data.task.score, batch_size=evaluate.batch_size)
@@ -291,6 +294,11 @@ class Simulation:
         scores: dict[str, Any] = {}
         if data.common_test is not None:
             scores["global"] = score(model, data.common_test)
+        at_clients = dict[str, dict[str, float]]()
+        if self._pools_tests:
+            tests, size = data.client_tests, evaluate.batch_size
+            at_clients, together = data.task.score_clients(model, tests, batch_size=size)
+            scores["global"] = {**together, "clients": float(len(tests))}
         common, answers = None, dict[str, Scores]()
         if data.common_validation is not None:
             common = score(model, data.common_validation)
@@ -303,7 +311,7 @@ class Simulation:
                     name: {"validation.global": score(model, examples)}
                     for name, examples in data.client_validations.items()
                 }
-            personal = self._personal_scores() if evaluate.personal else {}
+            personal = self._personal_scores(at_clients) if evaluate.personal else {}
             clients = {name: sets["test"] for name, sets in personal.items() if "test" in sets}
             for name, sets in personal.items():
                 if "validation" in sets:
@@ -317,12 +325,15 @@ class Simulation:
             scores["validation"] = validation
         return scores
 
-    def _personal_scores(self) -> dict[str, Scores]:
+    def _personal_scores(self, at_clients: Mapping[str, dict[str, float]]) -> dict[str, Scores]:
         """Return metrics of each personal model on "test" and "validation" examples, by client.
 
-        Overwrites the values of `federation.model`, unless workers evaluate.
+        `at_clients`: the global model's on "test", if known; they are those of all personal models
+        if the plan has none. Overwrites the values of `federation.model`, unless workers evaluate.
         """
         data, federation = self.data, self.federation
+        if at_clients and not data.client_validations and not is_personal(federation.agreement):
+            return {name: {"test": metrics} for name, metrics in at_clients.items()}
         names = [*dict.fromkeys((*data.client_tests, *data.client_validations))]
         if self.pool is not None and self.pool.workers:
             return self.pool.personal_scores(names)
@@ -335,6 +346,13 @@ class Simulation:
                 for kind, examples in data.held_out(name).items()
             }
         return scores
+
+    @property
+    def _pools_tests(self) -> bool:
+        """Whether the global model is evaluated on all clients' test examples together."""
+        data, study = self.data, self.study
+        has_tests = data.common_test is None and bool(data.client_tests)
+        return has_tests and not study.evaluate.on_clients and study.privacy is None
 
     def attention_shifts(self, before: Tensors) -> dict[str, Any]:
         """Measure how far each block's attention moved from the values `before` to the present.

@@ -48,6 +48,21 @@ from .run import (
     update_run_files,
     write_run_files,
 )
+from .run_scores import (
+    CLIENT_COLUMNS,
+    CLIENT_TESTS,
+    COMMON_TEST,
+    GLOBAL_PREFIXES,
+    SPREAD_PREFIXES,
+    RunScore,
+    RunScores,
+    ScoreKind,
+    ScoreRules,
+    is_personal,
+    run_scores,
+    score_rules,
+    untrained_params,
+)
 from .schema import (
     ConfigError,
     Study,

@@ -75,8 +75,9 @@ class FederatedData:
 
 
 NO_TEST = (
-    "No common test set, so the global model is not evaluated: set data.test_split, "
-    "data.test_filter or data.test_path to have one."
+    "No common test set: the global model is tested on all clients' test examples, and under "
+    "differential privacy not at all. Set data.test_split, data.test_filter or data.test_path to "
+    "have one."
 )
 """Note of a study without a common test set."""
 EMPTY_CLIENTS = "clients have no training example, and take no part."

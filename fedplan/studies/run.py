@@ -20,7 +20,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState
 from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
-from fedplan.federation.ledger.history import Metrics, join_scores, ledger_rows
+from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_rows
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
 from fedplan.federation.ledger.status import read_status
@@ -177,13 +177,29 @@ class RunReader:
     @cached_property
     def metrics(self) -> Metrics:
         """One row of numbers per round: loss, bytes, and evaluation metrics."""
-        content = b""
-        if self.round:
-            with self._explain_missing_files():
-                committed_length = self.meta["files"][METRICS][0]
-                content = (self.folder / METRICS).read_bytes()[:committed_length]
-        scores = [cast("dict[str, Any]", parse_line(line)) for line in content.splitlines()]
-        return join_scores(ledger_rows(self.records), scores)
+        return join_scores(ledger_rows(self.records), map(_parse_score_line, self._score_lines))
+
+    @cached_property
+    def last_scores(self) -> Row:
+        """The round and metrics of the last evaluation by name; empty before the first.
+
+        Unlike `metrics` it reads no ledger, so that it is fast in a long run.
+        """
+        for line in reversed(self._score_lines):
+            scores = _parse_score_line(line)
+            row = join_scores([{"round": scores["round"]}], [scores])[0]
+            if len(row) > 1:  # else attention shifts alone
+                return row
+        return {}
+
+    @cached_property
+    def _score_lines(self) -> list[bytes]:
+        """The committed lines of the metrics file."""
+        if not self.round:
+            return []
+        with self._explain_missing_files():
+            committed_length = self.meta["files"][METRICS][0]
+            return (self.folder / METRICS).read_bytes()[:committed_length].splitlines()
 
     def client_state(self, client: str) -> TensorsAndMeta:
         """Return (tensors, metadata) of a client's stored state, as of `round`.
@@ -305,6 +321,11 @@ def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
         except RunAdvanced:
             continue
     return read(read_run(folder))
+
+
+def _parse_score_line(line: bytes) -> dict[str, Any]:
+    """Return the evaluation of one round from a line of the metrics file."""
+    return cast("dict[str, Any]", parse_line(line))
 
 
 def claim_run_folder(folder: Path, study: Study, experiment: Experiment) -> FolderLock:

@@ -17,12 +17,13 @@ from fedplan.data.metrics import metric_direction
 from fedplan.errors import FedplanError
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
-from fedplan.reports.formats import duration, megabytes
+from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes
 from fedplan.reports.groups import group_by_seed
+from fedplan.studies.run_scores import GLOBAL_PREFIXES, SPREAD_PREFIXES, ScoreKind
 from fedplan.sweeps.results import (
     RoleHistory,
     RunResult,
-    choose_score,
+    choose_scores,
     describe_role_differences,
     describe_study_differences,
     find_run_folders,
@@ -65,6 +66,12 @@ class RunGroup:
         values = [getattr(run, name) for run in self.runs.values()]
         return mean(values) if all(value is not None for value in values) else None
 
+    def mean_score(self, kind: ScoreKind) -> Interval | None:
+        """Return the mean over runs of a score of their last evaluation; None if one lacks it."""
+        scores = [run.scores.find(kind) for run in self.runs.values()]
+        values = [score.value for score in scores if score]
+        return mean_interval(values) if len(values) == len(scores) else None
+
 
 @dataclass(frozen=True)
 class GroupComparison:
@@ -90,14 +97,16 @@ class Comparison:
     """A comparison of groups of runs by the metric `score`; see `compare`.
 
     `rows`: one for each group; the first is the baseline. `notes`: sentences on runs that were left
-    out and on limits of the statistics. `markdown`, `csv`, `json` and `html` return the comparison
-    in these formats.
+    out and on limits of the statistics. `others`: the same groups by further scores, if no single
+    one matters for all plans. `markdown`, `csv`, `json` and `html` return the comparison in these
+    formats.
     """
 
     score: str
     higher_is_better: bool
     rows: tuple[GroupComparison, ...]
     notes: tuple[str, ...]
+    others: tuple[Comparison, ...] = ()
 
     @property
     def baseline(self) -> RunGroup:
@@ -105,40 +114,72 @@ class Comparison:
         return self.rows[0].group
 
     def markdown(self) -> str:
-        """Return the comparison as Markdown: the table, differences in words, and notes."""
-        parts = [markdown_table(self.column_names, [self.row_cells(row) for row in self.rows])]
+        """Return the comparison as Markdown: the tables, differences in words, and notes."""
+        parts = [markdown_table(names, cells) for names, cells in self.tables]
         if different := [row for row in self.rows if row.differences]:
             parts.append(f"Differences from {self.baseline.label}:\n")
             parts += [
                 f"- **{row.group.label}**: {'; '.join(row.differences)}." for row in different
             ]
             parts.append("")
-        notes = (*self.notes, self.table_explanation)
+        notes = (*self.notes, *self.table_explanations)
         parts += [f"Note: {replace_control_chars(note)}." for note in notes]
         return "\n".join(parts) + "\n"
 
     @property
-    def table_explanation(self) -> str:
-        """The sentence, without a period, that explains the columns of the table."""
-        better = "higher" if self.higher_is_better else "lower"
-        text = (
-            f"{self.score} is the value of the last round that has it, {better} is better; ± is "
-            "half the width of the 95 % confidence interval over seeds (Student's t)"
-        )
+    def table_explanations(self) -> list[str]:
+        """Sentences, without a period, that explain the columns of the tables."""
+        texts = list[str]()
+        for each in (self, *self.others):
+            better = "higher" if each.higher_is_better else "lower"
+            examples = each.score_examples
+            on = f", on {examples}" if examples else ""
+            texts.append(f"{each.score} is of the last round that has it{on}; {better} is better")
+        texts.append("± is half the width of the 95 % confidence interval over seeds (Student's t)")
         if len(self.rows) > 1:
-            text += (
+            texts[-1] += (
                 f"; 'minus {self.baseline.label}' is the mean difference paired by seed, with an "
                 "interval for each row by itself; p is of the paired t test, corrected for all "
                 "rows of the table (Holm)"
             )
-        return text
+        return texts
+
+    @property
+    def score_examples(self) -> str:
+        """On which examples the score is, if all runs have it on the same; else ""."""
+        runs = [run for row in self.rows for run in row.group.runs.values()]
+        if self.score.startswith(SPREAD_PREFIXES):
+            return "each client's own test examples"
+        scores = [run.scores.find("global") for run in runs]
+        examples = (
+            {s.examples for s in scores if s} if self.score.startswith(GLOBAL_PREFIXES) else ()
+        )
+        return next(iter(examples)) if len(examples) == 1 else ""
+
+    @property
+    def side_scores(self) -> dict[ScoreKind, str]:
+        """Kinds and names of the runs' further scores, which stand beside the compared one."""
+        scores = [s for row in self.rows for s in row.group.first.scores.scores]
+        labels = {s.kind: s.label for s in scores if s.column != self.score}
+        return {kind: labels[kind] for kind in get_args(ScoreKind) if kind in labels}
+
+    @property
+    def tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """The names of columns and the cells of each table; those of `others` have no costs."""
+        tables = [(self.column_names, [self.row_cells(row) for row in self.rows])]
+        width = 5 if len(self.rows) > 1 else 3
+        for other in self.others:
+            cells = [other.row_cells(row)[:width] for row in other.rows]
+            tables.append((other.column_names[:width], cells))
+        return tables
 
     @property
     def column_names(self) -> list[str]:
         """The names of the table's columns."""
         paired = [f"minus {self.baseline.label}", "p (Holm)"] if len(self.rows) > 1 else []
         epsilon = ["epsilon"] if self._has_epsilon else []
-        return ["runs", "seeds", self.score, *paired, "MB up", "MB down", *epsilon,
+        sides = self.side_scores.values()
+        return ["runs", "seeds", self.score, *paired, *sides, *TRAFFIC_LABELS, *epsilon,
                 "rounds", "time"]  # fmt: skip
 
     def row_cells(self, row: GroupComparison) -> list[str]:
@@ -150,11 +191,13 @@ class Comparison:
         up, down, seconds = map(group.mean_of, ("upload_bytes", "download_bytes", "seconds"))
         epsilon, rounds = group.mean_of("epsilon_spent"), group.mean_of("rounds")
         epsilon_cell = f"{epsilon:.3g}" if epsilon is not None else EMPTY_CELL
+        sides = [group.mean_score(kind) for kind in self.side_scores]
         return [
             group.label,
             str(row.score.count),
             row.score.text(),
             *([difference, format_p_value(row.p_holm)] if len(self.rows) > 1 else []),
+            *(side.text() if side else EMPTY_CELL for side in sides),
             megabytes(int(up)) if up is not None else EMPTY_CELL,
             megabytes(int(down)) if down is not None else EMPTY_CELL,
             *([epsilon_cell] if self._has_epsilon else []),
@@ -167,20 +210,25 @@ class Comparison:
         return any(row.group.mean_of("epsilon_spent") is not None for row in self.rows)
 
     def csv(self) -> str:
-        """Return the table as CSV with a header line, and a line for each group.
+        """Return the tables as CSV with a header line, and a line for each group and metric.
 
         Numbers are not rounded, sizes in bytes, times in seconds; unknown values are empty. An
         interval is three columns: the mean, and both ends.
         """
         rows = list[dict[str, Any]]()
-        for values in self.json()["groups"]:
+        told = self.json()
+        for metric, values in (
+            (table["metric"], values)
+            for table in (told, *told["others"])
+            for values in table["groups"]
+        ):
             for name in ("score", "difference"):
                 interval = values.pop(name) or dict.fromkeys(("mean", "low", "high"))
                 values[name] = interval["mean"]
                 values |= {f"{name}_low": interval["low"], f"{name}_high": interval["high"]}
-            del values["runs"], values["differences"]
+            del values["runs"], values["differences"], values["scores"]
             label = spreadsheet_safe(values.pop("label"))
-            rows.append({"label": label, "metric": self.score, **values})
+            rows.append({"label": label, "metric": metric, **values})
         output = StringIO()
         writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -203,6 +251,7 @@ class Comparison:
                 "label": row.group.label,
                 "seeds": row.score.count,
                 "score": ends(row.score),
+                "scores": {k: ends(row.group.mean_score(k)) for k in self.side_scores},
                 "difference": ends(row.difference),
                 "p": row.p,
                 "p_holm": row.p_holm,
@@ -225,6 +274,7 @@ class Comparison:
             "baseline": self.baseline.label,
             "groups": groups,
             "notes": list(self.notes),
+            "others": [other.json() for other in self.others],
         }
 
     def html(self) -> str:
@@ -238,8 +288,9 @@ def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
     """Compare finished runs, grouped by everything but their seed, with the first group.
 
     `places`: folders of runs and of sweeps. The first group is the baseline; differences are paired
-    by seed. `score`: the metric to compare, by default chosen by `choose_score`; the value of a
-    run is that of the last round with the metric. Runs that are unfinished or unreadable are left
+    by seed. `score`: the metric to compare; by default the score that matters for the plans
+    (`choose_scores`), with a further table if plans differ in that. The value of a run is that of
+    the last round with the metric. Runs that are unfinished or unreadable are left
     out with a note. Raises FedplanError if a place is neither run nor sweep, if no run is left, if
     two runs of a group have one seed, or if not all runs have the score.
     """
@@ -260,7 +311,13 @@ def compare(places: Sequence[Path | str], *, score: str = "") -> Comparison:
         raise FedplanError(
             "; ".join([*notes, "there is no finished run: resume a run, then compare"])
         )
-    return compare_groups(group_results(results), choose_score(score, results), notes)
+    groups = group_results(results)
+    first, *others = choose_scores(score, results)
+    comparison = compare_groups(groups, first, notes)
+    further = tuple(compare_groups(groups, other) for other in others)
+    # The notes of all tables in one list, each once.
+    every = dict.fromkeys(note for each in (comparison, *further) for note in each.notes)
+    return replace(comparison, others=further, notes=tuple(every))
 
 
 def group_results(results: Sequence[RunResult]) -> list[RunGroup]:
@@ -310,7 +367,12 @@ def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] 
     higher_is_better = baseline.first.higher_is_better(score)
     if metric_direction(score, baseline.first.directions) is None:
         notes = (*notes, f"{score} says no direction: a higher value counts as better")
-    notes = (*notes, *_seed_notes(rows), *_privacy_notes(groups))
+    notes = (
+        *notes,
+        *_seed_notes(rows),
+        *_score_notes(rows, score),
+        *_privacy_notes(groups),
+    )
     return Comparison(score, higher_is_better, tuple(rows), notes)
 
 
@@ -381,6 +443,22 @@ def _seed_notes(rows: Sequence[GroupComparison]) -> list[str]:
                 f"{row.group.label}: {pairs} of {row.score.count} seeds are in the first group "
                 "too, and only these are paired"
             )
+    return notes
+
+
+def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
+    """Return sentences on scores of models with untrained params, and on scores without a test."""
+    notes = list[str]()
+    for row in rows if score.startswith(GLOBAL_PREFIXES) else ():
+        if kinds := row.group.first.untrained:
+            notes.append(
+                f"{row.group.label}: {score} is of a model whose {', '.join(kinds)} was never "
+                "trained, since each client keeps its own"
+            )
+    for row in rows[1:]:
+        same = row.difference and row.difference.mean == 0 and row.difference.half_width == 0
+        if same:
+            notes.append(f"{row.group.label}: {score} is the same in every pair, so there is no p")
     return notes
 
 

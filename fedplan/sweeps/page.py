@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from fedplan.sweeps.comparisons import Comparison
 
 CURVES = {
-    "loss": "Training loss",
     "personal.{}": "Personal models, mean over clients",
     "personal.{}_worst": "Personal model of the worst client",
     "sites.spread.personal.{}": "Personal models, mean over clients",
     "sites.spread.personal.{}_worst": "Personal model of the worst client",
+    "global.{}": "Global model",
+    "sites.global.{}": "Global model",
+    "loss": "Training loss",
 }
 """Metrics that are drawn beside the score, if all groups have them, with their titles.
 
@@ -45,13 +47,16 @@ def comparison_page(comparison: Comparison) -> str:
     """
     rows = comparison.rows
     runs = sum(row.score.count for row in rows)
-    lead = f"{len(rows)} groups, {runs} runs, compared by {comparison.score}."
-    cells = [comparison.row_cells(row) for row in rows]
-    columns = comparison.column_names
-    table = block("table", columns=columns, rows=cells, numbers=len(columns) - 1)
+    every = (comparison, *comparison.others)
+    scores = " and ".join(each.score for each in every)
+    lead = f"{len(rows)} groups, {runs} runs, compared by {scores}."
+    tables = (
+        block("table", columns=names, rows=cells, numbers=len(names) - 1)
+        for names, cells in comparison.tables
+    )
     notes = (
         block("note", text=f"Note: {note}.")
-        for note in (*comparison.notes, comparison.table_explanation)
+        for note in (*comparison.notes, *comparison.table_explanations)
     )
     sentences = (
         block("bullets", title=row.group.label, items=row.differences)
@@ -59,8 +64,11 @@ def comparison_page(comparison: Comparison) -> str:
         if row.differences
     )
     sections = (
-        PageSection("Table", intro=(table, *notes)),
-        PageSection("Differences", figures=tuple(_difference_figures(comparison))),
+        PageSection("Table", intro=(*tables, *notes)),
+        PageSection(
+            "Differences",
+            figures=tuple(f for each in every for f in _difference_figures(each)),
+        ),
         PageSection("By round", figures=tuple(_curve_figures(comparison))),
         PageSection("Costs", figures=tuple(_cost_figures(comparison))),
         PageSection("By part of the model", figures=tuple(_part_figures(comparison))),
@@ -83,7 +91,9 @@ def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
             "difference."
         )
         intervals = [(label, each.mean, each.low, each.high) for label, each in finite]
-        yield PageFigure("differences", interval_chart(title, intervals), caption=caption)
+        yield PageFigure(
+            f"differences-{comparison.score}", interval_chart(title, intervals), caption=caption
+        )
 
 
 def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
@@ -92,10 +102,11 @@ def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
     A line is the mean over a group's seeds, with a band over the seeds.
     """
     private = any(row.group.first.study.privacy for row in comparison.rows)
-    primary = comparison.rows[0].group.first.primary
+    primary = comparison.rows[0].group.first.rules.metric
     # A simulation has these metrics, but DP hides them.
     others = {} if private else {name.format(primary): title for name, title in CURVES.items()}
-    for name, title in {comparison.score: f"Score: {comparison.score}", **others}.items():
+    scores = {each.score: f"Score: {each.score}" for each in (comparison, *comparison.others)}
+    for name, title in {**scores, **others}.items():
         series = list[Series]()
         for row in comparison.rows:
             by_seed = [
@@ -105,7 +116,7 @@ def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
             series.append(mean_series(row.group.label, by_seed))
         if all(each.points for each in series):
             has_band = any(each.band for each in series)
-            caption = BAND_CAPTION if has_band and name == comparison.score else ""
+            caption = BAND_CAPTION if has_band and name in scores else ""
             yield PageFigure(name, line_chart(title, series, y=name), caption=caption)
 
 

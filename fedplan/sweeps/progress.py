@@ -80,9 +80,9 @@ def sweep_with_progress(
 
 
 def event_line(event: SweepEvent) -> str:
-    """Return one line about the end of a trial, as ` 2/10  seed=1  12 s, 2 min left`.
+    """Return one line about the end of a trial: ` 2/10  seed=1  personal accuracy 0.8, ...  12 s`.
 
-    A failed trial has the first line of its error in place of the time.
+    A failed trial has the first line of its error in place of scores and time.
     """
     result, width = event.result, len(str(event.total))
     first_line = result.error.partition("\n")[0]
@@ -90,4 +90,7 @@ def event_line(event: SweepEvent) -> str:
     stopped = f", stopped: {result.stop_reason}" if result.stop_reason else ""
     more = event.seconds_left and event.ended < event.total
     left = f", {duration(event.seconds_left)} left" if more else ""
-    return f"{event.ended:{width}}/{event.total}  {event.name}  {outcome}{stopped}{left}"
+    scores = event.run_scores.scores if event.run_scores else ()
+    told = ", ".join(f"{score.label} {score.value:.3f}" for score in scores)
+    told = f"{told}  " if told else ""
+    return f"{event.ended:{width}}/{event.total}  {event.name}  {told}{outcome}{stopped}{left}"

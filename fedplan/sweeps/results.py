@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from fedplan.reports.formats import millions
 from fedplan.reports.groups import differing_fields, study_fields
 from fedplan.reports.study_explanation import read_privacy_statement
 from fedplan.studies.run import RunReader, read_consistently, read_run
+from fedplan.studies.run_scores import (
+    GLOBAL_PREFIXES,
+    SPREAD_PREFIXES,
+    RunScores,
+    ScoreRules,
+    score_rules,
+    untrained_params,
+)
 from fedplan.studies.schema import Study
 from fedplan.sweeps.records import is_sweep, read_failures, read_sweep_spec
 
@@ -40,9 +49,10 @@ class RunResult:
     `finished`: whether the run reached its last round or was stopped early by a rule. `metrics`:
     one row of numbers per round. `seconds`: `rounds` times the median duration of the last rounds.
     `epsilon_spent`: so far. `seconds` and `epsilon_spent` are None if not known.
-    `primary`: the task's primary metric. `directions`: whether higher is better, of the metrics
-    that the task names. `score` and `curve` return a metric that may be shown under the run's
-    privacy.
+    `directions`: whether higher is better, of the metrics that the task names. `rules`: how to read
+    the scores. `untrained`: kinds of params of the global model that were
+    never trained, since each client has its own. `score` and `curve` return a metric that may be
+    shown under the run's privacy.
     """
 
     folder: Path
@@ -53,8 +63,9 @@ class RunResult:
     metrics: Metrics
     seconds: float | None
     epsilon_spent: float | None
-    primary: str
     directions: Mapping[str, bool]
+    rules: ScoreRules
+    untrained: tuple[str, ...] = ()
 
     @property
     def upload_bytes(self) -> int | None:
@@ -91,6 +102,11 @@ class RunResult:
         """Return (round, value) of a metric for each round that has it."""
         return [(int(row["round"]), row[name]) for row in self.public_metrics if name in row]
 
+    @cached_property
+    def scores(self) -> RunScores:
+        """The scores of the last evaluated round, as far as they may be shown."""
+        return self.rules.of_run(self.public_metrics)
+
     def higher_is_better(self, name: str) -> bool:
         """Return whether a higher value of a metric is better; true for an unknown metric."""
         return metric_direction(name, self.directions) is not False
@@ -121,8 +137,9 @@ def read_run_result(folder: Path) -> RunResult:
             seconds=status.round_seconds * run.round
             if status and status.round_seconds is not None
             else None,
+            rules=score_rules(run),
+            untrained=tuple(dict.fromkeys(str(p.kind) for p in untrained_params(run.agreement))),
             epsilon_spent=spent,
-            primary=run.primary,
             directions=run.directions,
         )
 
@@ -154,19 +171,33 @@ def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str
     return list(dict.fromkeys(folders)), notes
 
 
-def choose_score(name: str, results: Sequence[RunResult]) -> str:
-    """Return the metric to compare the runs by: `name` if given, else the first that all runs have.
+def choose_scores(name: str, results: Sequence[RunResult]) -> list[str]:
+    """Return the metrics to compare the runs by: `name` if given, else those that lead their plans.
 
-    The candidates are the primary metric of the global model, then of personal models, then the
-    loss. Raises FedplanError if `name`, or every candidate, is missing in some of the `results`.
+    Plans that keep or hold params are compared by the mean of the personal models, others by the
+    global model, and both kinds together by both metrics. If not all runs have a leading metric, it
+    is the first that all have: of the personal models, of the global model, or the loss. Raises
+    FedplanError if `name`, or all of these, are missing in some of the `results`.
     """
-    primaries = {result.primary for result in results}
-    prefixes = ("global", "sites.global", "personal", "sites.spread.personal")
-    by_model = [f"{prefix}.{primary}" for prefix in prefixes for primary in sorted(primaries)]
-    candidates = [name] if name else [*by_model, "loss"]
-    for candidate in candidates:
-        if all(result.score(candidate) is not None for result in results):
-            return candidate
+    primaries = sorted({result.rules.metric for result in results})
+    personal = [f"{p}{metric}" for p in SPREAD_PREFIXES for metric in primaries]
+    overall = [f"{p}{metric}" for p in GLOBAL_PREFIXES for metric in primaries]
+
+    def common(columns: Sequence[str]) -> list[str]:
+        """Return the first column that all runs have, in a list that is empty if there is none."""
+        every = (c for c in columns if all(r.score(c) is not None for r in results))
+        return [*islice(every, 1)]
+
+    if name:
+        chosen = common([name])
+    else:
+        kinds = {result.rules.personal for result in results}
+        chosen = common(personal) if True in kinds else []
+        chosen += common(overall) if False in kinds else []
+        chosen = chosen or common([*overall, *personal, "loss"])
+    if chosen:
+        return chosen
+    candidates = [name] if name else [*personal, *overall, "loss"]
     lacking = next(
         (r for r in results if all(r.score(each) is None for each in candidates)), results[0]
     )

@@ -70,8 +70,8 @@ def t_quantile(freedom: int) -> float:
 def p_value(differences: Sequence[float]) -> float | None:
     """Return the two-sided p-value of the paired t test, from the differences of the pairs.
 
-    Returns None for fewer than two differences, for one that is not finite, and if all are equal
-    and not zero, since there is no spread. Returns 1 if all are zero.
+    Returns None for fewer than two differences, for one that is not finite, and if all are equal,
+    since there is no spread to test against.
     """
     from scipy.special import stdtr  # pyright: ignore[reportUnknownVariableType]
 
@@ -80,7 +80,7 @@ def p_value(differences: Sequence[float]) -> float | None:
     standard_error = stdev(differences) / sqrt(len(differences))
     largest = max(map(abs, differences))
     if standard_error <= RELATIVE_TOLERANCE * largest:
-        return None if largest else 1.0
+        return None
     t = abs(mean(differences)) / standard_error
     return 2 * float(cast("float", stdtr(len(differences) - 1, -t)))
 

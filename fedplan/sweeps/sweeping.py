@@ -23,6 +23,8 @@ from fedplan.runners.simulation import Simulation
 from fedplan.storage.files import make_folder, wrap_disk_errors
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.resume import prepare_folder
+from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import RunScores, run_scores
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.sweeps.records import (
     SweepSpec,
@@ -75,7 +77,7 @@ class SweepEvent:
     """The end of one trial, and the progress of the sweep.
 
     `name`, `result`: of the trial. `ended` of `total` trials have ended; `seconds_left`: estimated
-    time until all have.
+    time until all have. `run_scores`: of the trial's last evaluation; None for a failed trial.
     """
 
     name: str
@@ -83,6 +85,7 @@ class SweepEvent:
     ended: int
     total: int
     seconds_left: float
+    run_scores: RunScores | None = None
 
     def json(self) -> dict[str, Any]:
         """Return the event as plain values."""
@@ -108,13 +111,15 @@ class SweepProgress:
         self._waiting -= 1
         self.running = (*self.running, name)
 
-    def finish_trial(self, name: str, result: TrialResult) -> SweepEvent:
+    def finish_trial(
+        self, name: str, result: TrialResult, scores: RunScores | None = None
+    ) -> SweepEvent:
         """Record that the running trial `name` has ended with `result`, and return the event."""
         self.running = tuple(each for each in self.running if each != name)
         self.ended += 1
         if not result.error:
             self._durations.append(result.seconds)
-        return SweepEvent(name, result, self.ended, self.total, self.seconds_left())
+        return SweepEvent(name, result, self.ended, self.total, self.seconds_left(), scores)
 
     def seconds_left(self) -> float:
         """Estimate the seconds until the last trial ends, from durations and run statuses.
@@ -201,7 +206,8 @@ def run_trials(
             for name, result in coming:
                 results[name] = result
                 write_trial_results(folder, results)
-                on_trial_end(progress.finish_trial(name, result))
+                scores = None if result.error else run_scores(read_run(folder / name))
+                on_trial_end(progress.finish_trial(name, result, scores))
     return Sweep(folder, tuple(trial.name for trial in trials), results)
 
 

@@ -61,6 +61,7 @@ from fedplan.storage.store import Store
 from fedplan.studies.experiment import Experiment, build_experiment, make_eval_set
 from fedplan.studies.export import export_run
 from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import ScoreRules
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import digests
@@ -225,10 +226,9 @@ def test_scores_over_messages_are_those_of_one_process(kind: str, here: Path) ->
     closed = whole.federation.server.last_round()
     assert closed is not None
     key = experiment.data.task.primary
-    told = sites_line(closed.record, closed.row, primary=key)
-    assert all(
-        word in told for word in ("loss ", f"global {key} at sites", f"personal {key} at sites")
-    )
+    told = sites_line(closed.record, closed.row, ScoreRules(key, True, personal=True))
+    places = [told.index(word) for word in (f"personal {key} ", "worst client ", f"global {key} ")]
+    assert "loss " in told and places == sorted(places)
 
 
 class Pictures:

@@ -192,7 +192,7 @@ def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None
     )
     assert code == 0 and json.loads(said) == {"file": str(place / "x.html"), "fault_count": 0}
     with (place / "csv" / "scores.csv").open() as out:
-        rows = [row for row in csv.DictReader(out) if row["series"] == "global"]
+        rows = [row for row in csv.DictReader(out) if row["series"] == "global (common test)"]
     metrics = read_run(place / "a").metrics
     assert [float(row["accuracy"]) for row in rows] == [row["global.accuracy"] for row in metrics]
     with (place / "csv" / "clients.csv").open() as out:
@@ -202,8 +202,8 @@ def test_the_tables_of_a_report_have_the_numbers_of_the_run(place: Path) -> None
 def test_runs_that_differ_by_their_seed_alone_are_one_line_with_a_band(place: Path) -> None:
     both = [read_run_facts(read_run(place / name)) for name in ("a", "b")]
     (group,) = group_runs(both)
-    band = group.series(lambda each: each.global_scores("")).band
-    ends = [dict(each.global_scores("").points) for each in both]
+    band = group.scores("global").band
+    ends = [dict(each.score_series("", "global").points) for each in both]
     assert band == tuple(
         (min(a, b), max(a, b)) for a, b in zip(*(e.values() for e in ends), strict=True)
     )

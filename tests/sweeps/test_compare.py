@@ -56,12 +56,29 @@ def test_the_numbers_are_those_of_the_runs(swept: Sweep) -> None:
 
 
 def test_the_score_of_the_task_is_compared_unless_another_is_named(swept: Sweep) -> None:
-    assert compare([swept.folder]).score == "global.accuracy"
+    found = compare([swept.folder])
+    assert found.score == "personal.accuracy", "fedper keeps its head"
+    assert [other.score for other in found.others] == ["global.accuracy"]
+    kept = [folder for folder in swept.folders if "fedper" in folder.name]
+    assert (compare(kept).score, compare(kept).others) == ("personal.accuracy", ())
+    shared = [folder for folder in swept.folders if "fedavg" in folder.name]
+    assert (compare(shared).score, compare(shared).others) == ("global.accuracy", ())
     assert compare([swept.folder], score="personal.accuracy_worst").higher_is_better
     with pytest.raises(
         FedplanError, match=r"not all runs have global\.f2.*global\.accuracy.*--score"
     ):
         compare([swept.folder], score="global.f2")
+
+
+def test_a_score_that_is_the_same_in_every_pair_has_no_p(swept: Sweep) -> None:
+    results = [read_run_result(folder) for folder in swept.folders]
+    same = [
+        replace(each, metrics=Metrics([{**row, "global.accuracy": 0.5} for row in each.metrics]))
+        for each in results
+    ]
+    found = compare_groups(group_results(same), "global.accuracy")
+    assert found.rows[1].p is None and found.rows[1].p_holm is None
+    assert "fedper: global.accuracy is the same in every pair, so there is no p" in found.notes
 
 
 def test_what_differs_is_said_in_words(swept: Sweep) -> None:
@@ -82,7 +99,7 @@ def test_what_differs_is_said_in_words(swept: Sweep) -> None:
 )
 def test_too_few_seeds_are_said(swept: Sweep, seeds: int, note: str, interval: bool) -> None:
     places = [swept.folder / n for n in swept.names if int(n[-1]) < seeds]
-    found = compare(places)
+    found = compare(places, score="global.loss")
     assert any(note in each for each in found.notes)
     assert (found.rows[0].score.half_width is not None) == interval
     assert (found.rows[1].p_holm is not None) == interval
@@ -193,13 +210,16 @@ def test_the_command_prints_markdown_csv_and_json(swept: Sweep, tmp_path: Path) 
     place = str(swept.folder)
     code, told = run("compare", place)
     table = [line for line in told.splitlines() if line.startswith("|")]
-    assert code == 0 and len(table) == 4
-    assert (
-        table[0]
-        == "| runs | seeds | global.accuracy | minus fedavg | p (Holm) | MB up | MB down | rounds | time |"
+    assert code == 0 and len(table) == 8
+    assert table[0] == (
+        "| runs | seeds | personal.accuracy | minus fedavg | p (Holm) | worst client | "
+        "global accuracy | upload MB, all rounds | download MB, all rounds | rounds | time |"
     )
+    assert table[4] == "| runs | seeds | global.accuracy | minus fedavg | p (Holm) |"
+    assert "global.accuracy is of a model whose head was never trained" in told
     rows = list(csv.DictReader(StringIO(run("compare", place, "--csv")[1])))
-    groups = json.loads(run("compare", place, "--json")[1])["groups"]
+    found = json.loads(run("compare", place, "--json")[1])
+    groups = [*found["groups"], *found["others"][0]["groups"]]
     for row, group in zip(rows, groups, strict=True):
         assert float(row["score"]) == group["score"]["mean"] and row["label"] == group["label"]
         assert int(float(row["upload_bytes"])) == group["upload_bytes"] and len(group["runs"]) == 3
@@ -221,7 +241,7 @@ def test_a_run_that_diverged_is_said_and_makes_no_mean(swept: Sweep) -> None:
     lost = Metrics([{**results[1].metrics[-1], "global.loss": float("nan")}])
     results[1] = replace(results[1], metrics=lost)
     found = compare_groups(group_results(results), "global.loss")
-    assert found.notes[-1] == "fedper: a run diverged, so that its score is not a number"
+    assert "fedper: a run diverged, so that its score is not a number" in found.notes
     told = json.loads(json.dumps(found.json(), allow_nan=False))
     assert told["groups"][1]["score"]["mean"] is None and told["groups"][1]["p_holm"] is None
     assert "nan" in found.markdown() and "<svg" in found.html()

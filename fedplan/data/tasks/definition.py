@@ -137,6 +137,19 @@ class Task(ABC):
             return {"examples": 0.0}
         return self.measure(self.predict(model, rows, batch_size=batch_size))
 
+    def score_clients(
+        self, model: nn.Module, tests: Mapping[str, Examples], *, batch_size: int
+    ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+        """Evaluate one model on the examples of several clients, each with one or more.
+
+        Returns the metrics of `score` by client, and those on all examples together.
+        """
+        predictions = {
+            name: self.predict(model, rows, batch_size=batch_size) for name, rows in tests.items()
+        }
+        together = self.measure(Predictions.join(list(predictions.values())))
+        return {name: self.measure(each) for name, each in predictions.items()}, together
+
     def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
         """Return a model's predictions for `rows`, one or more, `batch_size` at a time.
 

@@ -85,15 +85,16 @@ class RunStatus:
     """Status of a run, as the run's server last wrote it.
 
     `study`, `run`: name of the study and id of the run. `driver`: the server's process.
-    `started_at`, `updated_at`: UTC times of start and last write. `state`, `reason`: a value of
-    RunState and the reason. `stopped_early`: early stopping or a callback ended the run, not a
-    person. `round`, `rounds`: last closed round and number of rounds. `requested`, `responded`:
-    numbers of clients of the open round; 0 between rounds. `primary_metric`: name of the task's
-    primary metric. `loss`: of the last round. `scores`: metrics over all clients of the last round
-    with evaluation. `round_seconds`: median duration of the last rounds. `seconds_left`: estimate
-    until the end. `epsilon_spent`, `epsilon`: privacy loss so far, and the guarantee; None without
-    DP. `client_level_dp`: clients are protected, so sites are not shown to listeners. `sites`:
-    status by site; empty if there are too many (`status.MAX_LISTED_SITES`).
+    `started_at`, `updated_at`: UTC times of the first start and of the last write. `state`,
+    `reason`: a value of RunState and the reason. `stopped_early`: early stopping or a callback
+    ended the run, not a person. `round`, `rounds`: last closed round and number of rounds.
+    `requested`, `responded`: numbers of clients of the open round; 0 between rounds.
+    `primary_metric`: name of the task's primary metric. `loss`: of the last round. `scores`:
+    metrics over all clients of the last round with evaluation. `round_seconds`: median duration of
+    the last rounds. `seconds_left`: estimate until the end. `epsilon_spent`, `epsilon`: privacy
+    loss so far, and the guarantee; None without DP. `client_level_dp`: clients are protected, so
+    sites are not shown to listeners. `sites`: status by site; empty if there are too many
+    (`status.MAX_LISTED_SITES`).
     """
 
     study: str = ""

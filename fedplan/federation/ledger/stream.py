@@ -45,6 +45,7 @@ from fedplan.federation.ledger.status import (
     RunStatus,
     SiteState,
     SiteStatus,
+    read_status,
     read_stop_request,
 )
 from fedplan.federation.participation import Timeouts
@@ -260,20 +261,30 @@ class EventStream:
         reads = sites and (self.folder is not None or self.subscribers)
         _, records = read_segment(server.ledger.file) if reads else (None, [])
         turns = [record for record in records if isinstance(record, TurnRecord)]
-        guarantee = server.agreement.guarantee
+        guarantee, earlier = server.agreement.guarantee, self._earlier_status(server)
         return RunStatus(
             study=study,
             run=server.identity.id,
             driver=current_process(),
-            started_at=utc_now(),
+            started_at=earlier.started_at or utc_now(),
             state=RunState.RUNNING,
             round=server.global_state.round,
             rounds=server.rounds,
+            primary_metric=earlier.primary_metric,
             loss=_loss(server.history[-1] if server.history else {}),
+            scores=earlier.scores,
             epsilon=guarantee.epsilon if guarantee else None,
             client_level_dp=server.aggregation.hides_clients,
             sites=_with_traffic(sites, turns),
         )
+
+    def _earlier_status(self, server: Server) -> RunStatus:
+        """Return the last status of a run that is resumed; an empty one if there is none."""
+        with suppress(FedplanError):  # a damaged file is written anew
+            status = read_status(self.folder) if self.folder is not None else None
+            if status is not None and status.run == server.identity.id:
+                return status
+        return RunStatus()
 
     @contextmanager
     def _capture_warnings(self) -> Generator[None]:

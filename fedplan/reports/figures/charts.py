@@ -130,7 +130,7 @@ def line_chart(
         if expected and expected.last is not None:
             ends.append((expected.name, expected.last, LIGHT["faint"], {}))
         room = 26 + max((text_width(name, 11) for name, *_ in ends), default=0.0)
-        right = min(0.27 * size[0], room)
+        right = min(0.34 * size[0], room)
         ax, width, height = add_axes(figure, 46, 38, right, 26)
         ax.grid(visible=False, axis="x")
         ax.tick_params(axis="x", length=4)

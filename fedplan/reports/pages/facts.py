@@ -20,10 +20,14 @@ from fedplan.reports.groups import group_by_seed
 from fedplan.reports.status import RunSnapshot, run_snapshot
 from fedplan.reports.study_explanation import full_participation, read_privacy_statement
 from fedplan.studies.run import RunReader
+from fedplan.studies.run_scores import (
+    CLIENT_COLUMNS,
+    RunScores,
+    ScoreKind,
+    ScoreRules,
+    score_rules,
+)
 from fedplan.studies.schema import Study
-
-GLOBAL_PREFIXES = ("global.", "sites.global.")
-"""Prefixes of the global model's metrics: on the common test set, or on clients' examples."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,24 @@ class RunFacts:
             return None
 
     @cached_property
+    def rules(self) -> ScoreRules:
+        """How to read the scores of the run from its metrics."""
+        return score_rules(self.run)
+
+    @property
     def score(self) -> tuple[str, bool]:
-        """The name of the task's primary metric, and whether higher is better."""
-        return self.run.primary, self.run.higher_is_better(self.run.primary) is not False
+        """The name of the task's main metric, and whether higher is better."""
+        return self.rules.metric, self.rules.higher_is_better
+
+    @cached_property
+    def scores(self) -> RunScores:
+        """The scores of the last evaluated round."""
+        return self.rules.of_run(self.metrics)
+
+    def score_series(self, name: str, kind: ScoreKind) -> Series:
+        """Return a score by round as a series called `name`; no points if it was not measured."""
+        scores = ((row["round"], self.rules.of_row(row).find(kind)) for row in self.metrics)
+        return Series(name, tuple((number, score.value) for number, score in scores if score))
 
     def column(self, name: str, *columns: str) -> Series:
         """Return the first of the metrics `columns` that has a finite value, by round, as a series.
@@ -85,10 +104,6 @@ class RunFacts:
                 return Series(name, tuple(points))
         return Series(name, ())
 
-    def global_scores(self, name: str) -> Series:
-        """Return the main metric of the global model by round, as a series called `name`."""
-        return self.column(name, *(f"{prefix}{self.score[0]}" for prefix in GLOBAL_PREFIXES))
-
     @cached_property
     def client_scores(self) -> dict[str, Series]:
         """The main metric of each client's personal model on its own examples, by client name.
@@ -96,24 +111,19 @@ class RunFacts:
         Real sites that measure only the global model count with that. Clients without a measurement
         are left out.
         """
-        score = self.score[0]
-        columns = ("clients.{}.{}", "sites.by.{}.personal.{}", "sites.by.{}.global.{}")
+        metric = self.rules.metric
         scores = {
-            name: self.column(name, *(column.format(name, score) for column in columns))
+            name: self.column(name, *(column.format(name, metric) for column in CLIENT_COLUMNS))
             for name in self.roster
         }
         return {name: series for name, series in scores.items() if series.points}
 
-    def personal_scores(self, name: str, *, worst: bool = False) -> Series:
-        """Return the mean (or the `worst`) of `client_scores` by round, as a series `name`."""
+    def mean_client_scores(self, name: str) -> Series:
+        """Return the mean of `client_scores` by round, as a series called `name`."""
         by_round = dict[float, list[float]]()
         for x, y in (point for series in self.client_scores.values() for point in series.points):
             by_round.setdefault(x, []).append(y)
-        pick = min if self.score[1] else max
-        rounds = sorted(by_round.items())
-        return Series(
-            name, tuple((x, pick(ys) if worst else fsum(ys) / len(ys)) for x, ys in rounds)
-        )
+        return Series(name, tuple((x, fsum(ys) / len(ys)) for x, ys in sorted(by_round.items())))
 
     @cached_property
     def roster(self) -> dict[str, Mapping[str, str]]:
@@ -188,6 +198,10 @@ class SeedGroup:
     def series(self, of: Callable[[RunFacts], Series]) -> Series:
         """Return the mean of `of(run)` over the runs that have points, with a band of its range."""
         return mean_series(self.name, [series for run in self.runs if (series := of(run)).points])
+
+    def scores(self, kind: ScoreKind) -> Series:
+        """Return the mean of a score over the runs that have it."""
+        return self.series(lambda facts: facts.score_series("", kind))
 
 
 def group_runs(runs: Sequence[RunFacts]) -> list[SeedGroup]:

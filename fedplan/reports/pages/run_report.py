@@ -20,7 +20,7 @@ from fedplan.language.plan import Role
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.forecasts import StageForecast
-from fedplan.reports.formats import duration, megabytes, millions
+from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes, millions
 from fedplan.reports.pages.facts import RunFacts, group_runs, read_run_facts, run_names
 from fedplan.reports.pages.page import Page, PageBlock, PageSection, block
 from fedplan.reports.pages.record import record_section
@@ -34,6 +34,7 @@ from fedplan.reports.pages.scores import (
 from fedplan.reports.pages.traffic import traffic_section
 from fedplan.storage.logs import utc_now
 from fedplan.studies.run import read_consistently
+from fedplan.studies.run_scores import ScoreKind
 from fedplan.tensors.devices import AUTO
 
 REFRESH_SECONDS = 10
@@ -133,11 +134,12 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
     A group is the runs that differ only in their seed. Under client-level differential privacy the
     table leaves out traffic, which would reveal how many clients were sampled.
     """
-    groups, rows, score = group_runs(facts), list[tuple[str, ...]](), facts[0].score[0]
+    groups, rows = group_runs(facts), list[tuple[str, ...]]()
+    labels: dict[ScoreKind, str] = {s.kind: s.label for each in facts for s in each.scores.scores}
     for name, each in zip(run_names(facts), facts, strict=True) if len(facts) > 1 else ():
         rounds = f"{each.run.round} of {each.study.train.rounds}"
-        scores = (each.global_scores("").last, each.personal_scores("").last)
-        texts = ("" if number is None else f"{number:.4g}" for number in scores)
+        scores = map(each.scores.find, labels)
+        texts = (f"{score.value:.3f}" if score else "" for score in scores)
         traffic = (
             sum(r.upload_bytes for r in each.rounds),
             sum(r.download_bytes for r in each.rounds),
@@ -145,9 +147,8 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
         sizes = ("" if each.client_level_dp else megabytes(count) for count in traffic)
         rows.append((name, each.snapshot.state, rounds, *texts, *sizes))
     if rows:
-        columns = ("run", "state", "rounds", f"global {score}", f"personal {score}")
-        columns = (*columns, "upload MB", "download MB")
-        yield block("table", columns=columns, rows=rows, numbers=5)
+        columns = ("run", "state", "rounds", *labels.values(), *TRAFFIC_LABELS)
+        yield block("table", columns=columns, rows=rows, numbers=len(columns) - 2)
     for group in groups:
         if len(groups) > 1:
             yield block("heading", text=group.name)
@@ -269,19 +270,15 @@ def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
 
     Numbers that are unknown, or that differential privacy protects, are left out.
     """
-    score, seconds = facts.score[0], facts.snapshot.status.round_seconds
-    scores = {
-        f"global {score}": facts.global_scores(""),
-        f"personal {score}, mean": facts.personal_scores(""),
-    }
-    if not facts.privacy_unit:
-        scores[f"personal {score}, worst client"] = facts.personal_scores("", worst=True)
-    for name, series in scores.items():
-        if series.last is not None:
-            yield name, f"{series.last:.3g}"
+    seconds = facts.snapshot.status.round_seconds
+    for score in facts.scores.scores:
+        yield f"{score.label} ({score.about})", f"{score.value:.3f}"
     if not facts.client_level_dp and facts.rounds:
-        yield "upload MB", megabytes(sum(record.upload_bytes for record in facts.rounds))
-        yield "download MB", megabytes(sum(record.download_bytes for record in facts.rounds))
+        traffic = (
+            sum(record.upload_bytes for record in facts.rounds),
+            sum(record.download_bytes for record in facts.rounds),
+        )
+        yield from zip(TRAFFIC_LABELS, map(megabytes, traffic), strict=True)
     if facts.agreement.guarantee is not None and facts.run.round:
         spent = facts.epsilon_spent
         promised = f"of {facts.agreement.guarantee.epsilon:g}"

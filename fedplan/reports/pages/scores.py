@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from math import isnan
 
 from fedplan.errors import FedplanError
@@ -11,6 +12,7 @@ from fedplan.reports.figures.charts import Series, line_chart, small_multiples
 from fedplan.reports.pages.facts import RunFacts, SeedGroup, group_runs
 from fedplan.reports.pages.page import PageFigure, PageSection
 from fedplan.reports.study_explanation import read_privacy_statement
+from fedplan.studies.run_scores import CLIENT_TESTS, COMMON_TEST, ScoreKind
 
 MAX_CLIENTS = 24
 """The most clients in the figure: those with the worst scores."""
@@ -18,35 +20,38 @@ EPSILON_POINTS = 12
 """About the number of rounds at which epsilon is computed, as each takes a while."""
 
 
+SCORE_KINDS: tuple[ScoreKind, ...] = ("personal", "worst client", "mean of clients", "global")
+"""The scores that are drawn, in the order of a personal plan."""
+LEGEND_EXAMPLES = {COMMON_TEST: "common test", CLIENT_TESTS: "own test"}
+"""Short words for the examples of scores in a legend."""
+
+
 def curves_section(runs: Sequence[RunFacts]) -> PageSection:
     """Return the section with scores and training loss of runs by round; empty without metrics.
 
-    Runs that differ only in their seed are one line. A single group gets its global, personal and
-    worst-client scores in one figure; several groups get a figure for each score.
+    Runs that differ only in their seed are one line. A single group gets all of its scores in one
+    figure, with the examples of each in the legend if they differ; several groups get a figure for
+    each score. The score that matters for the plans comes first.
     """
-    groups = group_runs(runs)
-    score, caption = groups[0].runs[0].score[0], _score_caption(groups)
-    kinds: dict[str, Callable[[RunFacts], Series]] = {
-        "global": lambda facts: facts.global_scores(""),
-        "personal, mean": lambda facts: facts.personal_scores(""),
-    }
+    groups, metric = group_runs(runs), runs[0].rules.metric
+    personal = any(run.rules.personal for run in runs)
+    kinds = SCORE_KINDS if personal else (SCORE_KINDS[-1], *SCORE_KINDS[:-1])
+    figures, caption = list[PageFigure](), _score_caption(groups)
     if len(groups) == 1:
-        if not groups[0].runs[0].privacy_unit:
-            kinds["worst client"] = lambda facts: facts.personal_scores("", worst=True)
-        series = [SeedGroup(name, groups[0].runs).series(of) for name, of in kinds.items()]
-        drawing = line_chart(f"{score.capitalize()} by round", series, y=score)
-        figures, groups = (
-            [PageFigure("scores", drawing, caption=caption)],
-            [SeedGroup("loss", groups[0].runs)],
-        )
+        (group,) = groups
+        words = {s.kind: LEGEND_EXAMPLES[s.examples] for s in group.runs[0].scores.scores}
+        several = len(set(words.values())) > 1
+        names = {k: f"{k} ({words[k]})" if several and k in words else k for k in kinds}
+        lines = [replace(group.scores(kind), name=names[kind]) for kind in kinds]
+        drawing = line_chart(f"{metric.capitalize()} by round", lines, y=metric)
+        figures.append(PageFigure("scores", drawing, caption=caption))
+        groups = [replace(group, name="loss")]
     else:
-        lines = [[group.series(of) for group in groups] for of in kinds.values()]
-        drawing = line_chart(f"Global {score} by round", lines[0], y=score)
-        personal = line_chart(f"Personal {score} by round, mean", lines[1], y=score)
-        figures = [
-            PageFigure("scores", drawing, caption=caption),
-            PageFigure("personal", personal, caption=caption),
-        ]
+        for kind in kinds:
+            lines = [group.scores(kind) for group in groups]
+            title = f"{metric}, {kind}, by round"
+            drawing = line_chart(title[0].upper() + title[1:], lines, y=metric)
+            figures.append(PageFigure(kind.replace(" ", "-"), drawing, caption=caption))
     losses = [group.series(lambda facts: facts.column("", "loss")) for group in groups]
     caption = "Mean over the training examples of the clients that report their loss."
     drawing = line_chart("Training loss by round", losses, y="loss")
@@ -61,6 +66,7 @@ def clients_section(facts: RunFacts) -> PageSection:
     clients are not shown.
     """
     title, scores, (score, higher) = "Clients", facts.client_scores, facts.score
+    whose = "personal " if facts.rules.personal else ""
     if not scores:
         return PageSection(title)
     if facts.privacy_unit:
@@ -73,7 +79,7 @@ def clients_section(facts: RunFacts) -> PageSection:
         return not isnan(last), last if higher else -last  # NaN (diverged) is the worst
 
     order = sorted(scores.values(), key=rank)
-    worst, mean = order[0], facts.personal_scores("mean of all clients")
+    worst, mean = order[0], facts.mean_client_scores("mean of all clients")
     last, average = ("none" if x is None else f"{x:.3f}" for x in (worst.last, mean.last))
     text = (
         f"Worst client: {worst.name}, with {score} {last}; mean of all "
@@ -81,7 +87,7 @@ def clients_section(facts: RunFacts) -> PageSection:
     )
     drawn, narrow = (
         small_multiples(
-            f"Personal {score} of each client by round",
+            f"{whose}{score} of each client by round".capitalize(),
             order[:MAX_CLIENTS] if len(order) > MAX_CLIENTS else list(scores.values()),
             marked={worst.name: "worst client"},
             behind=mean,
@@ -92,8 +98,8 @@ def clients_section(facts: RunFacts) -> PageSection:
     )
     some = f"The {MAX_CLIENTS} worst of {len(scores)} clients. "
     caption = (some if len(scores) > MAX_CLIENTS else "") + (
-        "Each client's personal model on its own examples, all on one scale, with the last "
-        f"{score}. Dashed: mean of all clients."
+        f"The {whose or 'global '}model at each client, on its own test examples, with the last "
+        f"{score}, all on one scale. Dashed: mean of all clients."
     )
     figure = PageFigure("clients", drawn, narrow, caption)
     return PageSection(title, (text,), (figure,))
@@ -147,7 +153,7 @@ def privacy_section(facts: RunFacts) -> PageSection:
         f"{guarantee.unit} that is part of every round."
     )
     figures = [PageFigure("epsilon", drawn, caption=caption)]
-    score, scores = facts.score[0], dict(facts.global_scores("global").points)
+    score, scores = facts.score[0], dict(facts.score_series("global", "global").points)
     reached = Series("global", tuple((e, scores[n]) for n, e in spent.points if n in scores))
     if reached.points:
         by_epsilon = f"Global {score} by epsilon spent"
@@ -168,9 +174,15 @@ def _score_caption(groups: Sequence[SeedGroup]) -> str:
             f"A line is the mean of {count} runs with different seeds; its band is from the lowest "
             "to the highest."
         )
-    sentences.append(
-        "Global: the global model. Personal: each client's model on its own held-out examples."
-    )
+    kinds = {score.kind: score for group in groups for score in group.runs[0].scores.scores}
+    explained = {
+        "personal": "Personal: mean over the clients' models",
+        "mean of clients": "Mean of clients: the global model, by client",
+        "global": "Global: the global model",
+    }
+    sentences += [
+        f"{text}, on {kinds[kind].examples}." for kind, text in explained.items() if kind in kinds
+    ]
     if any(run.privacy_unit for group in groups for run in group.runs):
         sentences.append(
             "Scores on clients' examples exist in a simulation only; epsilon does not cover them."

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scores of a run as every screen shows them: personal, worst client and global.
+
+The score that matters for the plan comes first. A plan that keeps or holds any param leads with the
+personal models; of any other plan all models are the global one, which leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isnan, nan
+from typing import Any, Literal
+
+from fedplan.federation.agreement import Agreement
+from fedplan.language.plan import Role
+from fedplan.language.resolution import params_with_roles
+from fedplan.models.params import Params
+from fedplan.studies.run import RunReader
+
+ScoreKind = Literal["personal", "worst client", "global", "mean of clients"]
+"""Mean over the clients' personal models; the worst of these; the global model; or the mean over
+clients of a model that all of them share."""
+COMMON_TEST, CLIENT_TESTS = "the common test set", "all clients' test examples"
+"""On which examples a score is."""
+SPREAD_PREFIXES = ("personal.", "sites.spread.personal.", "sites.spread.global.")
+"""Prefixes of metrics on how the primary metric spreads over clients."""
+GLOBAL_PREFIXES = ("global.", "sites.global.")
+"""Prefixes of the global model's metrics."""
+CLIENT_COLUMNS = ("clients.{}.{}", "sites.by.{}.personal.{}", "sites.by.{}.global.{}")
+"""Names of the metrics of one client, with its name and the metric."""
+POOLED_CLIENTS = "global.clients"
+"""Number of clients whose test examples are those of the global model's metrics; absent if these
+are on the common test set."""
+
+
+@dataclass(frozen=True)
+class RunScore:
+    """One score of a round.
+
+    `column`: name of the metric in the round's row. `examples`: on which examples it is.
+    `clients`: over how many clients, 0 if it is of one model. `std`: standard deviation over these.
+    `client`: name of the worst client, if it may be shown.
+    """
+
+    kind: ScoreKind
+    metric: str
+    value: float
+    column: str
+    examples: str
+    clients: int = 0
+    std: float | None = None
+    client: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name without value and examples: `personal accuracy`, `worst client`."""
+        if self.kind == "worst client":
+            return self.kind
+        if self.kind == "mean of clients":
+            return f"{self.metric}, mean of clients"
+        return f"{self.kind} {self.metric}"
+
+    @property
+    def about(self) -> str:
+        """Whose score it is, and on which examples."""
+        match self.kind:
+            case "worst client":
+                return f"{self.client}, on its own test examples" if self.client else self.on
+            case "personal":
+                return f"mean of {self.clients} clients, each on its own test examples"
+            case _:
+                return self.on
+
+    @property
+    def on(self) -> str:
+        """The examples: `on the common test set`."""
+        return f"on {self.examples}"
+
+    @property
+    def text(self) -> str:
+        """Label, value and examples in one line."""
+        return f"{self.label} {self.value:.3f} ({self.about})"
+
+
+@dataclass(frozen=True)
+class RunScores:
+    """The scores of one round by the task's primary metric, the leading one first; may be empty."""
+
+    metric: str
+    higher_is_better: bool
+    round: int
+    scores: tuple[RunScore, ...] = ()
+
+    @property
+    def leading(self) -> RunScore | None:
+        """The score that matters for the plan; None if nothing was measured."""
+        return self.scores[0] if self.scores else None
+
+    def find(self, *kinds: ScoreKind) -> RunScore | None:
+        """Return the first score of one of these kinds; None if there is none."""
+        return next((score for score in self.scores if score.kind in kinds), None)
+
+    @property
+    def texts(self) -> list[str]:
+        """A line for each score, with its examples: `global accuracy 0.8 (on ...)`."""
+        return [score.text for score in self.scores]
+
+    def json(self) -> dict[str, Any]:
+        """Return metric, direction, round and scores as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """How to read the scores of a run from its rows; see `score_rules`.
+
+    `metric`, `higher_is_better`: the task's primary metric and its direction. `personal`: whether
+    the plan keeps or holds params. `names_clients`: whether scores of single clients may be shown.
+    """
+
+    metric: str
+    higher_is_better: bool
+    personal: bool
+    names_clients: bool = True
+
+    def of_row(self, row: Mapping[str, float]) -> RunScores:
+        """Return the scores in the row of one round; empty if the round was not evaluated."""
+        prefix = next((each for each in SPREAD_PREFIXES if f"{each}{self.metric}" in row), "")
+        overall = self._global_score(row)
+        mean = self._mean_score(row, prefix) if prefix else None
+        worst = self._worst_score(row, prefix) if prefix and self.names_clients else None
+        if mean is not None and mean.kind == "personal":
+            ordered = (mean, worst, overall)
+        else:  # the mean is of the global model, too
+            ordered = (overall or mean, worst)
+        scores = tuple(score for score in ordered if score is not None)
+        return RunScores(self.metric, self.higher_is_better, int(row.get("round", 0)), scores)
+
+    def of_run(self, rows: Sequence[Mapping[str, float]]) -> RunScores:
+        """Return the scores of the last round that was evaluated."""
+        every = (self.of_row(row) for row in reversed(rows))
+        return next(
+            (each for each in every if each.scores),
+            RunScores(self.metric, self.higher_is_better, 0),
+        )
+
+    def client_column(self, row: Mapping[str, float], client: str) -> str:
+        """Return the name of the metric of a client in a row; "" if there is none."""
+        columns = (each.format(client, self.metric) for each in CLIENT_COLUMNS)
+        return next((column for column in columns if column in row), "")
+
+    def _global_score(self, row: Mapping[str, float]) -> RunScore | None:
+        column = next(
+            (f"{p}{self.metric}" for p in GLOBAL_PREFIXES if f"{p}{self.metric}" in row), ""
+        )
+        if not column:
+            return None
+        of_clients = column.startswith("sites.") or POOLED_CLIENTS in row
+        examples = CLIENT_TESTS if of_clients else COMMON_TEST
+        return RunScore("global", self.metric, row[column], column, examples)
+
+    def _mean_score(self, row: Mapping[str, float], prefix: str) -> RunScore:
+        column, is_global = f"{prefix}{self.metric}", prefix.endswith("global.")
+        kind = "personal" if self.personal and not is_global else "mean of clients"
+        return RunScore(
+            kind,
+            self.metric,
+            row[column],
+            column,
+            CLIENT_TESTS,
+            clients=int(row.get(f"{prefix}clients", 0)),
+            std=row.get(f"{column}_std"),
+        )
+
+    def _worst_score(self, row: Mapping[str, float], prefix: str) -> RunScore | None:
+        column = f"{prefix}{self.metric}_worst"
+        if column not in row:
+            return None
+        pattern = CLIENT_COLUMNS[SPREAD_PREFIXES.index(prefix)]
+        before, after = pattern.format("\0", self.metric).split("\0")
+        value, name = row[column], ""
+        for key, score in row.items():
+            if key.startswith(before) and key.endswith(after) and _is_same(score, value):
+                name = key[len(before) : -len(after)]
+                break
+        return RunScore("worst client", self.metric, value, column, CLIENT_TESTS, client=name)
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (isnan(one) and isnan(other))
+
+
+def is_personal(agreement: Agreement) -> bool:
+    """Return whether the plan keeps or holds any param, for some client in some round."""
+    plan, params = agreement.method.plan, agreement.params
+    return bool(params_with_roles(plan, params, Role.KEEP, Role.HOLD))
+
+
+def untrained_params(agreement: Agreement) -> Params:
+    """Return the params that clients have for themselves and that no client ever shares.
+
+    The global model has the initial values of these.
+    """
+    plan, params = agreement.method.plan, agreement.params
+    shared = set(params_with_roles(plan, params, Role.SHARE))
+    return tuple(
+        p for p in params_with_roles(plan, params, Role.KEEP, Role.HOLD) if p not in shared
+    )
+
+
+def score_rules(run: RunReader) -> ScoreRules:
+    """Return how to read the scores of a run."""
+    metric, private = run.primary, run.study.privacy is not None
+    higher = run.higher_is_better(metric) is not False
+    return ScoreRules(metric, higher, is_personal(run.agreement), names_clients=not private)
+
+
+def run_scores(run: RunReader) -> RunScores:
+    """Return the scores of the last evaluated round of a run."""
+    return score_rules(run).of_row(run.last_scores)
+
+
+def client_score(run: RunReader, client: str) -> RunScore | None:
+    """Return the last score of one client's personal model; None if there is none."""
+    rules, row = score_rules(run), run.last_scores
+    column = rules.client_column(row, client)
+    value = row.get(column, nan)
+    examples = "this client's own test examples"
+    return RunScore("personal", rules.metric, value, column, examples) if column else None
