@@ -34,7 +34,7 @@ from .partition import (
 )
 from .predictions import Predictions
 from .row_digests import example_digests, group_digests
-from .schema_inference import TableSchema, infer_schema
+from .schema_inference import SAMPLED_ROWS, TableSchema, infer_schema
 from .tables import (
     DataError,
     class_names,
@@ -47,9 +47,11 @@ from .tables import (
     label_values,
     load_table,
     matches_any,
+    missing_cells,
     plain_cells,
     require_column,
     select_rows,
+    split_labels,
 )
 from .tasks.definition import Task
 from .tasks.kinds import TASK_NAMES, adapt_task, make_task, task_class

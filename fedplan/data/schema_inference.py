@@ -5,35 +5,64 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from fedplan.data.tables import DataError, class_names, label_text, load_table
+from fedplan.data.tables import (
+    DataError,
+    class_names,
+    label_text,
+    load_table,
+    missing_cells,
+)
 from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ColumnKind = Literal["image", "text", "class", "number", "words", "conversation", "other"]
+ColumnKind = Literal["image", "text", "class", "number", "date", "words", "conversation", "other"]
 """Inferred content of a column; `words` are lists of words."""
 SAMPLED_ROWS = 2000
 """Rows that are read to infer the kinds of columns."""
 MAX_CLASSES = 200
 """The most distinct values of a column of classes."""
+MAX_WHOLE_NUMBERS = 30
+"""The most distinct whole numbers of a column of classes; a column with more has numbers."""
 INPUT_NAMES = (
     *("text", "sentence", "review", "content", "body", "image", "picture", "img", "pixels", "x"),
 )
-LABEL_NAMES = (
-    *("label", "labels", "class", "target", "category", "sentiment", "diagnosis", "digit", "tags"),
-    *("rating", "stars", "score", "y"),
+WORD_NAMES = ("words", "tokens")
+LABEL_NAMES = ("label", "labels", "class", "target", "y")
+LIKELY_LABEL_NAMES = (
+    *("category", "sentiment", "diagnosis", "outcome", "digit", "tags", "findings", "rating"),
+    *("stars", "score"),
 )
 CLIENT_NAMES = (
     *("client", "site", "hospital", "clinic", "institution", "centre", "center", "ward"),
     *("user", "user_id", "author", "speaker", "device", "writer", "company", "school", "source"),
 )
-"""Usual names of input, label and client columns, the most telling first."""
+GROUP_NAMES = (
+    *("patient_id", "patient", "subject_id", "subject", "participant_id", "participant"),
+    *("person_id", "person", "case_id", "mrn", "pid"),
+)
+"""Usual names of columns of inputs, words, labels, clients and groups, the most telling first."""
+ID_NAME = re.compile(
+    r"(.*[_ .-])?(id|ids|uuid|index|idx|nr|no|number|key|file|path)", re.IGNORECASE
+)
+"""Names of columns that number or name rows; none is a label."""
+DATE_NAME = re.compile(r"(.*[_ .-])?(date|datum|time|timestamp|year|month|day)", re.IGNORECASE)
+DATE = re.compile(
+    r"\d{4}[-/.]\d{1,2}([-/.]\d{1,2})?([T ]\d{1,2}:\d{2}.*)?|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}.*"
+)
+"""Dates as 2024-05-31, 31.5.2024 or 5/31/24, with a time perhaps."""
+SEPARATORS = (";", "|", ",")
+"""Texts that may stand between several labels of one cell."""
+MAX_LABEL_WORDS = 4
+"""The most words of a label among several in one cell."""
 CONVERSATION_COLUMNS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
 """Names of two columns that form a conversation."""
 TRAIN_SPLITS, TEST_SPLITS = ("train", "training"), ("test", "validation", "valid", "dev")
@@ -45,7 +74,9 @@ class ColumnSchema:
 
     `values` are the distinct values (of lists: items) as texts; empty if a column without lists has
     over MAX_CLASSES. `distinct` is the number of distinct values, `missing` the number of cells
-    without a value, and `length` the 95th percentile of words per cell; 0 if not measured.
+    without a value, and `length` the 95th percentile of words per cell; 0 if not measured. `lists`:
+    whether cells are lists. `separator`: text between labels, if cells seem to have several; then
+    `values` are the single labels.
     """
 
     name: str
@@ -54,6 +85,14 @@ class ColumnSchema:
     missing: int = 0
     length: int = 0
     distinct: int = 0
+    lists: bool = False
+    separator: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The column in words, as "ward (class, 3 values)"."""
+        count = len(self.values) if self.kind == "class" else self.distinct
+        return f"{self.name} ({self.kind}{f', {count} values' if count else ''})"
 
 
 @dataclass(frozen=True)
@@ -87,21 +126,61 @@ class TableSchema:
             if names >= {*pair}:
                 return " ".join(pair)
         kinds = ("conversation", "words", "image", "text")
-        name = _first_of_kinds(self.columns, INPUT_NAMES, kinds)
+        columns = [column for column in self.columns if not column.separator]
+        # Few different texts look like classes.
+        named = [each for each in columns if each.kind == "class" and not each.lists]
+        name = _first_of_kinds(columns, INPUT_NAMES, kinds) or _find_by_name(named, INPUT_NAMES)
         if not name:
-            columns = ", ".join(f"{column.name} ({column.kind})" for column in self.columns)
+            summaries = ", ".join(column.summary for column in self.columns)
             raise DataError(
-                f"{self.path} has no column that looks like texts or images: it has {columns}; "
+                f"{self.path} has no column that looks like texts or images: it has {summaries}; "
                 "name the input column with --input"
             )
         return name
 
-    def label_column(self, beside: Sequence[str]) -> str:
-        """Return the name of the likely label column, not one of `beside`; "" if there is none."""
-        columns = [column for column in self.columns if column.name not in beside]
-        by_name = _find_by_name(columns, LABEL_NAMES)
-        classes = [column for column in columns if 2 <= len(column.values) <= MAX_CLASSES]
-        return by_name or _first_of_kinds(classes, (), ("class",))
+    def label_column(self, beside: Sequence[str], *, lists: bool = False) -> str:
+        """Return the name of the likely label column, not one of `beside`; "" if there is none.
+
+        A usual name decides; else the only column of classes, or else of numbers. Dates, numbers of
+        rows, clients and groups are no labels. `lists`: labels are lists, one for each word. Raises
+        DataError with all candidates if there are several.
+        """
+        others = {*beside, self.client_column(beside), self.group_column(beside)}
+        columns = [
+            column
+            for column in self.columns
+            if column.name not in others
+            and column.kind in ("class", "number")
+            and (column.lists if lists else column.kind == "number" or len(column.values) >= 2)
+            and not ID_NAME.fullmatch(column.name)
+            and column.name.lower() not in GROUP_NAMES
+        ]
+        likely = [column for column in columns if column.name.lower() in LIKELY_LABEL_NAMES]
+        classes = [column for column in columns if column.kind == "class"]
+        if name := _find_by_name(columns, LABEL_NAMES):
+            return name
+        candidates = likely or classes or columns
+        if len(candidates) > 1:
+            listed = ", ".join(column.summary for column in candidates)
+            lines = "".join(f"\n  --label {shlex.quote(each.name)}" for each in candidates)
+            raise DataError(
+                f"{self.path} has several columns that may be the label: {listed}; name one of "
+                f"them:{lines}"
+            )
+        return candidates[0].name if candidates else ""
+
+    def group_column(self, beside: Sequence[str]) -> str:
+        """Return the name of a column such as patient_id, with equal values in several rows.
+
+        Not one of `beside`; "" if there is none.
+        """
+        rows = min(self.rows, SAMPLED_ROWS)
+        repeated = [
+            column
+            for column in self.columns
+            if column.name not in beside and 2 <= column.distinct < rows - column.missing
+        ]
+        return _find_by_name(repeated, GROUP_NAMES)
 
     def client_column(self, beside: Sequence[str]) -> str:
         """Return the name of a likely client column, not one of `beside`; "" if there is none."""
@@ -195,8 +274,13 @@ def _infer_column(table: Dataset, name: str) -> ColumnSchema:
     arrays = datasets.Image | datasets.Array2D | datasets.Array3D
     if isinstance(feature, arrays) or str(getattr(feature, "dtype", "")).endswith("binary"):
         return ColumnSchema(name, "image")
-    cells = [cell for cell in cast("list[Any]", table[name][:]) if cell is not None]
-    missing = len(table) - len(cells)
+    missing_rows = missing_cells(table, name)
+    missing = sum(missing_rows)
+    cells = [
+        cell
+        for cell, is_missing in zip(cast("list[Any]", table[name][:]), missing_rows, strict=True)
+        if not is_missing
+    ]
     if not cells:
         return ColumnSchema(name, "other", missing=missing)
     if isinstance(cells[0], dict):
@@ -206,18 +290,52 @@ def _infer_column(table: Dataset, name: str) -> ColumnSchema:
         if items and isinstance(items[0], dict):
             return ColumnSchema(name, "conversation", missing=missing)
         values = tuple(sorted({str(item) for item in items[: SAMPLED_ROWS * 10]}))
-        words = bool(items) and isinstance(items[0], str) and len(values) > MAX_CLASSES // 4
-        return ColumnSchema(name, "words" if words else "class", values, missing)
+        many = len(values) > MAX_CLASSES // 4 or name.lower() in WORD_NAMES
+        words = bool(items) and isinstance(items[0], str) and many
+        return ColumnSchema(name, "words" if words else "class", values, missing, lists=True)
     texts, names = [label_text(cell) for cell in cells], class_names(table, name)
     values = tuple(names or sorted(set(texts)))
     length = sorted(len(text.split()) for text in texts)[int(0.95 * (len(texts) - 1))]
-    if (not names and len(values) > max(2, len(texts) // 2)) or len(values) > MAX_CLASSES:
-        kind: ColumnKind = "number" if all(map(_is_number, texts)) else "text"
+    dated = sum(DATE.fullmatch(text) is not None for text in texts) > 0.9 * len(texts)
+    numeric = all(map(_is_number, texts))
+    if isinstance(cells[0], date) or dated or (numeric and DATE_NAME.fullmatch(name)):
+        return ColumnSchema(name, "date", (), missing, length, len(values))
+    if not names and not numeric and (separator := _find_separator(texts)):
+        labels = {label.strip() for text in texts for label in text.split(separator)} - {""}
+        return ColumnSchema(
+            name, "class", tuple(sorted(labels)), missing, length, len(values), separator=separator
+        )
+    is_class = names or len(values) <= max(2, len(texts) // 2)
+    if numeric and not names and len(values) > MAX_WHOLE_NUMBERS:
+        is_class = False
+    if not is_class or len(values) > MAX_CLASSES:
+        kind: ColumnKind = "number" if numeric else "text"
         few_values = values if len(values) <= MAX_CLASSES else ()
         return ColumnSchema(name, kind, few_values, missing, length, len(values))
     fractional = any(_is_number(text) and not text.lstrip("-").isdecimal() for text in texts)
     kind = "number" if fractional else "text" if length > 5 else "class"
     return ColumnSchema(name, kind, values, missing, length, len(values))
+
+
+def _find_separator(texts: Sequence[str]) -> str:
+    """Return the text between labels, if cells seem to have several labels each; else "".
+
+    Cells then have few short labels in all, most of them in several cells, and some cells have one
+    label that others have among several.
+    """
+    for separator in SEPARATORS:
+        cells = [[each.strip() for each in text.split(separator)] for text in texts]
+        several = [cell for cell in cells if len(cell) > 1]
+        labels = {label for cell in cells for label in cell}
+        alone = {cell[0] for cell in cells if len(cell) == 1}
+        if (
+            len(several) > 1
+            and len(labels) <= min(MAX_CLASSES // 4, len(texts) // 2)
+            and all(label and len(label.split()) <= MAX_LABEL_WORDS for label in labels)
+            and any(label in alone for cell in several for label in cell)
+        ):
+            return separator
+    return ""
 
 
 def _is_number(text: str) -> bool:

@@ -330,6 +330,41 @@ def label_values(table: Dataset, column: str) -> list[Any]:
     return [text(value) for value in column_values(table, column)]
 
 
+def split_labels(table: Dataset, column: str, separator: str) -> Dataset:
+    """Return a table with lists of labels in a column of texts such as "red; blue".
+
+    Spaces around a label are dropped, and an empty cell has no label. Raises DataError for an
+    unknown column.
+    """
+    from datasets import List, Value
+
+    require_column(table, column)
+    lists = list[list[str]]()
+    for cell in cast("list[Any]", table[column][:]):
+        parts = label_text(cell).split(separator) if cell is not None else []
+        lists.append(list(dict.fromkeys(part.strip() for part in parts if part.strip())))
+    rest = table.remove_columns(column)
+    return cast("Any", rest).add_column(column, lists, feature=List(Value("string")))
+
+
+def missing_cells(table: Dataset, column: str) -> list[bool]:
+    """Return for each row whether its cell is missing: null, NaN, or a text without characters.
+
+    Nothing is decoded. Raises DataError for an unknown column.
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    require_column(table, column)
+    library, types = cast("Any", compute), cast("Any", pyarrow).types
+    cells = cast("Any", table.select_columns([column]).with_format("arrow"))[:][column]
+    missing = library.is_null(cells, nan_is_null=True)
+    if types.is_string(cells.type) or types.is_large_string(cells.type):
+        empty = library.equal(library.utf8_trim_whitespace(cells), "")
+        missing = library.or_(missing, library.fill_null(empty, False))
+    return missing.to_pylist()
+
+
 def label_text(value: Any) -> str:
     """Return a label as text; numbers are written alike for every type."""
     return number_text(value) if type(value) in (int, float) else str(value)

@@ -71,6 +71,10 @@ def explain_experiment(
         wire_cost=agreement.wire_cost,
         step=_training_step(study, agreement.params),
     )
+    forecast = replace(
+        explanation.forecast, notes=(*explanation.forecast.notes, *experiment.data.notes)
+    )
+    explanation = replace(explanation, forecast=forecast)
     warnings = tuple(study_warnings(study, agreement, roster))
     exposure = study_exposure(agreement)
     return replace(explanation, warning=exposure, warnings=warnings), privacy_statement(study)

@@ -247,7 +247,7 @@ def load_site_table(site: Site, study: Study) -> Dataset:
         is_private, data, task = study.privacy is not None, study.data, study.task
         table = load_table(site.data, split=data.split, allow_empty=is_private)
         if is_private and has_json_columns(site.data):
-            columns = {*task.input.split(), task.label, *data.filter, *data.train_filter} - {""}
+            columns = {*task.input_columns, task.label, *data.filter, *data.train_filter} - {""}
             for column in sorted(columns - {*table.column_names}):
                 table = table.add_column(column, [None] * len(table))  # pyright: ignore
         return table

@@ -16,7 +16,7 @@ from fedplan.data.partition import (
     training_mask,
 )
 from fedplan.data.row_digests import example_digests, group_digests
-from fedplan.data.tables import DataError, label_text, select_rows
+from fedplan.data.tables import DataError, label_text, missing_cells, select_rows
 from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.kinds import task_class
 from fedplan.studies.schema import Study
@@ -79,6 +79,33 @@ def split_rows(study: Study, task: Task, table: Dataset, site: str = "") -> dict
         )
         for name, rows in indices.items()
     }
+
+
+def drop_incomplete(
+    study: Study, table: Dataset, kind: str = "training"
+) -> tuple[Dataset, list[str]]:
+    """Drop the rows of a table without a value in a column of inputs, labels or clients.
+
+    Returns the table and notes for the user; `kind` names the rows. With privacy all rows are kept:
+    how many are incomplete would be revealed. Raises DataError for an unknown column, or if no row
+    is left.
+    """
+    task, section = study.task, study.data
+    columns = [*task.input_columns, *([task.label] if task.label else [])]
+    if section.partition == "column" and section.path and kind == "training":
+        columns.append(section.partition_column)
+    if study.privacy is not None:
+        return table, []
+    missing = {column: missing_cells(table, column) for column in dict.fromkeys(columns)}
+    rows = [row for row, cells in enumerate(zip(*missing.values(), strict=True)) if not any(cells)]
+    if len(rows) == len(table):
+        return table, []
+    counts = ", ".join(f"{column!r}: {sum(each)}" for column, each in missing.items() if any(each))
+    if not rows:
+        raise DataError(f"every {kind} row lacks a value ({counts}): name other columns")
+    dropped = len(table) - len(rows)
+    note = f"{dropped} of {len(table)} {kind} rows lack a value ({counts}), and are left out."
+    return select_rows(table, rows), [note]
 
 
 def drop_common(

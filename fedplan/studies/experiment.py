@@ -43,6 +43,7 @@ from fedplan.studies.model_builder import (
     build_meta_model,
     build_model,
     initial_expenses,
+    new_head_note,
 )
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
@@ -125,6 +126,8 @@ def build_experiment(
     torch.set_num_threads(study.threads)
     data, method = load_federated_data(study, site_table), make_method(study)
     model = build_model(study, data.task, method)
+    if note := new_head_note(study.model, data.task):
+        data = replace(data, notes=(*data.notes, note))
     experiment = Experiment(data, model, make_agreement(study, describe(model)))
     check_plan(experiment.agreement.method.plan, experiment.agreement.params)
     pinned = study.model.digest

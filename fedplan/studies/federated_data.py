@@ -6,8 +6,9 @@ Under differential privacy, no example decides which other examples are used.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,11 +29,18 @@ from fedplan.data.tables import (
     plain_cells,
     require_column,
     select_rows,
+    split_labels,
 )
 from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.kinds import make_task, task_class
 from fedplan.federation.ledger.digests import ExamplesSummary, summarize_examples
-from fedplan.studies.data_split import ClientRows, drop_common, split_rows, task_columns
+from fedplan.studies.data_split import (
+    ClientRows,
+    drop_common,
+    drop_incomplete,
+    split_rows,
+    task_columns,
+)
 from fedplan.studies.schema import Study
 
 if TYPE_CHECKING:
@@ -99,11 +107,10 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
     """
     if study.data.from_python:
         raise DataError("this study has in-memory data: there is none to load")
-    test, validation = _load_common_test(study), _load_common_validation(study)
-    table = _load_train_table(study, site_table[1] if site_table else None)
+    (table, test, validation), notes = _load_tables(study, site_table[1] if site_table else None)
     tables = [each for each in (table, test, validation) if each is not None]
     task = _make_task(study, _find_labels(study, tables))
-    notes = [] if test is not None else [NO_TEST]
+    notes += [] if test is not None else [NO_TEST]
     if validation is not None:
         validation, validation_notes = drop_common(study, task, validation, test, kind="validation")
         notes += validation_notes
@@ -114,12 +121,12 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
     if table is not None:
         common = (test, validation)
         try:
-            clients, overlap_notes = _prepare(study, task, table, common, site_table)
+            clients, task, overlap_notes = _prepare(study, task, table, common, site_table)
         except Exception:
             if study.privacy is None or site_table is None:
                 raise
             table, left_out = _leave_out_unfit(task, table)
-            clients, overlap_notes = _prepare(study, task, table, common, site_table)
+            clients, task, overlap_notes = _prepare(study, task, table, common, site_table)
         # Under differential privacy, counts of examples and empty clients are not revealed.
         notes += (
             [] if study.privacy else [*overlap_notes, *_drop_empty_clients(clients, site_table)]
@@ -150,19 +157,43 @@ def _prepare(
     table: Dataset,
     common: tuple[Dataset | None, Dataset | None],
     site_table: tuple[str, Dataset] | None,
-) -> tuple[dict[str, ClientExamples], list[str]]:
-    """Divide the rows of a table among clients and prepare them; return (clients, notes).
+) -> tuple[dict[str, ClientExamples], Task, list[str]]:
+    """Divide the rows of a table among clients and prepare them; return (clients, task, notes).
 
-    `common`: common test set and common validation set.
+    `common`: common test set and common validation set. The returned task has the balanced class
+    weights of the training rows, if the study asks for these.
     """
     table, notes = drop_common(study, task, table, *common)
     task_table = table.select_columns(task_columns(task))
     rows = split_rows(study, task, table, site_table[0] if site_table else "")
+    if study.task.class_weights == "balanced":
+        train_rows = [row for each in rows.values() for row in each.train]
+        weights = _balanced_weights(task, select_rows(task_table, train_rows))
+        task = replace(task, weights=weights)
+        listed = ", ".join(f"{label} {weight:.3g}" for label, weight in weights)
+        notes.append(f"Class weights: {listed}.")
     clients = {
         name: ClientExamples(*(task.prepare(select_rows(task_table, part)) for part in each))
         for name, each in rows.items()
     }
-    return clients, notes
+    return clients, task, notes
+
+
+def _balanced_weights(task: Task, table: Dataset) -> tuple[tuple[str, float], ...]:
+    """Return (label, weight) by label: total / (number of labels * count), as scikit-learn does.
+
+    A label that no row has gets the weight of a label with one row.
+    """
+    values = label_values(table, task.label)
+    counts = Counter(
+        label
+        for value in values
+        for label in (cast("list[str]", value) if isinstance(value, list) else [value])
+    )
+    total = sum(counts.values())
+    return tuple(
+        (label, total / (len(task.labels) * max(1, counts[label]))) for label in task.labels
+    )
 
 
 def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
@@ -235,8 +266,8 @@ def compute_split(study: Study) -> DataSplit:
             "data.path is empty: each site has its own dataset, or the data came from Python; give "
             "a study with data.path"
         )
-    common = _load_common_test(study), _load_common_validation(study)
-    table = cast("Dataset", _load_train_table(study, None))
+    (table, *common), _ = _load_tables(study, None)
+    assert table is not None
     task = _make_task(study, _find_labels(study, [t for t in (table, *common) if t is not None]))
     table, _ = drop_common(study, task, table, *common)
     has_classes = bool(task.label) and task.answer_kind in ("class", "labels")
@@ -244,6 +275,32 @@ def compute_split(study: Study) -> DataSplit:
     labels = [cast("list[str]", value) if isinstance(value, list) else [value] for value in values]
     test_size = len(common[0]) if common[0] is not None else 0
     return DataSplit(split_rows(study, task, table), labels, test_size)
+
+
+def _load_tables(
+    study: Study, site_rows: Dataset | None
+) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], list[str]]:
+    """Load the training, common test and common validation tables; return these and notes.
+
+    A table that the study does not have is None. Labels of one cell are separated, and rows without
+    an input or label are left out.
+    """
+    loaded = {
+        "training": _load_train_table(study, site_rows),
+        "test": _load_common_test(study),
+        "validation": _load_common_validation(study),
+    }
+    tables: list[Dataset | None] = []
+    notes = list[str]()
+    for kind, table in loaded.items():
+        if table is not None and study.task.label_separator:
+            table = split_labels(table, study.task.label, study.task.label_separator)
+        if table is not None:
+            table, table_notes = drop_incomplete(study, table, kind)
+            notes += table_notes
+        tables.append(table)
+    train, test, validation = tables
+    return (train, test, validation), notes
 
 
 def _load_common_test(study: Study) -> Dataset | None:
@@ -351,7 +408,7 @@ def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
     section, privacy = study.task, study.privacy
     return make_task(
         section.kind,
-        columns=section.input.split(),
+        columns=section.input_columns,
         label=section.label,
         labels=labels,
         model=study.model.path or study.model.vision,
@@ -361,7 +418,7 @@ def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
         template=section.prompt_template,
         one_example_per_row=privacy is not None and privacy.unit == "example",
         packing=section.packing,
-        weights=section.class_weights,
+        weights={} if section.class_weights == "balanced" else section.class_weights,
         extra_metrics=map(metric_named, study.evaluate.metrics),
     )
 

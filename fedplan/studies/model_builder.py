@@ -248,12 +248,46 @@ def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype
         if section.quantization:
             config = quantization_config(section.quantization, dtype)
             quantized = {"quantization_config": config, "device_map": {"": "cpu"}}
-        settings = {"dtype": dtype, **quantized}
-        return pin_packed_layout(
-            load_pretrained(
-                _model_class(task), section.path, **settings, **task.settings, **section.config
-            )
+        settings: dict[str, Any] = {"dtype": dtype, **quantized, **task.settings, **section.config}
+        if not new_head_note(section, task):
+            return pin_packed_layout(load_pretrained(_model_class(task), section.path, **settings))
+        # transformers draws new values for every param of another shape: only the head may differ.
+        model, loading = load_pretrained(
+            _model_class(task),
+            section.path,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **settings,
         )
+        for name, stored, shape in sorted(loading["mismatched_keys"]):
+            if tuple(stored)[1:] != tuple(shape)[1:] or shape[0] != model.config.num_labels:
+                raise FedplanError(
+                    f"model.path: {name} has shape {tuple(stored)} in {section.path!r}, and "
+                    f"{tuple(shape)} by model.config: change model.config"
+                )
+        return pin_packed_layout(model)
+
+
+def new_head_note(section: ModelSection, task: Task) -> str:
+    """Return a note for the user if the head of `model.path` has another size than the task needs.
+
+    Such a head is made anew. Empty if the model has no head for the task, or one that fits.
+    """
+    import transformers
+
+    needed = len(task.settings.get("id2label", ())) or task.settings.get("num_labels", 0)
+    if not section.path or not needed:
+        return ""
+    with _explain_errors(f"model.path: {section.path!r} cannot be loaded for {task.kind}"):
+        config = load_pretrained(transformers.AutoConfig, section.path)
+    head = task.model_class.removeprefix("AutoModel")
+    has_head = any(name.endswith(head) for name in config.architectures or ())
+    if not has_head or config.num_labels == needed:
+        return ""
+    return (
+        f"The model in {section.path} has a head of {config.num_labels} outputs, and the task "
+        f"needs {needed}: the head is made anew, and starts untrained."
+    )
 
 
 def _require_model_settings(section: ModelSection, *, local_only: bool = False) -> None:

@@ -62,7 +62,10 @@ NON_BINDING_FIELDS: dict[str, Any] = {
     "train": {"rounds", "activation_cache_mb"},
 }
 """Fields that do not affect training: evaluation, timeouts, early stopping and hardware."""
-LATER_FIELDS = {"data": ("group", "validation_fraction", "validation_split")}
+LATER_FIELDS = {
+    "data": ("group", "validation_fraction", "validation_split"),
+    "task": ("label_separator",),
+}
 """Fields by section that digests leave out if empty, so that older studies keep their digest."""
 MAX_DEPTH = 32
 """Maximum nesting depth of values."""
@@ -246,6 +249,12 @@ class Study(Section):
                 'data.partition = "column"'
             )
         task = self.task
+        if task.class_weights == "balanced" and (self.privacy or not self.has_central_data):
+            hidden = "[privacy] hides" if self.privacy else "are at the sites"
+            raise ValueError(
+                f'task.class_weights = "balanced" is computed from the labels of all clients, '
+                f"which {hidden}: give the weights, as {{ rare = 5.0 }}"
+            )
         number = task.kind != CUSTOM_KIND and task_class(task.kind).answer_kind == "number"
         if self.clients.names and task.label and not task.labels and not number:
             raise ValueError("no site sees all labels: list them in task.labels")

@@ -196,10 +196,14 @@ class TaskSection(Section):
 
     kind: TaskKind
     """Task, such as "text-classification" or "causal-lm", or the name of your own."""
-    input: str = "text"
-    """Input column of the dataset; for two columns, both names separated by a space."""
+    input: str | list[str] = "text"
+    """Input column of the dataset; for two columns, both names separated by a space. A list has
+    names with spaces in them."""
     label: str = ""
     """Label column, for tasks with labels."""
+    label_separator: str = ""
+    """Text between the labels of a cell, such as ";" in "red;blue", for several labels per row; an
+    empty cell has none."""
     labels: list[str | int] = []
     """All labels; needed if clients are sites, or with [privacy]. Default: read from the data."""
     tokenizer: str = ""
@@ -212,10 +216,16 @@ class TaskSection(Section):
     """Sentence around a label, for the task image-text."""
     packing: bool = Task.packing
     """Pack several conversations into one sequence."""
-    class_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Loss weight of each label, such as { rare = 5.0 }; default: 1."""
+    class_weights: dict[str, Annotated[float, Field(gt=0)]] | Literal["balanced"] = {}
+    """Loss weight of each label, such as { rare = 5.0 }, default 1; or "balanced": in inverse
+    proportion to the label's number of training examples."""
     from_python: str = ""
     """Set by fedplan.simulate: text of an in-memory task. Leave empty in files."""
+
+    @property
+    def input_columns(self) -> list[str]:
+        """The names of the input columns."""
+        return self.input.split() if isinstance(self.input, str) else self.input
 
 
 class DataSection(Section):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.data.schema_inference import TableSchema, infer_schema
+from fedplan.data.schema_inference import SAMPLED_ROWS, TableSchema, infer_schema
 from fedplan.data.tables import DataError
 from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
@@ -80,45 +80,57 @@ class _StudyDraft:
     ) -> None:
         self.schema, self.model, self.output, self.options = schema, model, output, options
         self.config, _ = load_model_config(model)
-        self.input = options.input or schema.input_columns()
-        if " " in self.input and any(self.input == column.name for column in schema.columns):
-            raise DataError(
-                f"the column {self.input!r} of {schema.path} has a space in its name, but "
-                "task.input separates two columns by a space: rename the column"
-            )
-        names = self.input.split()
+        chosen = options.input or schema.input_columns()
+        # A space separates two columns, unless it is in the name of one.
+        is_one = any(chosen == column.name for column in schema.columns)
+        names = [chosen] if is_one else chosen.split()
+        self.input: str | list[str] = names if is_one and " " in chosen else chosen
         self.inputs = [schema.column(name) for name in names]
-        label = options.label or schema.label_column([*names, options.client])
-        self.kind = options.task or self._infer_task(label)
+        self.kind, label = options.task or self._task_without_label(), ""
+        if not self.kind or task_class(self.kind).answer_kind != "tokens":
+            lists = self.inputs[0].kind == "words"
+            label = options.label or schema.label_column([*names, options.client], lists=lists)
+        self.kind = self.kind or self._infer_task(label)
         self.label = "" if task_class(self.kind).answer_kind == "tokens" else label
         if not label and task_class(self.kind).answer_kind != "tokens":
-            columns = ", ".join(f"{column.name} ({column.kind})" for column in schema.columns)
+            columns = ", ".join(column.summary for column in schema.columns)
             raise DataError(
                 f"{schema.path} has no column that looks like labels: it has {columns}; name "
                 "the label column with --label"
             )
         self.client = options.client or schema.client_column([*names, self.label])
-        for name in filter(None, (*names, self.label, self.client)):
-            if missing := schema.column(name).missing:
+        self.group = schema.group_column([*names, self.label, self.client])
+        used = (*names, *filter(None, (self.label, self.client)))
+        self.missing = {name: schema.column(name).missing for name in used}
+        for name, count in self.missing.items():
+            if count == min(schema.rows, SAMPLED_ROWS):
                 raise DataError(
-                    f"column {name!r} of {schema.path} has no value in {missing} of its first "
-                    "rows: drop these rows, or name another column"
+                    f"column {name!r} of {schema.path} has no value in any of its first {count} "
+                    "rows: name another column"
                 )
+        if self.label and schema.column(self.label).separator:
+            self.missing[self.label] = 0  # an empty cell has no label
         self._require_matching_model()
+
+    def _task_without_label(self) -> str:
+        """Return "instruction" for conversations, which need no label column; else ""."""
+        is_chat = self.inputs[0].kind == "conversation" or len(self.inputs) == 2
+        return "instruction" if is_chat else ""
 
     def _infer_task(self, label: str) -> str:
         """Return the task kind that fits the input columns and the label column ("": no labels)."""
         content = self.inputs[0].kind
-        if content == "conversation" or len(self.inputs) == 2:
-            return "instruction"
+        column = self.schema.column(label) if label else None
+        several = column is not None and bool(column.lists or column.separator)
         if content == "image":
-            return "image-classification"
+            return "image-multi-label" if several else "image-classification"
         if content == "words":
             return "token-classification"
-        if not label:
+        if column is None:
             return "causal-lm"
-        is_number = any(c.name == label and c.kind == "number" for c in self.schema.columns)
-        return "regression" if is_number else "text-classification"
+        if several:
+            return "multi-label"
+        return "regression" if column.kind == "number" else "text-classification"
 
     def _require_matching_model(self) -> None:
         """Raise FedplanError if the model takes images and the data are texts, or vice versa."""
@@ -127,8 +139,8 @@ class _StudyDraft:
         if has_images != takes_images:
             content, accepted = ("images", "texts") if has_images else ("texts", "images")
             raise FedplanError(
-                f"column {self.input!r} of {self.schema.path} holds {content}, but the model "
-                f"{self.model!r} takes {accepted}: name another model, or another "
+                f"column {self.inputs[0].name!r} of {self.schema.path} holds {content}, but the "
+                f"model {self.model!r} takes {accepted}: name another model, or another "
                 "column with --input"
             )
         if self.model in SHORT_NAMES and not has_images:
@@ -141,13 +153,19 @@ class _StudyDraft:
     def findings(self) -> list[str]:
         """Lines for the user on the dataset, the columns, the clients and the task."""
         schema, labels = self.schema, self._label_summary()
-        lines = [f"{schema.path}: {schema.rows} training examples", f"input   {self.input}"]
+        names = " ".join(column.name for column in self.inputs)
+        lines = [f"{schema.path}: {schema.rows} training examples", f"input   {names}"]
         if self.label:
             lines.append(f"label   {self.label}" + (f": {labels}" if labels else ""))
         at_random = f"{self._client_count()}, examples divided at random"
         division = f"by the column {self.client}" if self.client else at_random
         task = f"{self.kind}, scored by {task_class(self.kind).primary}"
-        return [*lines, f"clients {division}", f"task    {task}"]
+        lines += [f"clients {division}", f"task    {task}"]
+        if self.group:
+            lines.append(f"group   {self.group}: its rows stay together in every split")
+        if missing := [f"{count} in {name!r}" for name, count in self.missing.items() if count]:
+            lines.append(f"missing {', '.join(missing)}: these rows are left out")
+        return lines
 
     def _label_summary(self) -> str:
         """Return the number of labels and the first eight, or "" for tasks without classes."""
@@ -214,6 +232,9 @@ class _StudyDraft:
         lines = ["[task]", f"kind = {_to_toml(self.kind)}", f"input = {_to_toml(self.input)}"]
         if self.label:
             lines.append(_commented(f"label = {_to_toml(self.label)}", self._label_summary()))
+            if separator := self.schema.column(self.label).separator:
+                comment = "between the labels of a cell; an empty cell has none"
+                lines.append(_commented(f"label_separator = {_to_toml(separator)}", comment))
         if self.kind.startswith("image"):
             size: Any = self._vision_config().image_size
             pixels = int(size[0] if isinstance(size, list | tuple) else size)
@@ -251,12 +272,16 @@ class _StudyDraft:
                 _commented(f"num_clients = {count}", "those with the most examples; 0: all"),
             ]
         else:
-            if not self._label_summary() or self.kind == "token-classification":
+            one_label = task_class(self.kind).answer_kind == "class"
+            if not one_label or self.kind == "token-classification":
                 lines.append(_commented('partition = "iid"', "at random, in about equal parts"))
             else:
                 lines.append(_commented('partition = "dirichlet"', "at random, with skewed labels"))
                 lines.append(_commented("alpha = 0.5", "the smaller, the more clients differ"))
             lines.append(f"num_clients = {self._client_count()}")
+        if self.group:
+            comment = "rows with the same value are on one side of every split"
+            lines.append(_commented(f"group = {_to_toml(self.group)}", comment))
         comment = "fraction of its examples that a client is tested on"
         return [*lines, _commented("holdout_fraction = 0.2", comment), ""]
 
@@ -275,7 +300,7 @@ def _printable(text: str) -> str:
 
 
 def _to_toml(value: Any) -> str:
-    """Return a string, number or boolean as TOML, or a dict of these as inline table."""
+    """Return a string, number, boolean or list as TOML, or a dict of these as inline table."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         return "{ " + ", ".join(f"{k} = {_to_toml(v)}" for k, v in items) + " }"

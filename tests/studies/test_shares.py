@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers as hf
 import zoo
@@ -19,7 +20,8 @@ from tables import LANGUAGE, MOODS, Row, cases, row, seen, study, tokenizer, wri
 from fedplan.data.tables import DataError, load_table
 from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.ledger.digests import examples_digest
-from fedplan.studies.federated_data import FederatedData, load_federated_data
+from fedplan.studies.federated_data import FederatedData, compute_split, load_federated_data
+from fedplan.studies.schema import ConfigError
 
 ROWS = [*map(row, range(30)), row(3, fold=1), row(3, fold=2), row(7, fold=3), row(9), row(9)]
 """Some are equal in all that a task sees, and differ in their fold; some are equal in all."""
@@ -279,3 +281,57 @@ def test_a_decoder_sees_the_past_alone() -> None:
     require_attention_mask(hf.BertForMaskedLM(hf.BertConfig(**zoo.TEXT)), "masked-lm")
     with pytest.raises(DataError, match="BertLMHeadModel sees the tokens"):
         require_attention_mask(hf.BertLMHeadModel(hf.BertConfig(**zoo.TEXT)), "causal-lm")
+
+
+def test_rows_without_a_value_are_left_out_and_counted(words: str, tmp_path: Path) -> None:
+    rows = [
+        row(n, **({"text": " "} if n < 3 else {"mood": None} if n < 5 else {})) for n in range(40)
+    ]
+    data = {"path": written(rows, tmp_path / "rows.parquet"), "num_clients": 2}
+    shares = load_federated_data(study("text-classification", words, data=data), None)
+    held = (*shares.train.values(), *shares.client_tests.values())
+    assert sum(map(len, held)) == 35
+    assert (
+        "5 of 40 training rows lack a value ('text': 3, 'mood': 2), and are left out."
+        in shares.notes
+    )
+    gone = [{**each, "mood": None} for each in rows]
+    data["path"] = written(gone, tmp_path / "gone.parquet")
+    with pytest.raises(DataError, match="every training row lacks a value"):
+        load_federated_data(study("text-classification", words, data=data), None)
+
+
+def test_labels_of_one_cell_are_those_of_a_list(words: str, tmp_path: Path) -> None:
+    rows = [row(n) for n in range(40)]
+    joined = [{**each, "pets": " ; ".join(each["pets"]) or None} for each in rows]
+    found = list[FederatedData]()
+    for number, (table, task) in enumerate(((rows, {}), (joined, {"label_separator": ";"}))):
+        data = {"path": written(table, tmp_path / f"{number}.parquet"), "num_clients": 1}
+        found.append(load_federated_data(study("multi-label", words, task=task, data=data), None))
+    one, other = ([s.train, s.client_tests] for s in found)
+    assert [{n: seen(each) for n, each in s.items()} for s in one] == [
+        {n: seen(each) for n, each in s.items()} for s in other
+    ]
+    assert found[0].task.labels == found[1].task.labels and not any(
+        "lack" in n for n in found[1].notes
+    )
+
+
+def test_balanced_weights_are_those_of_scikit_learn(words: str, tmp_path: Path) -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    rows = [row(n, mood="calm" if n % 5 else "wild") for n in range(60)]
+    data = {"path": written(rows, tmp_path / "rows.parquet"), "num_clients": 2}
+    task = {"class_weights": "balanced", "labels": ["calm", "wild"]}
+    asked = study("text-classification", words, task=task, data=data)
+    split, shares = compute_split(asked), load_federated_data(asked, None)
+    trained = [rows[n]["mood"] for each in split.clients.values() for n in each.train]
+    expected = compute_class_weight("balanced", classes=np.array(["calm", "wild"]), y=trained)
+    assert [weight for _, weight in shares.task.weights] == pytest.approx(expected)
+    hidden = {"privacy": {"unit": "client", "epsilon": 8.0}}
+    for more, why in (
+        (hidden, "hides"),
+        ({"data": {}, "clients": {"names": ["north"]}}, "are at the sites"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            study("text-classification", words, **{"data": data, "task": task, **more})

@@ -161,7 +161,7 @@ def test_what_is_said_goes_before_what_is_found(place: Path, tmp_path: Path) -> 
         ({}, {"label": "moods"}, ["no column 'moods'"]),
         ({}, {"method": "fedperr"}, ["no method 'fedperr'", "did you mean fedper?"]),
         ({}, {"task": "text-clasification"}, ["did you mean text-classification?"]),
-        ({"mood": None}, {}, ["column 'mood'", "60 of its first rows", "drop these rows"]),
+        ({"mood": None}, {"label": "mood"}, ["'mood'", "in any of its first 60", "name another"]),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(
@@ -178,3 +178,45 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
     for word in words:
         assert word in str(refused.value)
     assert not (tmp_path / "study.toml").exists()
+
+
+def rows_with(**columns: list[object]) -> list[dict[str, object]]:
+    """Forty reviews with further columns, whose values come in turn."""
+    return [
+        {"review": f"{row(n)['text']} {n}", **{name: v[n % len(v)] for name, v in columns.items()}}
+        for n in range(40)
+    ]
+
+
+def test_a_label_that_may_be_one_of_several_is_asked_for(place: Path, tmp_path: Path) -> None:
+    rows = rows_with(**{"sex": ["f", "m"], "own ward": ["a", "b", "c"], "born": ["2020-01-02"]})
+    file = written(rows, tmp_path / "rows.csv")
+    with pytest.raises(FedplanError) as asked:
+        new_study(file, str(place / "bert"), tmp_path / "study.toml")
+    assert "sex (class, 2 values), own ward (class, 3 values)" in str(asked.value)
+    assert str(asked.value).endswith("\n  --label sex\n  --label 'own ward'")
+    new_study(file, str(place / "bert"), tmp_path / "study.toml", StudyOptions(label="own ward"))
+    assert read_study(tmp_path / "study.toml").task.label == "own ward"
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "kind"),
+    [
+        ({"date": ["2024-01-02", "2024-02-03"], "los": [1.5, 2.25, 7.0]}, "los", "regression"),
+        ({"visit": ["3.4.2021", "5.6.2022 10:30"], "year": [2021, 2022], "mood": ["a", "b"]}, "mood", "text-classification"),
+        ({"target": [0.5, 1.5], "sex": ["f", "m"]}, "target", "regression"),
+        ({"patient_id": ["p", "q", "r"], "case_no": [1, 2], "mood": ["a", "b"]}, "mood", "text-classification"),
+        ({"tags": ["a|b", "a", "b", "c|a", None], "sex": ["f", "m"]}, "tags", "multi-label"),
+        ({"age": list(range(40)), "mood": ["a", "b"]}, "mood", "text-classification"),
+        ({"note": ["good, but long", "bad, short", "good, short"]}, "note", "text-classification"),
+    ],
+)  # fmt: skip
+def test_which_column_is_the_label(
+    columns: dict[str, list[object]], label: str, kind: str, place: Path, tmp_path: Path
+) -> None:
+    file = written(rows_with(**columns), tmp_path / "rows.parquet")
+    new_study(file, str(place / "bert"), tmp_path / "study.toml")
+    study = read_study(tmp_path / "study.toml")
+    assert (study.task.label, study.task.kind) == (label, kind)
+    assert study.task.label_separator == ("|" if label == "tags" else "")
+    assert study.data.group == ("patient_id" if "patient_id" in columns else "")
