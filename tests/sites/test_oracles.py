@@ -14,10 +14,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import sites
+import torch
 from sites import study_text, words_of
 from studies import approvals_in, offered
 
 from fedplan.data.tables import DataError, load_table, plain_cells
+from fedplan.data.tasks.definition import Task
 from fedplan.errors import FedplanError
 from fedplan.federation.endpoint import HELLO
 from fedplan.federation.ledger.faults import KINDS, read_faults
@@ -269,6 +271,32 @@ def test_no_row_of_a_json_file_decides_which_others_are_used(
     used = {int(each) for each in examples.pixels[:, 0, 0, 0]}
     assert {image[0][0] for image in images[:8]} <= used
     assert len(examples) == (9 if target == {"digit": 1} else 8)
+
+
+def test_a_model_is_tried_on_the_same_examples_whatever_the_table(tmp_path: Path) -> None:
+    trials = list[Any]()
+    for seed, count in ((0, 24), (1, 3)):
+        (folder := tmp_path / str(seed)).mkdir()
+        sites.write_rows(folder / "rows.npz", seed=seed, count=count)
+        examples = sites.site_of(folder, study_text()).site.setup.trial_examples
+        assert examples is not None
+        trials.append(examples.batch(torch.arange(len(examples))))
+    assert trials[0].keys() == trials[1].keys()
+    assert all(torch.equal(trials[0][name], trials[1][name]) for name in trials[0])
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_model_is_tried_with_the_operations_that_train_it(on: bool, tmp_path: Path) -> None:
+    """Some operations of GPUs are not deterministic: such a model is refused unless it is on."""
+    seen, real = set[bool](), Task.loss
+
+    def loss(self: Task, model: Any, batch: Any) -> Any:
+        seen.add(torch.are_deterministic_algorithms_enabled())
+        return real(self, model, batch)
+
+    with patch.object(Task, "loss", loss):
+        sites.site_of(tmp_path, f"deterministic = {json.dumps(on)}\n" + study_text())
+    assert seen == {on}
 
 
 CELLS = [1, "1", 0.5, [2], {"a": None}, True, None, math.nan, [math.inf], 10**30, [[[3]]], "x"]
