@@ -35,6 +35,7 @@ from .partition import (
 from .predictions import Predictions
 from .row_digests import example_digests, group_digests
 from .schema_inference import SAMPLED_ROWS, TableSchema, infer_schema
+from .score_counts import BINS, MAX_CLASSES, NOISY_BINS, Counts, ScoreCounts
 from .tables import (
     DataError,
     class_names,
@@ -54,7 +55,7 @@ from .tables import (
     split_labels,
 )
 from .tasks.definition import Task
-from .tasks.kinds import TASK_NAMES, adapt_task, make_task, task_class
+from .tasks.kinds import TASK_NAMES, adapt_task, has_score_counts, make_task, task_class
 from .tasks.language import require_attention_mask, require_packing_support
 
 __all__ = [

@@ -5,10 +5,12 @@ from .aggregation.factory import open_partial_sum
 from .aggregation.mean import MeanAggregator
 from .aggregation.protocol import Aggregator, TensorsAndJson
 from .aggregation.robust import find_capped_weights, group_weights, params_by_senders
-from .aggregation.secure import SecureAggregator
+from .aggregation.secure import SecureAggregator, SecureSum, open_counts_sum
+from .aggregation.secure_input import scoring_slots
 from .agreement import Agreement, require_private_method
 from .client import (
     KEY,
+    SCORE_COUNTS,
     Client,
     ClientPrivacy,
     EvalSet,
@@ -22,6 +24,7 @@ from .client_round import score_layers, train_round
 from .endpoint import (
     COMMITTED_ROUND,
     EVALUATE,
+    EVALUATED_ROUND,
     HELLO,
     Endpoint,
     only_run_folder,
@@ -33,9 +36,10 @@ from .evaluation import (
     BestBy,
     EvalConfig,
     Scores,
+    SiteScores,
     combine_scores,
-    combine_validation,
     evaluate_client,
+    join_validation,
     make_eval_request,
     metrics_from_json,
 )
@@ -156,6 +160,7 @@ from .rounds import (
     close_round,
     make_request,
 )
+from .score_sums import SENDERS, ScoreVector
 from .secure_client import SecAggClient
 from .server import STUDY, WRITE_ONCE_FILES, Server
 from .wire_cost import WireCost

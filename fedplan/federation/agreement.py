@@ -84,6 +84,16 @@ class Agreement:
         guarantee = self.guarantee
         return self.secagg.active and guarantee is not None and guarantee.unit == "client"
 
+    @property
+    def hides_metrics(self) -> bool:
+        """Whether no metrics of one client leave, but score counts, under masks or with noise."""
+        return self.secagg.active or self.guarantee is not None
+
+    @cached_property
+    def has_personal(self) -> bool:
+        """Whether some turn makes a param personal, so that clients' models differ."""
+        return bool(params_with_roles(self.method.plan, self.params, Role.KEEP, Role.HOLD))
+
     @cached_property
     def text(self) -> str:
         """All settings that change results, one per line; `digest` is the SHA-256 of this text.

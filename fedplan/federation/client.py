@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
+from fedplan.data.predictions import Predictions
+from fedplan.data.score_counts import ScoreCounts
 from fedplan.federation.agreement import Agreement, versions_digest
 from fedplan.federation.ledger.digests import (
     InitialModel,
@@ -39,8 +41,13 @@ from fedplan.training.probes import ProbeInput, data_independent_input, is_data_
 EXAMPLE_COUNT = "examples"
 """Name of the metric with the number of test examples."""
 
+SCORE_COUNTS = "counts"
+"""Name by which a client's policy lets score counts leave, under masks or with noise."""
+
 ScoreFn = Callable[[nn.Module, Examples], Mapping[str, float]]
 """Returns the metrics of a model on examples, by name."""
+PredictFn = Callable[[nn.Module, Examples], Predictions]
+"""Returns the predictions of a model on examples."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,9 @@ class EvalSet:
     metrics by name. `personal`: evaluate the client's personal model too, not only the global one.
     `every`: rounds between evaluations. `rounds`: last round of the run, always evaluated. Requests
     for other rounds are refused. `validation`: examples on which the best round is chosen; None for
-    none.
+    none. `counts`, `predict`: what is counted where no metrics leave, and the function (model,
+    examples) to predictions; None if the task has no such counts. `validates`: validation examples
+    are counted too, also at a client that has none.
     """
 
     examples: Examples | None
@@ -60,6 +69,9 @@ class EvalSet:
     every: int = 1
     rounds: int = 0
     validation: Examples | None = None
+    counts: ScoreCounts | None = None
+    predict: PredictFn | None = None
+    validates: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,14 @@ class MetricPolicy:
                 "data.holdout_fraction, or lower the number in its policy"
             ).with_code("few-examples")
         return eval_set.examples
+
+    def require_counts(self, name: str) -> None:
+        """Raise RequestRefused unless score counts may leave; `name`: the client."""
+        if self.metrics is not None and SCORE_COUNTS not in self.metrics:
+            raise RequestRefused(
+                f"the policy of {name} lets no score counts leave: add {SCORE_COUNTS!r} to its "
+                "metrics"
+            ).with_code("metrics-not-allowed")
 
     def filter_metrics(self, name: str, scores: Mapping[str, float]) -> dict[str, float]:
         """Return the allowed metrics among `scores`, and the example count if present.

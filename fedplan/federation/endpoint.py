@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 HELLO, POLL, TRAIN, EVALUATE = "hello", "poll", "train", "evaluate"
 """Kinds of requests; the steps of secure aggregation are further kinds."""
-COMMITTED_ROUND = "committed_round"
-"""Field of a hello: the last round that the server has committed."""
+COMMITTED_ROUND, EVALUATED_ROUND = "committed_round", "evaluated_round"
+"""Fields of a hello: the last round that the server has committed, and of which it has scores."""
 RECEIVED = "received"
 """Folder in a site's run folder with the global values last received."""
 STEP_KINDS: dict[str, str] = dict(
@@ -180,7 +180,8 @@ class Endpoint:
             ).with_code("another-study")
         if self.agreement.secagg.active:
             fields["node_key"] = self._require_secagg_client().public_key.hex()
-            self._erase_secrets(unpack_message(Message(message.header))[1].get(COMMITTED_ROUND))
+            said = unpack_message(Message(message.header))[1]
+            self._erase_secrets(said.get(COMMITTED_ROUND), said.get(EVALUATED_ROUND))
         return self._log_answer(Message(pack_message({}, fields).header), HELLO, None, {})
 
     def _poll(self, message: Message) -> Message:
@@ -189,7 +190,7 @@ class Endpoint:
         Under secure aggregation the reply is a key advert, and the scores follow masked.
         """
         request, before = read_request(message), self.site.received_versions
-        self._erase_secrets(request.turn.round - 1)
+        self._erase_secrets(request.turn.round - 1, request.turn.round - 1)
         scores = score_layers(self.agreement, self.site, request)
         self._store_received(before)
         if self.agreement.secagg.active:
@@ -204,7 +205,7 @@ class Endpoint:
         Under secure aggregation the reply is the ledger line and a key advert, without values.
         """
         request, before = read_request(message), self.site.received_versions
-        self._erase_secrets(request.turn.round - 1)
+        self._erase_secrets(request.turn.round - 1, request.turn.round - 1)
         update = train_round(self.agreement, self.site, request, copy=False)
         self._store_received(before)
         if self.agreement.secagg.active:
@@ -217,13 +218,14 @@ class Endpoint:
             parts[kind] = parts.get(kind, 0) + nbytes({key: value})
         return self._log_answer(update_message(update), UPDATE, request, parts)
 
-    def _erase_secrets(self, committed: object) -> None:
+    def _erase_secrets(self, committed: object, evaluated: object) -> None:
         """Erase the secrets of secure aggregation up to the round that the server has committed.
 
-        Anything but a whole number is ignored.
+        Those of evaluations up to the round `evaluated`, of which the server has the scores.
+        Anything but whole numbers is ignored.
         """
         if self.secagg_client is not None and type(committed) is int:
-            self.secagg_client.erase_until(committed)
+            self.secagg_client.erase_until(committed, evaluated if type(evaluated) is int else 0)
 
     def _require_secagg_client(self) -> SecAggClient:
         """Return `secagg_client`; raise RequestRefused if None."""
@@ -243,23 +245,33 @@ class Endpoint:
         secagg_client = self._require_secagg_client()
         if read_run_id(message) != self.agreement.run:
             raise RequestRefused(f"{self.site.name} is in another run").with_code("another-study")
-        scoring, parts = secagg_client.is_scoring_message(message), dict[str, int]()
+        summed, parts = secagg_client.sum_kind(message), dict[str, int]()
         answer = secagg_client.answer(step, message)
         is_input = step == MASKED_INPUT_STEP
-        for param in secagg_client.shared_params if is_input and not scoring else ():
+        for param in secagg_client.shared_params if is_input and summed == "round" else ():
             kind = self._kinds[param.key]
             parts[kind] = parts.get(kind, 0) + self.agreement.upload_bytes(param)
-        kind = SCORES if is_input and scoring else STEP_KINDS[step]
-        sum_sites = secagg_client.round_and_sites(scoring=scoring)
-        return self._log_answer(answer, kind, None, parts, sum_sites)
+        input_kinds = {"scoring": SCORES, "evaluation": EVALUATION}
+        kind = input_kinds.get(summed, STEP_KINDS[step]) if is_input else STEP_KINDS[step]
+        return self._log_answer(answer, kind, None, parts, secagg_client.round_and_sites(summed))
 
     def _evaluate(self, message: Message) -> Message:
-        """Answer with the metrics of the global and the personal model."""
+        """Answer with the metrics of the global and the personal model, or with score counts.
+
+        Under secure aggregation the reply is a key advert, and the counts follow masked.
+        """
         request, before = read_request(message), self.site.received_versions
         scores = evaluate_client(self.agreement, self.site, request)
         self._store_received(before)
-        answer = pack_message({}, {"scores": metrics_to_json(scores)})
-        return self._log_answer(answer, EVALUATION, request, {})
+        if isinstance(scores, list) and self.agreement.secagg.active:
+            advert = self._require_secagg_client().advertise_evaluation(request, scores)
+            return self._log_answer(pack_message({}, {"advert": advert}), KEYS, request, {})
+        fields: dict[str, JSON]
+        if isinstance(scores, list):
+            fields = {"counts": [*scores]}
+        else:
+            fields = {"scores": metrics_to_json(scores)}
+        return self._log_answer(pack_message({}, fields), EVALUATION, request, {})
 
     def _log_answer(
         self,

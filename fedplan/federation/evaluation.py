@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation of the global model and of personal models on the clients' own test examples.
 
-The server requests it after a round is closed. The answer has metrics only, and no later turn
-depends on it.
+The server requests it after a round is closed. The answer has metrics only, or score counts where
+no metrics of one client may leave, and no later turn depends on it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import fsum, isfinite, isnan, nan
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_bounds, metric_spread
-from fedplan.errors import StoreError
+from fedplan.errors import PrivacyError, StoreError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     EXAMPLE_COUNT,
     Client,
     EvalSet,
+    PredictFn,
     charge_answer,
     client_turn,
     receive_request,
@@ -34,8 +37,10 @@ from fedplan.federation.ledger.egress import Answer
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.messages import Request, RequestRefused
 from fedplan.federation.rounds import make_request
+from fedplan.federation.score_sums import GLOBAL, PERSONAL, VALIDATION, ScoreVector
 from fedplan.language.resolution import permitted_roles
 from fedplan.models.values import set_values
+from fedplan.privacy.guard import NoExamples, OneExample
 from fedplan.storage.files import write_atomic
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors
@@ -44,10 +49,8 @@ from fedplan.tensors.serialization import JSON, SerializationError
 Scores = dict[str, dict[str, float]]
 """A client's metrics by model: `global` is the global model, `personal` the client's own, on test
 examples; `validation.global` and `validation.personal` are of the same on validation examples."""
-GLOBAL, PERSONAL = "global", "personal"
-"""Names of the global and of the personal model in metrics."""
-VALIDATION = "validation"
-"""Prefix of metrics on validation examples, the only ones by which something is chosen."""
+SiteScores = Scores | list[int]
+"""A client's metrics, or its score counts where no metrics of one client leave."""
 _SCORE_KEYS = (GLOBAL, PERSONAL, f"{VALIDATION}.{GLOBAL}", f"{VALIDATION}.{PERSONAL}")
 BestBy = Literal["", "global", "personal"]
 """Model whose metric decides the best round; empty keeps no best round."""
@@ -69,7 +72,8 @@ class EvalConfig:
     `keep_best`: keep the global state of the round with the best primary metric of this model,
     "global" or "personal"; "" keeps none. `primary`: name of the task's primary metric.
     `higher_is_better`: whether a higher primary metric is better. `directions`: the same of all
-    metrics that the task names.
+    metrics that the task names. `vector`: the score counts that clients send in place of metrics;
+    None if they send metrics.
     """
 
     every: int = 1
@@ -78,6 +82,7 @@ class EvalConfig:
     primary: str = "loss"
     higher_is_better: bool = False
     directions: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    vector: ScoreVector | None = None
 
     def is_due(self, number: int, rounds: int) -> bool:
         """Whether an evaluation follows a round of a run of `rounds` rounds."""
@@ -118,12 +123,14 @@ def make_eval_request(
     return make_request(agreement, before, client, traits, full=full)
 
 
-def evaluate_client(agreement: Agreement, client: Client, request: Request) -> Scores:
+def evaluate_client(agreement: Agreement, client: Client, request: Request) -> SiteScores:
     """Evaluate the global and the personal model at a client; return the allowed metrics by model.
 
-    Metrics that are not finite become nan. Leaves the evaluated values in the client's model, the
-    request's values in `client.received`, and charges the client's account. The same request
-    gives the same metrics, and later training does not depend on evaluations. Raises RequestRefused
+    If the agreement hides metrics, returns score counts instead, with noise if the agreement has
+    differential privacy. Metrics that are not finite become nan. Leaves the evaluated values in the
+    client's model, the request's values in `client.received`, and charges the client's account. The
+    same request gives the same answer, and later training does not depend on evaluations. Raises
+    RequestRefused
     if the agreement, the client's policy or the account's limits forbid the evaluation, if the
     client has trained a later round, or if a client with an account evaluated a request of this
     name before with other values. Raises as `receive_request` for an invalid request.
@@ -145,8 +152,15 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
         if eval_set.personal and privacy.metric_policy.personal:
             stored = {key: value for key, value in client_state.items() if key in personal}
             models[PERSONAL] = models[GLOBAL] | stored
-        content = ""
-        if privacy.account is not None:
+        content, vector = "", None
+        if agreement.hides_metrics and eval_set.counts is not None:
+            vector = ScoreVector.of(
+                agreement,
+                eval_set.counts,
+                personal=eval_set.personal,
+                validation=eval_set.validates,
+            )
+        if privacy.account is not None or privacy.guard is not None:
             content = combine_digests(
                 [agreement.experiment, agreement.text],
                 [turn.round, turn.phase, client.name, client.traits],
@@ -157,10 +171,20 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
                     for model, values in models.items()
                 },
             )
+        if privacy.account is not None:
             _require_same_content(client, request, content)
         sets = {"": examples} | ({f"{VALIDATION}.": validation} if validation else {})
-        size = 8 * MAX_METRICS * len(models) * len(sets)
-        charge_answer(privacy, Answer("evaluation", request.name, content, size))
+        size = vector.size if vector is not None else MAX_METRICS * len(models) * len(sets)
+        charge_answer(privacy, Answer("evaluation", request.name, content, 8 * size))
+        if vector is not None:
+            counts = _count_scores(agreement, client, eval_set.predict, vector, sets, models)
+            if privacy.guard is None:
+                return counts
+            try:
+                sensitivity = vector.sensitivity
+                return privacy.guard.release_counts(counts, sensitivity, request.name, content)
+            except PrivacyError as error:
+                raise RequestRefused(str(error)).with_code(error.code) from error
         scores = Scores()
         for model, values in models.items():
             same = model == PERSONAL and all(values[k] is v for k, v in models[GLOBAL].items())
@@ -178,33 +202,81 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
         return scores
 
 
+def _count_scores(
+    agreement: Agreement,
+    client: Client,
+    predict: PredictFn | None,
+    vector: ScoreVector,
+    sets: Mapping[str, Examples],
+    models: Mapping[str, Tensors],
+) -> list[int]:
+    """Return the counts of `vector` on a client's examples; zeros for what is not there.
+
+    `sets`: test examples, and with the prefix `validation.` validation examples. `models`: values
+    by model. Under differential privacy examples run one at a time, so that none can change the
+    count of another; at a site an example that fails counts nothing, and its error is logged.
+    """
+    assert predict is not None
+    counts = np.zeros((len(vector.models), vector.counts.size), np.int64)
+    report_fault, fault = client.privacy.contained_fault, cast("Exception | None", None)
+    for row, name in zip(counts, vector.models, strict=True):
+        prefix, model = name[: -len(name.rpartition(".")[2])], name.rpartition(".")[2]
+        if model not in models or not len(examples := sets.get(prefix, NoExamples())):
+            continue
+        set_values(client.setup.model, models[model], agreement.trainable)
+        parts: Iterable[Examples] = (examples,)
+        if client.privacy.guard is not None:
+            parts = (OneExample(examples, i) for i in range(len(examples)))
+        for part in parts:
+            try:
+                row += vector.counts.count(predict(client.setup.model, part))
+            except Exception as error:
+                if report_fault is None:
+                    raise
+                fault = error
+    if report_fault is not None and fault is not None:
+        report_fault(fault)
+    return counts.ravel().tolist()
+
+
 def _require_evaluation(
     agreement: Agreement, client: Client, request: Request
 ) -> tuple[EvalSet, Examples, Tensors]:
     """Return (evaluation set, test examples, values in the client's journal); change nothing.
 
-    Raises RequestRefused if the agreement has differential privacy or secure aggregation, if the
-    evaluation set has no evaluation after the request's round, if there are fewer test examples
-    than the client's policy requires, or if the client has trained a later round or received newer
-    values.
+    Raises RequestRefused if the agreement has differential privacy that does not cover score
+    counts, or hides metrics of a task that has no score counts, if the evaluation set has no
+    evaluation after the request's round, if the client's policy forbids metrics or score counts, or
+    if the client has trained a later round or received newer values. With fewer test examples than
+    the policy requires metrics are refused, and score counts are of no examples.
     """
-    if agreement.guarantee is not None:
+    guarantee = agreement.guarantee
+    if guarantee is not None and not guarantee.evaluation_noise_multiplier:
         raise RequestRefused(
             f"{client.name} sends no metrics: this study promises privacy of "
-            f"{agreement.guarantee.unit}s, and the budget does not cover metrics"
+            f"{guarantee.unit}s, and the budget does not cover metrics"
         ).with_code("metrics-not-private")
-    if agreement.secagg.active:
-        raise RequestRefused(
-            f"{client.name} sends no metrics: this study uses secure aggregation, and metrics of "
-            "a single site are no sum"
-        ).with_code("metrics-not-summed")
     eval_set, number = client.eval_set, request.turn.round
     if eval_set is None or not is_due(number, eval_set.every, eval_set.rounds):
         raise RequestRefused(
             f"{client.name} sends no metrics of round {number}: its study has no evaluation then; "
             "see evaluate.on_clients and evaluate.every"
         ).with_code("no-evaluation")
-    examples = client.privacy.metric_policy.require_examples(client.name, eval_set)
+    policy = client.privacy.metric_policy
+    if not agreement.hides_metrics:
+        examples = policy.require_examples(client.name, eval_set)
+    elif eval_set.counts is None:
+        raise RequestRefused(
+            f"{client.name} sends no metrics: metrics of a single site are no sum, and this task "
+            "has no score counts"
+        ).with_code("metrics-not-summed")
+    else:
+        policy.require_counts(client.name)
+        # A refusal would reveal how few there are.
+        try:
+            examples = policy.require_examples(client.name, eval_set)
+        except RequestRefused:
+            examples = NoExamples()
     client_state, notes = client.journal.client_state()
     last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
     versions = client.received_versions
@@ -329,6 +401,20 @@ def combine_validation(
     means = dict(common) if common else _weighted_means(global_scores) if global_scores else {}
     spread = _spread(_scores_of(answers, f"{VALIDATION}.{PERSONAL}"), config)
     return ({GLOBAL: means} if means else {}) | ({PERSONAL: spread} if spread else {})
+
+
+def join_validation(
+    scores: Mapping[str, Any],
+    answers: Mapping[str, Scores],
+    config: EvalConfig,
+    common: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Return `combine_validation`, with what the score counts in `scores["sites"]` say of it.
+
+    Removes that from there.
+    """
+    summed: dict[str, Any] = scores.get("sites", {}).pop(VALIDATION, {})
+    return summed | combine_validation(answers, config, common)
 
 
 def _scores_of(answers: Mapping[str, Scores], key: str) -> Scores:

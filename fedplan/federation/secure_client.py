@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from fedplan.federation.aggregation.distributed_dp import (
@@ -21,12 +22,15 @@ from fedplan.federation.aggregation.distributed_dp import (
 )
 from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.secure_input import (
+    COUNTS_SLOT,
     SCORES_SLOT,
     VALUE_PREFIX,
     client_slots,
     client_words,
+    counts_slots,
     round_terms,
     score_steps,
+    scoring_slots,
 )
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
@@ -37,22 +41,30 @@ from fedplan.federation.client import (
     require_same_start,
 )
 from fedplan.federation.client_round import BASE, TURN, WEIGHT
+from fedplan.federation.ledger.digests import examples_digest
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
 from fedplan.models.params import Block, Params
 from fedplan.secagg.client import KeyDirectory, ProtocolClient
 from fedplan.secagg.crypto import NodeKey, sha256_of
 from fedplan.secagg.messages import read_terms_digest, to_json
 from fedplan.secagg.progress import DiskProgressStore, RevealLog, RoundProgress
-from fedplan.secagg.terms import Terms
+from fedplan.secagg.terms import Slot, Terms
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import number_digest, param_key
 from fedplan.tensors.ring import Words, words_from_ints
 from fedplan.tensors.serialization import JSON
 
-ROUND_PROGRESS, SCORING_PROGRESS, SCORES = "secagg", "secagg_scoring", "layer_scores"
-"""Folders beside a client's journal: protocol progress of rounds and of layer scorings, and the
-last layer scores."""
+SumKind = Literal["round", "scoring", "evaluation"]
+"""Secure sums of a round: of updates, of layer scores before it, and of score counts after it."""
+PROGRESS: dict[SumKind, str] = {
+    "round": "secagg",
+    "scoring": "secagg_scoring",
+    "evaluation": "secagg_evaluation",
+}
+"""Folders beside a client's journal, with the protocol's progress in the last sum of a kind."""
+SCORES, COUNTS = "layer_scores", "score_counts"
+"""Folders beside a client's journal, with the last layer scores and the last score counts."""
 REVEAL_LOG = "reveals.jsonl"
 """File of the sums that the client helped to unmask. It lies beside the client's account, if there
 is one, since it counts for all runs."""
@@ -61,9 +73,10 @@ is one, since it counts for all runs."""
 class SecAggClient:
     """A client's side of the secure aggregation of one run, with its state on disk.
 
-    For each round, and for each layer scoring before a round, call `advertise_round` or
-    `advertise_scoring`, and then `answer` for each message of the server. A client that is killed
-    continues with the next message. The folders of progress are locked while the object exists.
+    For each round, layer scoring before a round, and evaluation after it, call `advertise_round`,
+    `advertise_scoring` or `advertise_evaluation`, and then `answer` for each message of the server.
+    A client that is killed continues with the next message. The folders of progress are locked
+    while the object exists. All clients of `directory` take part in an evaluation.
 
     `agreement`: settings that server and clients fixed before round 1. `client`: model, journal and
     privacy account of the client. `node`: the client's private node key. `directory`: public node
@@ -91,17 +104,25 @@ class SecAggClient:
                 f"{client.name} cannot add its noise share: give it an account"
             ).with_code("secagg")
         encryption = client.journal.encryption
-        self._round_progress, self._scoring_progress = (
-            DiskProgressStore(folder / name, encryption=encryption)
-            for name in (ROUND_PROGRESS, SCORING_PROGRESS)
-        )
         account, self._cohort = client.privacy.account, cohort
         reveal_log = RevealLog((account.folder if account is not None else folder) / REVEAL_LOG)
-        self._round_protocol, self._scoring_protocol = (
-            ProtocolClient(client.name, node, directory, progress, reveal_log, cohort=cohort)
-            for progress in (self._round_progress, self._scoring_progress)
+        self._stores = dict[SumKind, DiskProgressStore]()
+        self._protocols = dict[SumKind, ProtocolClient]()
+
+        def everyone(_: int) -> Sequence[str]:
+            return sorted(directory)
+
+        cohorts = {"round": cohort, "scoring": cohort, "evaluation": everyone}
+        for kind, name in PROGRESS.items():
+            if kind == "evaluation" and client.eval_set is None:
+                continue
+            store = self._stores[kind] = DiskProgressStore(folder / name, encryption=encryption)
+            self._protocols[kind] = ProtocolClient(
+                client.name, node, directory, store, reveal_log, cohort=cohorts[kind]
+            )
+        self._scores_store, self._counts_store = (
+            Store(folder / name, keep=1, encryption=encryption) for name in (SCORES, COUNTS)
         )
-        self._scores_store = Store(folder / SCORES, keep=1, encryption=encryption)
 
     def advertise_round(self, request: Request, update: Update) -> dict[str, JSON]:
         """Begin the protocol of a round, and return the client's key advert as JSON.
@@ -119,16 +140,16 @@ class SecAggClient:
                 f"{self.client.name} trained round {request.turn.round} with another phase or "
                 "other scores than the request now gives"
             ).with_code("unexpected-values")
-        last, guard = self._round_progress.read(), self.client.privacy.noise_guard
+        last, guard = self._stores["round"].read(), self.client.privacy.noise_guard
         if guard is not None and last is not None and last.masked_digest:
             guard.require_charged(self.agreement.request_name(last.terms.round, self.client.name))
         shared = {param_key(name) for name in update.values}
         if self.agreement.distributed_dp:
             shared = {p.key for p in self.agreement.public_params(request.turn)}
         keys = [p.key for p in self.agreement.exchanged if p.key in shared]
-        slots, terms = client_slots(self.agreement, keys), self._make_terms(request, scoring=False)
+        slots, terms = client_slots(self.agreement, keys), self._make_terms(request)
         input_digest = self._input_digest("round", request.turn.round, meta[BASE])
-        advert = self._round_protocol.advertise_keys(terms, slots, input_digest)
+        advert = self._protocols["round"].advertise_keys(terms, slots, input_digest)
         return to_json(advert, terms)
 
     def advertise_scoring(self, request: Request, scores: Mapping[Block, float]) -> dict[str, JSON]:
@@ -142,48 +163,86 @@ class SecAggClient:
         turn = client_turn(self.client, request)
         base_digests = received_digests(self.agreement, self.client, turn, state)
         require_same_start(self.client, request, base_digests)
-        terms, number = self._make_terms(request, scoring=True), request.turn.round
+        terms = self._make_terms(request, scoring_slots(self.agreement))
+        number = request.turn.round
         steps = score_steps(scores)
         texts = [str(steps.get(block, 0)) for block in self.agreement.blocks]
         self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
         input_digest = self._input_digest("scoring", number, base_digests)
-        advert = self._scoring_protocol.advertise_keys(terms, [SCORES_SLOT], input_digest)
+        advert = self._protocols["scoring"].advertise_keys(terms, [SCORES_SLOT], input_digest)
         return to_json(advert, terms)
 
-    def _make_terms(self, request: Request, *, scoring: bool) -> Terms:
+    def advertise_evaluation(self, request: Request, counts: Sequence[int]) -> dict[str, JSON]:
+        """Begin the protocol of an evaluation, and return the client's key advert as JSON.
+
+        `counts`: the client's score counts, with noise if the agreement promises it. Stores them,
+        for `answer` to mask, and the progress. Without noise all sums of the same test examples,
+        in all runs, must be of the same clients. Raises as `advertise_scoring`.
+        """
+        number, turn = request.turn.round, client_turn(self.client, request)
+        base_digests = received_digests(self.agreement, self.client, turn, {})
+        require_same_start(self.client, request, base_digests)
+        threshold = self.agreement.secagg.resolve_threshold(len(self._directory))
+        terms = self._make_terms(request, counts_slots(len(counts)), threshold)
+        self._counts_store.write({}, {"round": number, "counts": list(counts)}, number=number)
+        input_digest = self._input_digest("evaluation", number, base_digests)
+        if self.agreement.guarantee is None and (eval_set := self.client.eval_set) is not None:
+            # Whatever the model, an example counts once, in the row of its label: two sums of other
+            # clients would reveal how many examples of each label a client has.
+            sets = (eval_set.examples, eval_set.validation)
+            digests = (examples_digest(each) if each is not None else "" for each in sets)
+            input_digest = sha256_of("input", "evaluation", *digests).hex()
+        advert = self._protocols["evaluation"].advertise_keys(terms, [COUNTS_SLOT], input_digest)
+        return to_json(advert, terms)
+
+    def _make_terms(
+        self, request: Request, slots: tuple[Slot, ...] = (), threshold: int = 0
+    ) -> Terms:
         """Return the protocol terms for a request, with the client's own agreement and threshold.
 
-        `scoring`: of the layer scoring before the round, not of the round.
+        `slots`: of a sum before or after the round; empty for the round. `threshold`: of that sum,
+        if it is another than that of rounds.
         """
-        settings = self.agreement, request.turn.round, self.threshold, request.base_digests
+        settings = self.agreement, request.turn.round, threshold or self.threshold
         digest, attempt = turn_digest(request.turn), request.attempt
-        return round_terms(*settings, turn_digest=digest, attempt=attempt, scoring=scoring)
+        return round_terms(
+            *settings, request.base_digests, turn_digest=digest, attempt=attempt, slots=slots
+        )
 
     def answer(self, step: str, message: Message) -> Message:
         """Return the client's reply to a message of the server in a step of SECAGG_STEPS.
 
-        The digest in `message` decides whether the step is of the round or of the layer scoring.
+        The digest in `message` decides to which of the sums that were begun last it belongs.
         Stores the progress before the reply is returned; masked input may spend privacy budget.
         Raises SerializationError if the message is invalid, RequestRefused if the stored input is
         missing, and SecAggError if no protocol was begun, if the roster has a client outside the
         cohort, or if the protocol forbids the reply.
         """
-        if self.is_scoring_message(message):
-            return self._scoring_protocol.answer(step, message, self._score_words)
-        return self._round_protocol.answer(step, message, self._update_words)
+        kind = self.sum_kind(message)
+        words = {
+            "round": self._update_words,
+            "scoring": self._score_words,
+            "evaluation": self._count_words,
+        }
+        return self._protocols[kind].answer(step, message, words[kind])
 
-    def erase_until(self, round_number: int) -> None:
+    def erase_until(self, round_number: int, evaluated: int) -> None:
         """Erase the secrets of rounds and layer scorings up to `round_number`, which is committed.
 
-        Messages of these rounds are refused from then on.
+        Those of evaluations up to the round `evaluated`. Messages of these sums are refused from
+        then on.
         """
-        self._round_protocol.erase_until(round_number)
-        self._scoring_protocol.erase_until(round_number)
+        for kind, protocol in self._protocols.items():
+            protocol.erase_until(evaluated if kind == "evaluation" else round_number)
 
-    def is_scoring_message(self, message: Message) -> bool:
-        """Return whether a message belongs to the layer scoring that was begun last."""
-        progress = self._scoring_progress.read()
-        return progress is not None and read_terms_digest(message) == progress.terms.digest
+    def sum_kind(self, message: Message) -> SumKind:
+        """Return to which of the sums begun last a message belongs; "round" if to none."""
+        digest = read_terms_digest(message)
+        for kind, store in self._stores.items():
+            progress = store.read()
+            if progress is not None and progress.terms.digest == digest:
+                return kind
+        return "round"
 
     @property
     def public_key(self) -> bytes:
@@ -196,13 +255,13 @@ class SecAggClient:
         keys = sorted(self._directory.items())
         return {name: hashlib.sha256(key).hexdigest() for name, key in keys}
 
-    def round_and_sites(self, *, scoring: bool) -> tuple[int, tuple[str, ...]]:
-        """Return (round number, client names) of the round, or of the layer scoring if `scoring`.
+    def round_and_sites(self, kind: SumKind) -> tuple[int, tuple[str, ...]]:
+        """Return (round number, client names) of the sum of a kind that was begun last.
 
         The clients are the survivors; before these are known, the clients that sent shares; before
         that, the roster. Raises RequestRefused if no protocol was begun.
         """
-        progress = self._progress(scoring=scoring)
+        progress = self._progress(kind)
         senders = (*progress.ciphertexts, self.client.name) if progress.ciphertexts else ()
         present = tuple(sorted(senders or {advert.client for advert in progress.adverts}))
         return progress.terms.round, progress.survivors or present
@@ -213,12 +272,12 @@ class SecAggClient:
         slots = set(self._progress().slots)
         return tuple(p for p in self.agreement.exchanged if VALUE_PREFIX + p.key in slots)
 
-    def _progress(self, *, scoring: bool = False) -> RoundProgress:
-        """Return the stored progress of the round or scoring that was begun last.
+    def _progress(self, kind: SumKind = "round") -> RoundProgress:
+        """Return the stored progress of the sum of a kind that was begun last.
 
         Raises RequestRefused if none was begun.
         """
-        progress = (self._scoring_progress if scoring else self._round_progress).read()
+        progress = self._stores[kind].read()
         if progress is None:
             raise RequestRefused(
                 f"{self.client.name} has not begun a secure aggregation"
@@ -230,13 +289,26 @@ class SecAggClient:
 
         Raises RequestRefused if there are no stored scores, or of another round.
         """
-        number = self._progress(scoring=True).terms.round
+        number = self._progress("scoring").terms.round
         stored = self._scores_store.read_newest()
         if stored is None or stored.meta["round"] != number:
             raise RequestRefused(
                 f"{self.client.name} has no layer scores of round {number}"
             ).with_code("secagg")
         return {SCORES_SLOT: words_from_ints(int(steps) for steps in stored.meta["scores"])}, 1
+
+    def _count_words(self) -> tuple[dict[str, Words], int]:
+        """Return (stored score counts to mask, weight 1).
+
+        Raises RequestRefused if there are no stored counts, or of another round.
+        """
+        number = self._progress("evaluation").terms.round
+        stored = self._counts_store.read_newest()
+        if stored is None or stored.meta["round"] != number:
+            raise RequestRefused(
+                f"{self.client.name} has no score counts of round {number}"
+            ).with_code("secagg")
+        return {COUNTS_SLOT: np.array(stored.meta["counts"], np.int64).view(np.uint64)}, 1
 
     def _journaled_update(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return (encoded values, metadata) of the client's update of round `number`.
@@ -267,8 +339,8 @@ class SecAggClient:
                 ).with_code("secagg")
         return base
 
-    def _input_digest(self, kind: str, number: int, base_digests: Mapping[str, str]) -> str:
-        """Return a digest of the numbers that an input ("round" or "scoring") is made from.
+    def _input_digest(self, kind: SumKind, number: int, base_digests: Mapping[str, str]) -> str:
+        """Return a digest of the numbers that an input of a kind of sum is made from.
 
         Models that differ in the sign of zeros or in the bits of NaN have one digest: training from
         them gives the same update, so their sums may not be of different clients. Raises as

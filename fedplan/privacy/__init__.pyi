@@ -4,7 +4,16 @@ from .accounting.accountant import NOISE_MULTIPLIERS
 from .accounting.budget import Budget, Unit, read_budget_unit
 from .dpsgd.fit import ReportFault, require_dp_sgd, require_train_arguments
 from .guarantee import Guarantee
-from .guard import CHARGES_FILE, SECRET_FILE, ClientGuard, DistributedGuard, Guard, ServerGuard
+from .guard import (
+    CHARGES_FILE,
+    SECRET_FILE,
+    ClientGuard,
+    DistributedGuard,
+    Guard,
+    NoExamples,
+    OneExample,
+    ServerGuard,
+)
 from .mechanisms.clipping import CLIPPING_NORMS, capped_weight
 from .mechanisms.gaussian import Change, GaussianMechanism
 from .mechanisms.noise import derive_key, load_or_create_secret, read_secret

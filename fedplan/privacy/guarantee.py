@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from fedplan.language.canonical import format_dataclass
+from fedplan.language.canonical import format_call
 from fedplan.privacy.accounting.accountant import (
     DPSGDSteps,
     Event,
@@ -39,6 +39,8 @@ class Guarantee:
     max_weight: clients are weighted by min(examples, max_weight); 0: all have the same weight.
     ghost_clipping: DP-SGD runs several examples at a time, which assumes that the server does not
     choose values to amplify rounding.
+    evaluation_noise_multiplier: noise multiplier of the score counts of a client, which it sends
+    after every `evaluate_every` rounds, and after the last; 0: no score counts. Unit "example".
     """
 
     # The field names are part of `text`, which both ends compare, and of the statement's JSON.
@@ -55,6 +57,8 @@ class Guarantee:
     clipping_quantile: float = 0.0
     max_weight: int = 0
     ghost_clipping: bool = False
+    evaluation_noise_multiplier: float = 0.0
+    evaluate_every: int = 1
 
     def is_voting_round(self, round: int) -> bool:
         """Whether clients vote on blocks in this round: votes are on, and the period is due."""
@@ -85,8 +89,17 @@ class Guarantee:
         vote = Release(self.vote_noise_multiplier, vote_rate)
         return {vote_name(name): vote, name: main} if self.is_voting_round(round) else {name: main}
 
+    def evaluation_events(self, name: str) -> dict[str, Event]:
+        """Privacy event of the score counts after the turn `name`, by release name; {} without."""
+        # An example is trained on or tested on, and charged for both: the account knows no split.
+        noise = self.evaluation_noise_multiplier
+        return {evaluation_name(name): Release(noise)} if noise else {}
+
     def forecast_epsilon(self, rounds: int) -> float:
-        """Epsilon after `rounds` rounds for a unit that takes part in all of them."""
+        """Epsilon after `rounds` rounds for a unit that takes part in all of them.
+
+        Counts score counts after the last of these rounds, too.
+        """
         return epsilon(self._events(rounds), self.delta)
 
     def with_calibrated_noise(self, rounds: int) -> Guarantee:
@@ -102,14 +115,29 @@ class Guarantee:
 
     def _events(self, rounds: int) -> list[Event]:
         numbers = range(1, rounds + 1)
-        return [event for number in numbers for event in self.round_events(number, "").values()]
+        due = [n for n in numbers if n % self.evaluate_every == 0 or n == rounds]
+        return [
+            *(event for number in numbers for event in self.round_events(number, "").values()),
+            *(event for _ in due for event in self.evaluation_events("").values()),
+        ]
 
     @property
     def text(self) -> str:
-        """All fields in one line, for server and clients to compare."""
-        return format_dataclass("guarantee", self)
+        """All fields in one line, for server and clients to compare.
+
+        Without score counts their two fields are left out.
+        """
+        settings = asdict(self)
+        if not self.evaluation_noise_multiplier:
+            del settings["evaluation_noise_multiplier"], settings["evaluate_every"]
+        return format_call("guarantee", **settings)
 
 
 def vote_name(name: str) -> str:
     """Name under which the vote before the release `name` is charged."""
     return f"{name}: vote"
+
+
+def evaluation_name(name: str) -> str:
+    """Name under which the score counts after the turn `name` are charged."""
+    return f"{name}: evaluation"

@@ -22,7 +22,7 @@ from fedplan.models.values import copy_buffers, restore_buffers, set_values
 from fedplan.privacy.accounting.accountant import Charge
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, ReportFault, Uniform, dp_sgd
-from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, vote_name
+from fedplan.privacy.guarantee import COUNT_NOISE, Guarantee, evaluation_name, vote_name
 from fedplan.privacy.mechanisms.clipping import AdaptiveClipping
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.mechanisms.noise import (
@@ -227,7 +227,30 @@ class ServerGuard(Guard):
 
 
 class ClientGuard(Guard):
-    """A client's guard for example-level DP: `make_fit` for training by DP-SGD, `release_votes`."""
+    """A client's guard for example-level DP: for DP-SGD, for votes, and for score counts."""
+
+    def release_counts(
+        self, counts: Sequence[int], sensitivity: float, name: str, content: str
+    ) -> list[int]:
+        """Charge score counts as `evaluation_name(name)`; return them with integer noise.
+
+        counts: by cell, of all examples. sensitivity: L2 norm of the counts of one example. name:
+        of the turn. content: digest of everything that the counts depend on: the same content has
+        the same noise. Raises a PrivacyError if the guarantee has no noise for score counts, or the
+        budget does not allow them.
+        """
+        release = evaluation_name(name)
+        event = self.guarantee.evaluation_events(name).get(release)
+        if event is None:
+            raise PrivacyError("this study's guarantee covers no score counts")
+        words = release, content, *counts
+        digest = derive_key(self._secret, "digest", *words).hex()[:32]
+        self.budget.charge(event, release, digest=digest)
+        stddev = self.guarantee.evaluation_noise_multiplier * sensitivity
+        noise = NoiseStream.for_release(self._secret, *words)
+        # Counts are whole numbers, so noise in steps of 1 is a rounding of Gaussian noise on them.
+        steps = noise.rounded_gaussian((len(counts),), stddev, 1.0)
+        return [count + int(step) for count, step in zip(counts, steps, strict=True)]
 
     def release_votes(
         self,
@@ -255,7 +278,7 @@ class ClientGuard(Guard):
         sampled = (draws <= rate).nonzero().flatten()
         ballots, fault = list[Collection[Block]](), cast("Exception | None", None)
         for i in sampled:
-            one = replace(inputs, examples=_OneExample(inputs.examples, int(i)))
+            one = replace(inputs, examples=OneExample(inputs.examples, int(i)))
             try:
                 ballots.append(make_ballot(probe(one), k))
             except Exception as error:
@@ -377,12 +400,12 @@ def _contained(fit: Fit, fit_without: Fit, report_fault: ReportFault) -> Fit:
             report_fault(error)
             set_values(job.model, job.start, params)
             restore_buffers(job.model, buffers)
-            return fit_without(replace(job, examples=_NoExamples()))
+            return fit_without(replace(job, examples=NoExamples()))
 
     return contained
 
 
-class _NoExamples:
+class NoExamples:
     """A data set without examples."""
 
     def __len__(self) -> int:
@@ -393,7 +416,7 @@ class _NoExamples:
 
 
 @dataclass(frozen=True)
-class _OneExample:
+class OneExample:
     """Example `index` of a client's `examples` as a data set of length 1, for any index."""
 
     examples: Examples

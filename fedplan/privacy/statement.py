@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import Charge, accountant_version, charge_to_json
 from fedplan.privacy.accounting.budget import Budget, EpsilonCap, Unit
-from fedplan.privacy.guarantee import Guarantee, vote_name
+from fedplan.privacy.guarantee import Guarantee, evaluation_name, vote_name
 from fedplan.privacy.guard import CHARGES_FILE
 
 DISTRIBUTED = "client, distributed"
@@ -43,8 +43,8 @@ SPENT = "Epsilon spent"
 """Start of the line of a statement's text that has the epsilon spent."""
 EXCLUDED = (
     "personal models and parameters that a client keeps, for anyone who obtains them",
-    "metrics on the clients' examples: those that a simulation prints, and those that a site's "
-    "policy lets leave",
+    "metrics on the clients' examples that have no noise: those that a simulation prints, and "
+    "those that a site's policy lets leave",
     "the common test set and the scores on it: its examples are public",
     "the choice among several runs or settings by private examples; the epsilon of runs that were "
     "compared adds up, as `fedplan compare` and the export of a sweep's run show",
@@ -164,8 +164,9 @@ class Statement:
             budget = Budget(file, delta=guarantee.delta, unit=guarantee.unit)
             of_run = [charge for charge in budget.charges if charge.name.startswith(run)]
             for charge in of_run:
-                name = charge.name.removesuffix(vote_name(""))
-                promised = guarantee.round_events(1, name).get(charge.name)
+                name = charge.name.removesuffix(vote_name("")).removesuffix(evaluation_name(""))
+                events = guarantee.round_events(1, name) | guarantee.evaluation_events(name)
+                promised = events.get(charge.name)
                 if charge.event != promised:
                     raise PrivacyError(
                         f"{file}: {charge.name} was charged as {charge.event}, and the study "
@@ -251,6 +252,19 @@ class Statement:
         )
 
     @property
+    def evaluation(self) -> str:
+        """How models are evaluated on the clients' examples, in words."""
+        guarantee = self.guarantee
+        if not guarantee.evaluation_noise_multiplier:
+            return "not on the clients' examples, or not covered"
+        return (
+            f"after every {guarantee.evaluate_every} rounds and after the last, each client counts "
+            "right and wrong predictions and probabilities on its test examples, and adds Gaussian "
+            "noise with a noise multiplier of "
+            f"{guarantee.evaluation_noise_multiplier:g}; epsilon covers these counts"
+        )
+
+    @property
     def weights(self) -> str:
         """How clients are weighted, in words."""
         cap = self.guarantee.max_weight
@@ -274,6 +288,7 @@ class Statement:
             "clipping": self.clipping,
             **({"noise_shares": self.noise_shares} if self.noise_shares else {}),
             "layer_selection": self.layer_selection,
+            "evaluation": self.evaluation,
             "weights": self.weights,
             "sampler": {"used": self.sampler, "assumed": self.sampler},
             "accountant": accountant_version(),
@@ -310,6 +325,11 @@ class Statement:
                 f"{guarantee.noise_multiplier:.4g}; {self.clipping}.",
                 *([f"Distributed noise: {self.noise_shares}."] if self.noise_shares else []),
                 f"Layer selection: {self.layer_selection}.",
+                *(
+                    [f"Evaluation: {self.evaluation}."]
+                    if guarantee.evaluation_noise_multiplier
+                    else []
+                ),
                 f"{self.sampler[0].upper()}{self.sampler[1:]}.",
                 f"Trust: {TRUST[self._kind]}.",
                 f"Accountant: {accountant_version()}.",

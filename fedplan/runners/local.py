@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss, first_examples
+from fedplan.data.score_counts import Counts
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import EvalSet, TrainSetup, require_private_setup
-from fedplan.federation.evaluation import Scores
+from fedplan.federation.evaluation import EvalConfig, Scores, SiteScores, combine_scores
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
 from fedplan.federation.ledger.events import CommittedRound, RoundStarted
@@ -138,7 +140,7 @@ class Federation:
         self.server.close_round(round_state)
         return round_state
 
-    def evaluate(self) -> tuple[dict[str, Scores], dict[str, str]]:
+    def evaluate(self) -> tuple[dict[str, SiteScores], dict[str, str]]:
         """Evaluate the global and personal models of the last round at all clients.
 
         Returns the scores by client, and the reason for each client without scores.
@@ -147,6 +149,31 @@ class Federation:
         scores, failures = self.executor.evaluate_clients(present)
         absent = [name for name in self.server.roster if name not in self.clients]
         return scores, failures | dict.fromkeys(absent, "no answer")
+
+    def joint_scores(self, scoring: EvalConfig) -> tuple[dict[str, Any], dict[str, Scores]]:
+        """Evaluate the models at all clients; return (scores of all together, scores by client).
+
+        The first are as of `combine_scores`, or of `ScoreVector.combine` if clients send counts;
+        then there are none by client.
+        """
+        answers, failures = self.evaluate()
+        if (vector := scoring.vector) is None:
+            scores = cast("dict[str, Scores]", answers)
+            return combine_scores(scores, failures, scoring), scores
+        counts = {name: vector.from_json(each) for name, each in answers.items()}
+        total: Counts | None = sum(counts.values(), np.zeros(vector.size, np.int64))
+        if self.agreement.secagg.active:
+            from fedplan.federation.aggregation.secure import (  # optional dependency
+                open_counts_sum,
+            )
+
+            clients = len(self.server.roster)
+            secure_sum = open_counts_sum(self.agreement, self.global_state, clients, vector.size)
+            secure_sum.simulate(counts)
+            total = secure_sum.counts
+            if secure_sum.failure:
+                failures |= dict.fromkeys(counts, f"not summed: {secure_sum.failure}")
+        return vector.combine(total, counts, failures), {}
 
     def commit(
         self,

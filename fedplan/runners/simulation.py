@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.metrics import metric_spread
-from fedplan.federation.evaluation import Scores, combine_scores, combine_validation
+from fedplan.federation.evaluation import Scores, join_validation
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
@@ -121,7 +121,7 @@ class Simulation:
                         f"there are {', '.join(names)}"
                     )
             require_usable_batches(experiment, study.train.batch_size)
-            self.scoring = make_scoring(study, self.data)
+            self.scoring = make_scoring(study, self.data, agreement)
             self.folder_lock = claim_run_folder(self.folder, study, experiment)
             if study.continue_from and not has_progress(self.folder):
                 import_kept_params(study, self.earlier_run, self.folder)
@@ -303,8 +303,7 @@ class Simulation:
         if data.common_validation is not None:
             common = score(model, data.common_validation)
         if evaluate.on_clients:
-            answers, silent = federation.evaluate()
-            scores["sites"] = combine_scores(answers, silent, self.scoring)
+            scores["sites"], answers = federation.joint_scores(self.scoring)
         else:
             if common is None:
                 answers = {
@@ -321,8 +320,8 @@ class Simulation:
                 if primary := {n: each[key] for n, each in clients.items() if key in each}:
                     higher = data.task.higher_is_better
                     scores["personal"] = metric_spread(key, primary, higher_is_better=higher)
-        if validation := combine_validation(answers, self.scoring, common):
-            scores["validation"] = validation
+        validation = join_validation(scores, answers, self.scoring, common)
+        scores |= {"validation": validation} if validation else {}
         return scores
 
     def _personal_scores(self, at_clients: Mapping[str, dict[str, float]]) -> dict[str, Scores]:

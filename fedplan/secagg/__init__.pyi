@@ -14,6 +14,7 @@ from .crypto import NodeKey, SecAggError, sha256_of
 from .messages import read_terms_digest, to_json
 from .progress import DiskProgressStore, RevealLog, RoundProgress
 from .round import (
+    EVALUATION_CHECKPOINT,
     ROUND_CHECKPOINT,
     SCORING_CHECKPOINT,
     ClientInput,

@@ -43,7 +43,9 @@ from fedplan.tensors.serialization import SerializationError
 
 log = logging.getLogger("fedplan")
 ROUND_CHECKPOINT, SCORING_CHECKPOINT = "secagg.json", "secagg_scoring.json"
-"""Files in a run's folder: the open round, and the layer scoring before it."""
+EVALUATION_CHECKPOINT = "secagg_evaluation.json"
+"""Files in a run's folder: the open round, the layer scoring before it, and the evaluation after.
+"""
 ATTEMPTS = 2
 """Attempts at a round's sum per process: a slow client may reply the second time."""
 

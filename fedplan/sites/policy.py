@@ -90,7 +90,8 @@ class Policy(Section):
     never_share: list[PartText] = Field(default_factory=list[str])
     """Parts of the model, in the plan language, whose values never leave."""
     metrics: list[str] = Field(default_factory=list[str])
-    """Metrics of the site's examples that may leave, including the training loss."""
+    """Metrics of the site's examples that may leave, including the training loss; "counts" lets
+    score counts leave, under masks or with noise."""
     min_examples: Count = 20
     """The fewest test examples with which metrics may leave."""
     reveal_example_count: bool = True

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import SCORE_COUNTS
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import MAX_ROUNDS_CHECKED, Participants
@@ -214,7 +215,11 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
         yield "the layers that it has chosen to train"
     elif agreement.max_k:
         yield "a score of each block of the model, by which the layers to train are chosen"
-    if not study.evaluate.on_clients or agreement.guarantee is not None:
+    if not study.evaluate.on_clients:
+        return
+    if agreement.hides_metrics:
+        if policy is None or SCORE_COUNTS in policy.metrics:
+            yield _counts_disclosure(study, agreement)
         return
     if policy is None:
         yield f"every {study.evaluate.every} rounds, metrics and number of its test examples"
@@ -224,6 +229,18 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
             f"metrics of them, if there are {policy.min_examples} or more: "
             f"{', '.join(policy.metrics)}"
         )
+
+
+def _counts_disclosure(study: Study, agreement: Agreement) -> str:
+    """Return a phrase on the score counts that leave in place of metrics."""
+    noise, masks = study.evaluate.noise_multiplier, ""
+    noisy = f", with noise of multiplier {noise:g}, which epsilon covers" if noise else ""
+    if agreement.secagg.active:
+        masks = "; the server learns only their sum over sites"
+    return (
+        f"every {study.evaluate.every} rounds, counts of right and wrong predictions and of "
+        f"predicted probabilities on its test examples{noisy}{masks}"
+    )
 
 
 def _changes(

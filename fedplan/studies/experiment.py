@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedplan import seeds
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.examples import Examples
+from fedplan.data.score_counts import BINS, MAX_CLASSES, NOISY_BINS, ScoreCounts
 from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.federation.client import EvalSet
@@ -24,6 +25,7 @@ from fedplan.federation.ledger.callbacks import VALIDATION_REMEDY
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
 from fedplan.federation.ledger.records import join_digests
 from fedplan.federation.participation import Participation
+from fedplan.federation.score_sums import ScoreVector
 from fedplan.language.parser import parse
 from fedplan.language.plan import chain
 from fedplan.language.resolution import check_plan, phase_names
@@ -205,18 +207,41 @@ def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | N
     section = study.evaluate
     if not section.on_clients:
         return None
-    score = partial(data.task.score, batch_size=section.batch_size)
+    task, size = data.task, section.batch_size
+    counts = make_score_counts(study, data)
     return EvalSet(
         data.client_tests.get(client),
-        score,
+        partial(task.score, batch_size=size),
         section.personal,
         section.every,
         study.train.rounds,
         data.client_validations.get(client),
+        counts,
+        partial(task.predict, batch_size=size) if counts is not None else None,
+        counts is not None and bool(study.data.validation_fraction),
     )
 
 
-def make_scoring(study: Study, data: FederatedData, *, at_sites: bool = False) -> EvalConfig:
+def make_score_counts(study: Study, data: FederatedData) -> ScoreCounts | None:
+    """Return what clients count in place of metrics; None if they send metrics, or nothing.
+
+    Raises ConfigError if the task has too many labels.
+    """
+    secure, labels = study.aggregation.config.active, len(data.task.labels)
+    if not study.evaluate.on_clients or not (secure or study.privacy):
+        return None
+    if labels > MAX_CLASSES:
+        raise ConfigError(
+            f"evaluate.on_clients: {labels} labels are too many for counts of right and wrong "
+            f"predictions, which have a limit of {MAX_CLASSES}: use a common test set"
+        )
+    bins = NOISY_BINS if study.privacy else BINS
+    return ScoreCounts(labels, data.task.answer_kind == "labels", bins)
+
+
+def make_scoring(
+    study: Study, data: FederatedData, agreement: Agreement, *, at_sites: bool = False
+) -> EvalConfig:
     """Return when the models of a study are evaluated, and which metric selects the best round.
 
     `at_sites`: the clients are sites, which score their validation examples only with
@@ -238,6 +263,10 @@ def make_scoring(study: Study, data: FederatedData, *, at_sites: bool = False) -
             "of that model to choose by, and a test that chooses is no test: "
             f"{on_clients}{VALIDATION_REMEDY}"
         )
+    counts, vector = make_score_counts(study, data), None
+    if counts is not None:
+        validates = bool(study.data.validation_fraction)
+        vector = ScoreVector.of(agreement, counts, personal=section.personal, validation=validates)
     return EvalConfig(
         section.every,
         section.on_clients,
@@ -245,6 +274,7 @@ def make_scoring(study: Study, data: FederatedData, *, at_sites: bool = False) -
         task.primary,
         task.higher_is_better,
         task.directions,
+        vector,
     )
 
 
@@ -382,5 +412,7 @@ def privacy_guarantee(study: Study) -> Guarantee | None:
         clipping_quantile=section.clipping_quantile,
         max_weight=section.max_weight,
         ghost_clipping=section.ghost_clipping,
+        evaluation_noise_multiplier=study.evaluate.noise_multiplier,
+        evaluate_every=study.evaluate.every,
     )
     return guarantee if section.noise_multiplier else _calibrate_noise(guarantee, train.rounds)

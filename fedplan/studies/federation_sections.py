@@ -20,6 +20,7 @@ from fedplan.storage.files import validate_client_names
 from fedplan.studies.field_types import (
     ClippingNorm,
     Count,
+    EvaluationNoise,
     Fraction,
     MetricName,
     NoiseMultiplier,
@@ -72,7 +73,9 @@ class EvaluateConfig(Section):
     """Evaluation: how often, on which data, and with which metrics.
 
     With `on_clients`, each client evaluates the global model, and with `personal` the personal
-    model, on the client's held-out examples, and sends the metrics that the client allows.
+    model, on the client's held-out examples, and sends the metrics that the client allows. With
+    secure aggregation or example-level privacy, a client sends counts of right and wrong
+    predictions and of probabilities instead, and the metrics are of the sum over all clients.
     """
 
     every: Positive = EvalConfig.every
@@ -83,6 +86,8 @@ class EvaluateConfig(Section):
     """Evaluate personal models, too, not only the global model."""
     on_clients: bool = EvalConfig.on_clients
     """Each client evaluates on its own held-out examples."""
+    noise_multiplier: EvaluationNoise = 0.0
+    """Example-level privacy: noise on the counts of `on_clients`, which epsilon then covers."""
     keep_best: BestBy = EvalConfig.keep_best
     """Keep the best round's global model, by the metric of the "global" or "personal" models on
     validation examples; default: do not."""

@@ -95,6 +95,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
 ClippingNorm = Annotated[float, AfterValidator(_range_validator(CLIPPING_NORMS))]
 NoiseMultiplier = Annotated[float, AfterValidator(_range_validator(NOISE_MULTIPLIERS, zero=True))]
+EvaluationNoise = Annotated[
+    float, AfterValidator(_range_validator((0.25, NOISE_MULTIPLIERS[1]), zero=True))
+]
 TaskKind = Annotated[str, _found_by(lambda kind: kind == CUSTOM_KIND or task_class(kind))]
 PartitionKind = Annotated[str, AfterValidator(one_of_validator("partition", PARTITION_KINDS))]
 DeviceName = Annotated[str, _found_by(check_device_name)]

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import METRIC_NAMES
-from fedplan.data.tasks.kinds import task_class
+from fedplan.data.tasks.kinds import has_score_counts, task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.client import TrainSetup
 from fedplan.models.catalog import is_hub_id
@@ -204,17 +204,30 @@ class Study(Section):
     @model_validator(mode="after")
     def _validate_evaluation(self) -> Study:
         section = self.evaluate
-        if self.privacy and (section.on_clients or section.keep_best == "personal"):
+        noisy = self.privacy is not None and self.privacy.unit == "example"
+        if self.privacy and section.on_clients and not noisy:
             raise ValueError(
-                'evaluate.on_clients and evaluate.keep_best = "personal" reveal metrics of '
-                "clients, which the privacy guarantee does not cover: leave them out, or "
-                "use a common test set"
+                "evaluate.on_clients: a client may have any number of examples, so client-level "
+                "privacy cannot bound what it adds to a score; leave it out, or use a common test "
+                "set"
             )
-        if section.on_clients and self.aggregation.config.active:
+        if noisy and section.on_clients and not section.noise_multiplier:
             raise ValueError(
-                "evaluate.on_clients reveals each client's metrics, which secure aggregation "
-                "hides: leave it out, or use a common test set"
+                "evaluate.on_clients: the privacy guarantee covers scores of clients only with "
+                "noise; set evaluate.noise_multiplier, for example to 5, or use a common test set"
             )
+        if section.noise_multiplier and not (noisy and section.on_clients):
+            raise ValueError(
+                "evaluate.noise_multiplier is for evaluate.on_clients with privacy.unit = "
+                '"example": leave it out'
+            )
+        if self.privacy and section.keep_best == "personal":
+            raise ValueError(
+                'evaluate.keep_best = "personal" reveals metrics of clients, which the privacy '
+                "guarantee does not cover: leave it out, or use a common test set"
+            )
+        if section.on_clients and (self.privacy or self.aggregation.config.active):
+            self._validate_score_counts()
         if section.on_clients and not (self.data.holdout_fraction or self.data.from_python):
             raise ValueError(
                 "evaluate.on_clients needs held-out examples of the clients: raise "
@@ -238,6 +251,16 @@ class Study(Section):
                 'which [privacy] excludes: use data.partition = "iid" or "column"'
             )
         return self
+
+    def _validate_score_counts(self) -> None:
+        """Raise ValueError if the task has no score counts, which clients send for metrics."""
+        kind = self.task.kind
+        if not has_score_counts(kind):
+            raise ValueError(
+                "evaluate.on_clients: with privacy or secure aggregation the sites send counts of "
+                f"right and wrong predictions, and a task of kind {kind!r} has no such counts: "
+                "leave it out, or use a common test set"
+            )
 
     @model_validator(mode="after")
     def _validate_sites(self) -> Study:

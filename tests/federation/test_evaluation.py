@@ -618,7 +618,7 @@ def test_under_a_guarantee_no_scores_leave(name: str, here: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluate", "more", "words"),
     [
-        (SITES, '[privacy]\nunit = "client"\nepsilon = 9.0\n', "does not cover"),
+        (SITES, '[privacy]\nunit = "client"\nepsilon = 9.0\n', "cannot bound"),
         (
             'keep_best = "personal"\n',
             '[privacy]\nunit = "client"\nepsilon = 9.0\n',

@@ -74,7 +74,7 @@ def test_the_forecast_is_the_sum_of_the_charges(here: Path, name: str) -> None:
     assert spent(out, unit) <= guarantee.epsilon
     assert run("verify", str(out))[0] == 0
     said = json.loads((out / "privacy.json").read_text())
-    assert abs(said["epsilon_forecast"] - said["epsilon_spent"]) < 1e-9 and len(said) == 19
+    assert abs(said["epsilon_forecast"] - said["epsilon_spent"]) < 1e-9 and len(said) == 20
     votes = [charge for charge in said["charges"] if charge["request"].endswith("vote")]
     assert len(said["charges"]) == 3 + len(votes) and len(votes) == (2 if "vote" in name else 0)
     code, told = run("privacy", f"{unit}.toml")

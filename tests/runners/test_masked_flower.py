@@ -314,7 +314,7 @@ def test_a_roster_with_a_site_that_the_study_does_not_ask_is_refused(tmp_path: P
     run = MaskedRun(FEDAVG, tmp_path, rounds=1)
     masker = run.endpoints["client-0"].secagg_client
     assert masker is not None
-    masker._round_protocol._cohort = lambda number: NAMES[:2]
+    masker._protocols["round"]._cohort = lambda number: NAMES[:2]
     run.carry()
     (line,) = run.rounds()
     assert line["aggregated"] == list(NAMES[1:]) and "share" in line["rejected"]["client-0"]

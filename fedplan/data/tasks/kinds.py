@@ -59,6 +59,13 @@ def task_class(kind: str) -> type[Task]:
     return value
 
 
+def has_score_counts(kind: str) -> bool:
+    """Return whether a kind of task predicts a class, or any of some labels, for each example."""
+    built_in = TASK_KINDS.get(kind)
+    one_each = kind != "token-classification"
+    return built_in is not None and one_each and built_in.answer_kind in ("class", "labels")
+
+
 def make_task(
     kind: str,
     *,

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.mean import MeanAggregator
@@ -16,11 +19,13 @@ from fedplan.federation.aggregation.protocol import (
     PollScores,
 )
 from fedplan.federation.aggregation.secure_input import (
+    COUNTS_SLOT,
     SCORES_SLOT,
     SQUARE_PREFIX,
     STEPS_PER_UNIT,
     VALUE_PREFIX,
     client_words,
+    counts_slots,
     round_terms,
     score_steps,
     sum_from_words,
@@ -33,7 +38,7 @@ from fedplan.models.params import Block
 from fedplan.secagg.crypto import SecAggError
 from fedplan.secagg.round import ClientInput, simulate_secagg_round
 from fedplan.secagg.server import UnmaskedSums
-from fedplan.secagg.terms import Terms
+from fedplan.secagg.terms import Slot, Terms
 from fedplan.tensors.named import Tensors, full_digest
 from fedplan.tensors.ring import Words, add_words, ints_from_words, widen_words
 
@@ -80,20 +85,21 @@ class SecureAggregation(Aggregation):
 
 @dataclass
 class SecureSum:
-    """A secure sum that clients of other machines send: of round `round_number`, or before it.
+    """A secure sum of round `round_number`: of updates, of layer scores, or of score counts.
 
     The transport runs the protocol with `terms`, and sets `unmasked` (the sums) and `sites` (the
     clients in the sums), or `failure` (why the sums could not be unmasked), and `faults` (by
     client, what it did wrong). `base`: global values before the round. `threshold`: clients that
-    are needed to unmask. `scoring`: the sum is of layer scores before the round, and `scores` the
-    result. `agreement`: settings that server and clients fixed before round 1.
+    are needed to unmask. `slots`: of layer scores before the round, with `scores` as the result, or
+    of score counts after the round, with `counts`; empty for updates. `agreement`: settings that
+    server and clients fixed before round 1.
     """
 
     agreement: Agreement
     base: Tensors
     round_number: int
     threshold: int
-    scoring: bool = False
+    slots: tuple[Slot, ...] = ()
     unmasked: UnmaskedSums | None = None
     sites: tuple[str, ...] = ()
     failure: str = ""
@@ -113,7 +119,7 @@ class SecureSum:
             self.base_digests,
             turn_digest=turn_digest,
             attempt=attempt,
-            scoring=self.scoring,
+            slots=self.slots,
         )
 
     @property
@@ -124,6 +130,37 @@ class SecureSum:
         steps = ints_from_words(self.unmasked.numbers[SCORES_SLOT])
         sums = zip(self.agreement.blocks, steps, strict=True)
         return {block: total / STEPS_PER_UNIT for block, total in sums}
+
+    @property
+    def counts(self) -> NDArray[np.int64] | None:
+        """The sum of all clients' score counts; None if the sum was not unmasked."""
+        if self.unmasked is None or COUNTS_SLOT not in self.unmasked.numbers:
+            return None
+        return self.unmasked.numbers[COUNTS_SLOT].view(np.int64)
+
+    def simulate(self, counts: Mapping[str, NDArray[np.int64]]) -> None:
+        """Sum score counts by client with the protocol in this process; set sum or failure."""
+        inputs = {
+            name: ClientInput({COUNTS_SLOT: each.view(np.uint64)}, 1)
+            for name, each in counts.items()
+        }
+        try:
+            self.unmasked = simulate_secagg_round(self.terms(), inputs)
+            self.sites = tuple(sorted(counts))
+        except SecAggError as error:
+            self.failure = str(error)
+
+
+def open_counts_sum(
+    agreement: Agreement, global_state: GlobalState, clients: int, size: int
+) -> SecureSum:
+    """Return an empty sum of score counts after the last round, of all `clients` of a run.
+
+    `size`: numbers of a client. Raises FedplanError as `resolve_threshold`.
+    """
+    threshold = agreement.secagg.resolve_threshold(clients)
+    values, number = global_state.values, global_state.round
+    return SecureSum(agreement, values, number, threshold, counts_slots(size))
 
 
 @dataclass

@@ -34,8 +34,8 @@ from fedplan.tensors.ring import (
 )
 from fedplan.tensors.sums import MAX_SUM_STEPS, MAX_WEIGHT, ExactSum
 
-SCORES_SLOT = "scores"
-"""Slot name of layer scores, with one integer for each block."""
+SCORES_SLOT, COUNTS_SLOT = "scores", "score counts"
+"""Slot names of layer scores, with one integer for each block, and of score counts."""
 STEPS_PER_UNIT, MAX_SECURE_SCORE = round(1 / GRID), 2.0**60
 """Grid steps in 1.0, and the largest score that can be summed securely."""
 VALUE_PREFIX, SQUARE_PREFIX = "value/", "square/"
@@ -53,17 +53,17 @@ def round_terms(
     *,
     turn_digest: str,
     attempt: int = 1,
-    scoring: bool = False,
+    slots: tuple[Slot, ...] = (),
 ) -> Terms:
-    """Return the protocol terms of a round, or of the layer scoring before the round.
+    """Return the protocol terms of a round, or of a sum before or after it.
 
     Server and each client compute the terms from their own agreement, so that the server cannot
     dictate the terms. `threshold`: clients that are needed to unmask. `base_digests`: digest of
     each global value before the round. `turn_digest`: see `messages.turn_digest`. `attempt`: counts
-    restarts of the protocol in this round, from 1. `scoring`: the only slot is the block scores.
+    restarts of the protocol in this round, from 1. `slots`: `scoring_slots` or `counts_slots`;
+    empty for those of the round.
     """
     words = (word for key in sorted(base_digests) for word in (key, base_digests[key]))
-    scoring_slot = Slot(SCORES_SLOT, len(agreement.blocks), wide=True)
     return Terms(
         experiment=agreement.experiment,
         run=agreement.run,
@@ -72,9 +72,19 @@ def round_terms(
         base_digest=sha256_of("base", turn_digest, *words).hex(),
         threshold=threshold,
         min_senders=agreement.secagg.min_contributors,
-        slots=(scoring_slot,) if scoring else round_slots(agreement),
+        slots=slots or round_slots(agreement),
         attempt=attempt,
     )
+
+
+def scoring_slots(agreement: Agreement) -> tuple[Slot, ...]:
+    """Return the slot of the layer scores before a round."""
+    return (Slot(SCORES_SLOT, len(agreement.blocks), wide=True),)
+
+
+def counts_slots(size: int) -> tuple[Slot, ...]:
+    """Return the slot of the score counts, `size` integers, after a round."""
+    return (Slot(COUNTS_SLOT, size),)
 
 
 def score_steps(scores: Mapping[Block, float]) -> dict[Block, int]:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.client_round import score_layers, train_round
-from fedplan.federation.evaluation import Scores, evaluate_client, make_eval_request
+from fedplan.federation.evaluation import SiteScores, evaluate_client, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged
 from fedplan.federation.ledger.faults import describe_code
 from fedplan.federation.ledger.status import SiteState
@@ -100,7 +100,9 @@ class Executor(Protocol):
         `late` are recorded, but not aggregated.
         """
 
-    def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
+    def evaluate_clients(
+        self, names: Sequence[str]
+    ) -> tuple[dict[str, SiteScores], dict[str, str]]:
         """Evaluate the models of the last round at the clients `names`.
 
         Returns the scores by client, and the reason of each client that refused.
@@ -140,9 +142,11 @@ class SerialExecutor:
             del update  # it aliases the model, which the next turn overwrites
             self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
-    def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
+    def evaluate_clients(
+        self, names: Sequence[str]
+    ) -> tuple[dict[str, SiteScores], dict[str, str]]:
         """Evaluate the clients `names` one by one; return scores and refusals."""
-        scores, refusals = dict[str, Scores](), dict[str, str]()
+        scores, refusals = dict[str, SiteScores](), dict[str, str]()
         agreement, state = self.server.agreement, self.server.global_state
         for name in names:
             try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import Aggregator, TensorsAndJson
-from fedplan.federation.evaluation import Scores, make_eval_request
+from fedplan.federation.evaluation import Scores, SiteScores, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged, Notice
 from fedplan.federation.ledger.faults import describe_code
 from fedplan.federation.ledger.records import read_turn
@@ -157,7 +157,9 @@ class PoolExecutor:
             if reply["rejected"] is not None:
                 round_state.rejected.setdefault(name, reply["rejected"])
 
-    def evaluate_clients(self, names: Sequence[str]) -> tuple[dict[str, Scores], dict[str, str]]:
+    def evaluate_clients(
+        self, names: Sequence[str]
+    ) -> tuple[dict[str, SiteScores], dict[str, str]]:
         """Evaluate the models of the last round at the clients `names`.
 
         Returns the scores by client in the order of `names`, and the reason of each refusal.

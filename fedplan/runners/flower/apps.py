@@ -77,10 +77,8 @@ def run_server(
     timeouts = Timeouts(**study.timeouts.model_dump())
     quorum, faults = study.clients.min_updates, study_faults(study)
     early_stopping = [study.early_stopping.callback] if study.early_stopping else []
-    scoring, tests = (
-        make_scoring(study, experiment.data, at_sites=True),
-        make_global_tests(study, experiment),
-    )
+    scoring = make_scoring(study, experiment.data, server.agreement, at_sites=True)
+    tests = make_global_tests(study, experiment)
     for callback in early_stopping:
         callback.require_validation(validated_models(study, experiment.data, at_sites=True))
     # Free the model, unless the test uses it: the server has the initial values.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secure aggregation of a round over Flower's grid: carries the messages of `SecureRound`.
+"""Secure aggregation over Flower's grid: carries the messages of `SecureRound`.
 
 A sum that cannot be unmasked is tried once more; then the round changes nothing, and its record
 says why.
@@ -8,14 +8,16 @@ says why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation.secure import SecureAggregator
-from fedplan.federation.messages import turn_digest
+from fedplan.federation.aggregation.secure import SecureAggregator, SecureSum
+from fedplan.federation.aggregation.secure_input import scoring_slots
+from fedplan.federation.messages import Request, turn_digest
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.runners.flower.records import refusal_text
@@ -45,33 +47,27 @@ def announce_commit(rpc: SiteRpc, hello: Message) -> None:
             pass
 
 
-class SecAggRound:
-    """The secure sum of an open round, with the sites that `rpc` reaches.
+class SecAggTransport:
+    """A secure sum of updates, layer scores or score counts, with the sites that `rpc` reaches.
 
-    `server` is the run's server, with the checkpoint of the sum in its folder. `total` receives the
-    result: the sum of the aggregator of `round_state`, or with `scoring` that of layer scores.
-    Clients in `late` have trained, but are not summed.
+    `total` receives the result. `requests`: those that start an attempt, by client; each attempt
+    changes them. `file`: checkpoint of the sum. Clients in `late` have trained, but are not summed.
 
-    While `begin_attempt` returns True, send the requests in `round_state`, and give the key adverts
-    in the replies to `run_attempt`. If the sum fails, `total.failure` is set, and `begin_attempt`
-    returns True again while attempts are left. After the loop call `record_result`, also without a
-    sum, but not with `scoring`.
+    While `begin_attempt` returns True, send `requests`, and give the key adverts in the replies to
+    `run_attempt`. If the sum fails, `total.failure` is set, and `begin_attempt` returns True again
+    while attempts are left. `dropouts`: by client, why it is not in the sum.
     """
 
     def __init__(
         self,
         rpc: SiteRpc,
-        server: Server,
-        round_state: RoundState,
+        total: SecureSum,
+        requests: dict[str, Request],
+        file: Path,
         *,
         late: Collection[str] = (),
-        scoring: bool = False,
     ) -> None:
-        self.rpc, self.round_state, self._late = rpc, round_state, set(late)
-        self.total = cast("SecureAggregator", round_state.aggregator).secure_sum
-        if scoring:
-            self.total = replace(self.total, scoring=True)
-        file = server.folder / (SCORING_CHECKPOINT if scoring else ROUND_CHECKPOINT)
+        self.rpc, self.total, self.requests, self._late = rpc, total, requests, set(late)
         self._turn_digest = ""
 
         def make_terms(attempt: int) -> Terms:
@@ -80,14 +76,14 @@ class SecAggRound:
         self._drive = SecureRound(self.total.round_number, make_terms, self._ask, file)
 
     def begin_attempt(self) -> bool:
-        """Start an attempt: write the checkpoint, and put the attempt into the round's requests.
+        """Start an attempt: write the checkpoint, and put the attempt into the requests.
 
         Returns False, and changes nothing, if the sum is done or no attempt is left.
         """
         if not self._drive.begin_attempt():
             return False
-        for name, request in self.round_state.cohort.items():
-            self.round_state.cohort[name] = replace(
+        for name, request in self.requests.items():
+            self.requests[name] = replace(
                 request, base_digests=self.total.base_digests, attempt=self._drive.attempt
             )
             self._turn_digest = turn_digest(request.turn)
@@ -110,21 +106,10 @@ class SecAggRound:
         for name, reason in total.faults.items():
             log.warning("round %d, %s: %s", total.round_number, name, reason)
 
-    def record_result(self) -> None:
-        """Add the clients in the sum to the round's aggregated clients, after all attempts.
-
-        Other clients that responded are rejected, with the reason of the dropout or failure.
-        """
-        round_state = self.round_state
-        for name in round_state.responded:
-            if self.total.unmasked is None:
-                round_state.rejected.setdefault(name, f"not summed: {self.total.failure}"[:300])
-            elif name in self.total.sites:
-                round_state.aggregated.append(name)
-                round_state.rejected.pop(name, None)
-            else:
-                reason = "late" if name in self._late else self._drive.dropouts.get(name, GONE)
-                round_state.rejected.setdefault(name, reason)
+    @property
+    def dropouts(self) -> dict[str, str]:
+        """By client, why it dropped out of the last attempt, or what it did wrong."""
+        return self._drive.dropouts
 
     def _ask(self, step: str, messages: Mapping[str, Message]) -> Iterator[tuple[str, Message]]:
         """Send the messages of a protocol step by site, and yield (name, reply) on arrival.
@@ -134,7 +119,7 @@ class SecAggRound:
         requests: dict[str, MessageFactory] = {
             name: (lambda message=message: (message, None)) for name, message in messages.items()
         }
-        without_reply, dropouts = set(requests), self._drive.dropouts
+        without_reply, dropouts = set(requests), self.dropouts
         for name, reply in self.rpc.call(f"query.{step}", requests, lambda: True):
             without_reply.discard(name)
             if isinstance(reply, str):
@@ -152,3 +137,39 @@ class SecAggRound:
             del reply
         for name in without_reply:
             dropouts.setdefault(name, f"no answer at {step}")
+
+
+def collect_secagg(
+    rpc: SiteRpc,
+    server: Server,
+    round_state: RoundState,
+    collect_adverts: Callable[[], Mapping[str, Any]],
+    late: Collection[str],
+) -> None:
+    """Sum the updates of an open round; a failed sum is tried again with new key adverts.
+
+    `collect_adverts` lets the clients train by the requests in `round_state`, and returns their key
+    adverts. Adds the clients in the sum to the round's aggregated clients; other clients that
+    responded are rejected, with the reason of the dropout or failure.
+    """
+    total = cast("SecureAggregator", round_state.aggregator).secure_sum
+    file = server.folder / ROUND_CHECKPOINT
+    secagg = SecAggTransport(rpc, total, round_state.cohort, file, late=late)
+    while secagg.begin_attempt():
+        secagg.run_attempt(collect_adverts())
+    for name in round_state.responded:
+        if total.unmasked is None:
+            round_state.rejected.setdefault(name, f"not summed: {total.failure}"[:300])
+        elif name in total.sites:
+            round_state.aggregated.append(name)
+            round_state.rejected.pop(name, None)
+        else:
+            reason = "late" if name in late else secagg.dropouts.get(name, GONE)
+            round_state.rejected.setdefault(name, reason)
+
+
+def open_layer_scoring(rpc: SiteRpc, server: Server, round_state: RoundState) -> SecAggTransport:
+    """Return the secure sum of layer scores before an open round."""
+    total = cast("SecureAggregator", round_state.aggregator).secure_sum
+    total = replace(total, slots=scoring_slots(server.agreement))
+    return SecAggTransport(rpc, total, round_state.cohort, server.folder / SCORING_CHECKPOINT)

@@ -12,14 +12,11 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError
-from fedplan.federation.endpoint import COMMITTED_ROUND
+from fedplan.federation.endpoint import COMMITTED_ROUND, EVALUATED_ROUND
 from fedplan.federation.evaluation import (
     EvalConfig,
     Scores,
-    combine_scores,
-    combine_validation,
-    make_eval_request,
-    metrics_from_json,
+    join_validation,
 )
 from fedplan.federation.ledger.events import (
     Callback,
@@ -46,10 +43,11 @@ from fedplan.federation.server import Server
 from fedplan.runners.clients import Faults
 from fedplan.runners.flower.records import refusal_text, reply_fields, to_arrays
 from fedplan.runners.flower.rpc import ConnectedSite, MessageFactory, SiteRpc
+from fedplan.runners.flower.site_evaluation import SiteEvaluation
 from fedplan.studies.schema import Study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, nbytes
-from fedplan.tensors.serialization import JSON, pack_message, unpack_message
+from fedplan.tensors.serialization import JSON, pack_message
 
 log = logging.getLogger("fedplan")
 GlobalTest = Callable[[Tensors], dict[str, float]]
@@ -88,7 +86,7 @@ class ServerLoop:
             )
         # With client-level DP a round closes with any number of updates, even none.
         self.server, self.quorum = server, 0 if server.aggregation.hides_clients else quorum
-        self._study = study
+        self._study, self.scoring, self.tests = study, scoring or EvalConfig(), tests or {}
         self.rpc = SiteRpc(grid, server.roster, timeouts or Timeouts(), self._hello())
         self.events = self.rpc.events = events or EventStream()
         self.events.callbacks = tuple(callbacks)
@@ -97,7 +95,6 @@ class ServerLoop:
         self._adverts: dict[str, Any] = {}
         self._version_notes: dict[str, str] = {}
         self._cached_arrays: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
-        self.scoring, self.tests = scoring or EvalConfig(), tests or {}
         self.evaluation = SiteEvaluation(self.rpc, server, self._arrays)
 
     def run(self) -> None:
@@ -136,16 +133,17 @@ class ServerLoop:
         if server.agreement.secagg.active:
             from fedplan.runners.flower.secagg import announce_commit  # optional dependency
 
-            announce_commit(self.rpc, self._hello())
+            announce_commit(self.rpc, self._hello(done=True))
         if reason := self.events.stop_text:
             log.info("stopped after round %d: %s", server.global_state.round, reason)
 
-    def _hello(self) -> Message:
-        """Return the first message to a site."""
+    def _hello(self, *, done: bool = False) -> Message:
+        """Return the first message to a site, or with `done` the last one."""
         agreement, committed = self.server.agreement, self.server.global_state.round
-        return hello_message(
-            agreement.run, self._study, committed if agreement.secagg.active else None
-        )
+        if not agreement.secagg.active:
+            return hello_message(agreement.run, self._study)
+        evaluated = (committed if done else committed - 1) if self.scoring.vector else None
+        return hello_message(agreement.run, self._study, committed, evaluated)
 
     def _wait_for_sites(self, enough: int) -> None:
         self.events.emit(RunChanged(RunState.WAITING))
@@ -168,10 +166,11 @@ class ServerLoop:
             answers = dict[str, Scores]()
             if self.scoring.on_clients:
                 self._update_roster()
-                answers, silent = self.evaluation.evaluate_sites(self._mismatches)
-                scores["sites"] = combine_scores(answers, silent, self.scoring)
-            if validation := combine_validation(answers, self.scoring, common.get("validation")):
-                scores["validation"] = validation
+                scores["sites"], answers = self.evaluation.evaluate_sites(
+                    self._mismatches, self.scoring
+                )
+            validation = join_validation(scores, answers, self.scoring, common.get("validation"))
+            scores |= {"validation": validation} if validation else {}
             closed = self.server.add_scores(closed, scores)
         self.server.keep_best(self.scoring.best_round(closed.metrics))
         return closed
@@ -273,14 +272,14 @@ class ServerLoop:
         A failed sum is tried again with new key adverts. Adds the clients in the sum, and the
         reasons of all others, to `round_state`. Raises FedplanError as `_collect_updates` does.
         """
-        from fedplan.runners.flower.secagg import SecAggRound  # optional dependency
+        from fedplan.runners.flower.secagg import collect_secagg  # optional dependency
 
-        secagg = SecAggRound(self.rpc, self.server, round_state, late=self._late)
-        while secagg.begin_attempt():
+        def collect_adverts() -> dict[str, Any]:
             self._adverts = {}
             self._collect_updates(round_state)
-            secagg.run_attempt(self._adverts)
-        secagg.record_result()
+            return self._adverts
+
+        collect_secagg(self.rpc, self.server, round_state, collect_adverts, self._late)
 
     def _enough(self, round_state: RoundState) -> bool:
         return len(round_state.responded) >= min(self.quorum, len(round_state.cohort))
@@ -388,9 +387,9 @@ class ServerLoop:
 
         Raises FedplanError if the sum fails in all attempts.
         """
-        from fedplan.runners.flower.secagg import SecAggRound  # optional dependency
+        from fedplan.runners.flower.secagg import open_layer_scoring  # optional dependency
 
-        secagg = SecAggRound(self.rpc, self.server, round_state, scoring=True)
+        secagg = open_layer_scoring(self.rpc, self.server, round_state)
         while secagg.begin_attempt():
             adverts = dict[str, Any]()
             requests = self._request_factories(round_state, voters)
@@ -409,79 +408,17 @@ class ServerLoop:
         self.server.choose_blocks(round_state, {"all": total.scores})
 
 
-class SiteEvaluation:
-    """Evaluation of the models at the sites, by requests of `rpc`; one object serves a whole run.
-
-    `server` has the global state and the roster, `arrays` converts a request's values to Flower
-    arrays. Call `evaluate_sites` after a committed round. `received_versions` are the versions of
-    the global values that each site got in the last evaluation: `missing_values` leaves these
-    values out of the next training request.
-    """
-
-    def __init__(
-        self, rpc: SiteRpc, server: Server, arrays: Callable[[Request], ArrayRecord]
-    ) -> None:
-        self.rpc, self.server, self.arrays = rpc, server, arrays
-        self.received_versions: dict[str, dict[str, int]] = {}
-
-    def evaluate_sites(
-        self, excluded: Mapping[str, str]
-    ) -> tuple[dict[str, Scores], dict[str, str]]:
-        """Evaluate the models of the last round at the sites that are online, and wait for replies.
-
-        `excluded` are sites that get no request, with the reason. Returns the scores by site, and
-        the reason for each other site of the roster: "no answer" if the site is offline or late.
-        """
-        failures = {name: f"not requested: it {reason}" for name, reason in excluded.items()}
-        present = [name for name in self.rpc.present_sites() if name not in failures]
-        requests = {name: self._make_request(name) for name in present}
-        messages = {name: self._message_factory(requests, name) for name in requests}
-        scores, self.received_versions = dict[str, Scores](), {}
-        timeout = self.rpc.timeouts.evaluations
-        for name, reply in self.rpc.call("evaluate", messages, lambda: True, timeout=timeout):
-            is_missing = isinstance(reply, Message) and "missing" in reply_fields(reply)
-            if is_missing and not requests[name].full:
-                requests[name] = self._make_request(name, full=True)
-                messages[name] = self._message_factory(requests, name)
-                continue
-            try:
-                if isinstance(reply, str):
-                    raise FedplanError(reply)
-                fields = unpack_message(Message(reply.header))[1]
-                if reason := refusal_text(fields):
-                    raise FedplanError(reason)
-                scores[name] = metrics_from_json(fields.get("scores"))
-                self.received_versions[name] = requests[name].versions
-            except FedplanError as error:
-                failures[name] = str(error).splitlines()[0]
-                log.warning("%s has no scores: %s", name, failures[name])
-        missing = [n for n in self.server.roster if n not in scores and n not in failures]
-        return scores, failures | dict.fromkeys(missing, "no answer")
-
-    def missing_values(self, request: Request) -> dict[str, Any]:
-        """Return the values of a request that the site did not receive for its evaluation."""
-        received = {} if request.full else self.received_versions.get(request.turn.client, {})
-        missing = [k for k in request.values if received.get(k, -1) != request.versions.get(k)]
-        return {k: request.values[k] for k in missing}
-
-    def _make_request(self, name: str, *, full: bool = False) -> Request:
-        state, traits = self.server.global_state, self.server.roster[name]
-        return make_eval_request(self.server.agreement, state, name, traits, full=full)
-
-    def _message_factory(self, requests: Mapping[str, Request], name: str) -> MessageFactory:
-        return lambda: (
-            pack_message({}, request_header(requests[name])),
-            self.arrays(requests[name]),
-        )
-
-
-def hello_message(run: str, study: Study | None, committed: int | None = None) -> Message:
+def hello_message(
+    run: str, study: Study | None, committed: int | None = None, evaluated: int | None = None
+) -> Message:
     """Return the first message to a site: the run id, and the study if given.
 
-    `committed`: number of the last committed round, under secure aggregation.
+    `committed`, `evaluated`: under secure aggregation the last committed round, and the last one of
+    which the server needs no more score counts.
     """
     fields: dict[str, JSON] = {"run": run}
     fields |= {COMMITTED_ROUND: committed} if committed is not None else {}
+    fields |= {EVALUATED_ROUND: evaluated} if evaluated is not None else {}
     fields |= {"study": study.model_dump(mode="json")} if study is not None else {}
     return pack_message({}, fields)
 
