@@ -138,7 +138,7 @@ def test_stdout_is_one_document_and_nothing_else(here: Path) -> None:
         ("attach", "out"),
         ("status", "out"),
         ("verify", "out"),
-        ("export", "out", "model"),
+        ("export", "out", "model", "--global"),
         ("keys", "ward", "--host", "a.example", "--site", "north"),
         ("new", "federation", "union", "--site", "north", "--insecure"),
         ("new", "site", "west", "--federation", "union"),

@@ -12,13 +12,21 @@ from rich.console import Console
 from fedplan.cli.console import JsonOption, app, command, print_errors, print_json
 
 
-@command(app, "export run model", "export run model-of-north --client north")
+@command(
+    app, "export run model", "export run model --global", "export run model-of-north --client north"
+)
 def export_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, or of a site's experiment.")],
     output: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     client: Annotated[
         str, typer.Option(help="Export this client's personal model instead of the global model.")
     ] = "",
+    global_model: Annotated[
+        bool,
+        typer.Option(
+            "--global", help="Export the global model although clients keep parts of their own."
+        ),
+    ] = False,
     key: Annotated[
         Path | None, typer.Option(help="At a site: key file of its encrypted state.")
     ] = None,
@@ -31,17 +39,21 @@ def export_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model of a run as a Hugging Face folder: safetensors, configuration, model card."""
-    from fedplan.studies.export import export_run
+    """Write a model of a run as a Hugging Face folder: safetensors, configuration, model card.
+
+    If clients keep parts of their own, name one by --client, or take --global.
+    """
+    from fedplan.studies.export import describe_export, export_run
 
     with print_errors():
-        loading_code = export_run(folder, output, client, key, adapter=adapter, best=best)
-    if as_json:
-        print_json({"folder": str(output), "loading_code": loading_code})
-    else:
-        Console(soft_wrap=True).print(
-            f"Written. Load it: {loading_code}", markup=False, highlight=False
+        loading_code = export_run(
+            folder, output, client, key, adapter=adapter, best=best, global_model=global_model
         )
+        about = describe_export(folder, client) if not best else []
+    if as_json:
+        return print_json({"folder": str(output), "loading_code": loading_code, "about": about})
+    for line in (f"Written: {output}", *about, f"Load it: {loading_code}"):
+        Console(soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 @command(app, "privacy study.toml", "privacy run")

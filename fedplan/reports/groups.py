@@ -18,8 +18,8 @@ IGNORED_FIELDS: dict[str, Any] = {
 """Fields in which runs of one group may differ: seed, name, and settings of the machine."""
 PLAN_FIELDS = ("method.plan", "method.from_python")
 """Fields that hold a plan; a name has the plan's text instead."""
-SETTINGS_PREFIX = "method.settings."
-"""The prefix of a method's settings, left out of names."""
+MAX_PLAN_LENGTH = 40
+"""The most characters of a plan in a name, if the names of folders are shorter and distinct."""
 UNSET: tuple[Any, ...] = (None, "", [], {})
 """Values of a field that is not set."""
 MAX_NAME_LENGTH = 72
@@ -64,6 +64,12 @@ def group_by_seed(runs: Iterable[T], member: Callable[[T], Member]) -> list[tupl
 def _names(firsts: Sequence[Member]) -> list[str]:
     """Return distinct names of groups, given the run with the lowest seed of each group."""
     fields = differing_fields(study for study, _, _ in firsts)
+    by_plan = any(name in fields for name in PLAN_FIELDS)
+    if by_plan and max(len(plan) for _, plan, _ in firsts) > MAX_PLAN_LENGTH:
+        for texts in ([s.name for s, _, _ in firsts], [folder.name for _, _, folder in firsts]):
+            short = all(len(text) <= MAX_PLAN_LENGTH for text in texts)
+            if short and all(texts) and len(set(texts)) == len(texts):
+                return [replace_control_chars(text) for text in texts]
     namings: tuple[Callable[[Member], str], ...] = (
         lambda each: _label(study_fields(each[0]), each[1], fields) or each[0].name,
         lambda each: each[0].name,
@@ -79,16 +85,23 @@ def _names(firsts: Sequence[Member]) -> list[str]:
 
 
 def _label(values: Mapping[str, Any], plan: str, differing: Sequence[str]) -> str:
-    """Return the differing fields of a study as a label: `fedavg, rank=8`.
+    """Return the differing fields of a study as a label: `fedavg, lr 0.001`.
 
-    `values` are the `study_fields` of the study; PLAN_FIELDS are shown as the text `plan`. If only
-    one field differs, the label is its value without the name, or "not set".
+    `values` are the `study_fields` of the study. The method's name and the text `plan`, for
+    PLAN_FIELDS, stand alone; other fields have the last part of their name, or the whole name if
+    two end alike. Unset fields are left out, unless no other differs.
     """
     values = {**values, **{name: plan for name in PLAN_FIELDS if values.get(name) not in UNSET}}
+    alone = ("method.name", *PLAN_FIELDS)
+    ends = [name.rpartition(".")[2] for name in differing]
+
+    def short(name: str) -> str:
+        end = name.rpartition(".")[2]
+        return end if ends.count(end) == 1 else name
+
     present = [name for name in differing if values.get(name) not in UNSET]
-    if len(differing) == 1:
-        return str(values[differing[0]]) if present else "not set"
-    leading = [name for name in ("method.name", *PLAN_FIELDS) if name in present]
-    rest = [name for name in present if name not in leading]
-    settings = [f"{name.removeprefix(SETTINGS_PREFIX)}={values[name]}" for name in rest]
-    return ", ".join([*(str(values[name]) for name in leading), *settings])
+    if not present:
+        return f"{short(differing[0])} not set" if len(differing) == 1 else ""
+    leading = [str(values[name]) for name in alone if name in present]
+    settings = [f"{short(name)} {values[name]}" for name in present if name not in alone]
+    return ", ".join([*leading, *settings])

@@ -13,7 +13,7 @@ from .experiment import (
     require_usable_batches,
     validated_models,
 )
-from .export import export_run, load_run_model
+from .export import describe_export, export_run, load_run_model
 from .federated_data import EMPTY_CLIENTS, compute_split, load_federated_data
 from .federation_sections import (
     AggregationConfig,

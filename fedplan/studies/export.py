@@ -39,14 +39,26 @@ from fedplan.studies.model_card import (
     private_names,
     read_golden_example,
     tokenize_text,
+    untrained_text,
 )
+from fedplan.studies.record import read_data_record
 from fedplan.studies.run import (
+    RunReader,
     read_consistently,
     read_earlier_expenses,
+    read_run,
     read_run_agreement,
     read_run_study,
     read_task_file,
     sweep_expenses,
+)
+from fedplan.studies.run_scores import (
+    client_score,
+    is_personal,
+    personal_params,
+    run_scores,
+    score_rules,
+    untrained_params,
 )
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection
@@ -54,6 +66,8 @@ from fedplan.tensors.named import Tensors
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """File of a Hugging Face image processor."""
+HIDDEN_COLUMNS = ("global.examples", "global.clients")
+"""Metrics that are no scores; the number of test examples is not revealed."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +88,14 @@ def export_run(
     *,
     adapter: bool = False,
     best: bool = False,
+    global_model: bool = False,
 ) -> str:
     """Write a model of a run into a new or empty folder, and return the code that loads the model.
 
     `folder`: a run's folder, or at a client's site the folder of the site's only run; a site
     exports its personal model, and `key` is the key file that decrypts the site's state.
-    `client`: export this client's personal model instead of the global model.
+    `client`: export this client's personal model. `global_model`: export the global model; this is
+    the default, but must be said if clients have params of their own, which the global model lacks.
     `adapter`: write only the peft adapter; by default adapters are merged into the full model.
     `best`: export the global model of the best round, stored by `evaluate.keep_best`. Also writes
     the tokenizer or image processor, a model card, a golden example for `check_export`, and what
@@ -94,6 +110,10 @@ def export_run(
         raise ConfigError(
             "--best is for the global model: leave out --client, and run it in a run's folder"
         )
+    if client and global_model:
+        raise ConfigError("--client and --global exclude each other: give one of them")
+    if not is_site and not (client or best or global_model):
+        _require_shared_plan(folder, output)
     exported = _model_of_site(folder, key) if is_site else _model_of_run(folder, client, best=best)
     exported.model.eval()
     with no_progress_bars():
@@ -104,6 +124,44 @@ def export_run(
     for file in output.glob("*.safetensors"):
         file.chmod(mode)
     return loading_code
+
+
+def _require_shared_plan(folder: Path, output: Path) -> None:
+    """Raise ConfigError if clients have params of their own: then there is no model for all."""
+    run = read_run(folder)
+    if not is_personal(run.agreement):
+        return
+    kinds = ", ".join(dict.fromkeys(str(p.kind) for p in personal_params(run.agreement)))
+    client, scores = next(iter(run.clients), "NAME"), run_scores(run)
+    personal, overall = scores.find("personal"), scores.find("global")
+    lines = {
+        f"--client {client}": personal.text if personal else "",
+        "--global": overall.text if overall else "",
+    }
+    commands = "".join(
+        f"\n  fedplan export {folder} {output} {option}{f'  # {text}' if text else ''}"
+        for option, text in lines.items()
+    )
+    raise ConfigError(
+        f"each client of {folder} has its own {kinds}: export one client's model, or the global "
+        f"model without them{commands}"
+    )
+
+
+def describe_export(folder: Path | str, client: str = "") -> list[str]:
+    """Return sentences on the last global model of a run, or on the personal model of `client`.
+
+    They say its score, on which examples, and which params were never trained. At a site: nothing.
+    """
+    folder = Path(folder)
+    if (folder / AGREEMENT).exists():
+        return []
+    run = read_run(folder)
+    score = client_score(run, client) if client else run_scores(run).find("global")
+    texts = [f"Score after round {run.last_scores['round']:g}: {score.text}."] if score else []
+    if not client and (untrained := untrained_params(run.agreement)):
+        texts.append(untrained_text(untrained))
+    return texts
 
 
 def load_run_model(folder: Path, client: str = "") -> nn.Module:
@@ -206,8 +264,11 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     earlier = read_earlier_expenses(folder)
     statement = privacy_statement(study, run.folder, earlier=(*earlier, *sweep_expenses(folder)))
     names = run.clients or list(study.clients.names)
-    public, number = statement is None and not client, global_state.round
+    public, number = statement is None, global_state.round
     row = next((row for row in run.metrics if public and row["round"] == number), {})
+    scores = score_rules(run).of_row(row).scores
+    own = "personal" if client else "global"
+    scores = sorted(scores, key=lambda score: score.kind != own)  # this model's first
     card = ModelCard(
         study,
         run.agreement,
@@ -216,15 +277,24 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
         personal=bool(client),
         statement=statement,
         earlier=earlier,
-        # The number of test examples is not revealed.
         scores={
             name.removeprefix("global."): value
             for name, value in row.items()
-            if name.startswith("global.") and not name.endswith("examples")
+            if name.startswith("global.") and not client and name not in HIDDEN_COLUMNS
         },
+        score_texts=tuple(replace(score, client="").text for score in scores),
+        train_examples=_train_examples(run) if public else 0,
         private_names=private_names(study, names),
     )
     return _fill_model(experiment, values, card)
+
+
+def _train_examples(run: RunReader) -> int:
+    """Return the number of all clients' training examples; 0 if not known, or if it is hidden."""
+    if run.study.aggregation.config.active:
+        return 0
+    clients = read_data_record(run.folder).get("train", {})
+    return sum(int(client["examples"]) for client in clients.values())
 
 
 def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:

@@ -24,6 +24,7 @@ from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import image_mean_std
 from fedplan.models.params import Params
 from fedplan.privacy.statement import HISTORY, SPENT, Expense, Statement
+from fedplan.studies.run_scores import untrained_params
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import model_device, to_device
 from fedplan.tensors.named import Tensors
@@ -60,8 +61,10 @@ class ModelCard:
 
     `round`: number of completed rounds; 0 if unknown, as at a client's site. `clients`: their
     number. `adapter`: whether only a peft adapter was exported. `earlier`: what the initial model
-    has cost in privacy. `scores`: metrics of the global model on the common test set.
-    `private_names`: client names and traits, redacted in the plan.
+    has cost in privacy. `scores`: metrics of the global model. `score_texts`: sentences on the
+    scores of the run, the leading one first, with their examples. `train_examples`: number of all
+    clients' training examples; 0 if it is not told. `private_names`: client names and traits,
+    redacted in the plan.
     """
 
     study: Study
@@ -73,6 +76,8 @@ class ModelCard:
     statement: Statement | None = None
     earlier: tuple[Expense, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
+    score_texts: tuple[str, ...] = ()
+    train_examples: int = 0
     private_names: frozenset[str] = frozenset()
 
     def text(self, loading_code: str, *, has_golden_example: bool) -> str:
@@ -108,7 +113,19 @@ class ModelCard:
             f"{after_rounds}. {self.clients} "
             "clients were asked to take part; their data stayed with them. "
             f"The {'adapter' if self.adapter else 'model'} was written by fedplan.\n\n"
+            f"{self._training()}\n\n"
             f"Study `{self.study.digest}`, from the model `{self.agreement.start}`.\n"
+        )
+
+    def _training(self) -> str:
+        train = self.study.train
+        amount = f"{train.steps} steps" if train.steps else f"{train.epochs} epochs"
+        examples = f" They have {self.train_examples:,} training examples in all." * bool(
+            self.train_examples
+        )
+        return (
+            f"In each round a client trains {amount} with learning rate {train.lr:g}, batch size "
+            f"{train.batch_size} and {train.optimizer}.{examples}"
         )
 
     def _plan(self) -> str:
@@ -121,18 +138,29 @@ class ModelCard:
         trained = {p.name for p in params_with_roles(plan, params, *ROLE_PHRASES)}
         if untrained := [p for p in params if p.name not in trained]:
             lines.append(f"- {_list_kinds(params, untrained)}: never trained.")
-        if not self.personal and params_with_roles(plan, params, Role.KEEP):
-            lines.append("- For parts that each client keeps, this model has their initial values.")
+        if not self.personal and (initial := untrained_params(self.agreement)):
+            lines.append(f"- {untrained_text(initial)}")
         names = self.private_names
         text = QUOTED.sub(lambda m: REDACTED if m[0][1:-1] in names else m[0], plan.text)
         return "\n".join(("## Which part was trained", "", *lines, "", f"`{text}`", ""))
 
     def _scores(self) -> str:
-        if not self.scores:
+        if not self.score_texts:
             return "## Scores\n\nNone measured, or none may leave: test the model before use.\n"
-        rows = [f"| {name} | {value:.4f} |" for name, value in sorted(self.scores.items())]
-        head = "## Scores\n\nOn the study's common test set.\n\n| metric | value |\n|---|---|"
-        return "\n".join((head, *rows, ""))
+        own = "one of the personal models" if self.personal else "the global model"
+        lines = ["## Scores", "", f"Of the last round; this is {own}.", ""]
+        lines += [*(f"- {text}" for text in self.score_texts), ""]
+        if self.scores:
+            rows = [f"| {name} | {value:.4f} |" for name, value in sorted(self.scores.items())]
+            lines += [
+                "All metrics of this model:",
+                "",
+                "| metric | value |",
+                "|---|---|",
+                *rows,
+                "",
+            ]
+        return "\n".join(lines)
 
     def _privacy(self) -> str:
         text = "Differential privacy: off. The model may reveal its training data."
@@ -160,6 +188,15 @@ class ModelCard:
             if not statement.charges:
                 del fields["epsilon_spent"]
         return {**fields, HISTORY: [asdict(each) for each in expenses]}
+
+
+def untrained_text(params: Params) -> str:
+    """Return the sentence on params of a global model that have their initial values."""
+    kinds = ", ".join(dict.fromkeys(str(p.kind.value) for p in params))
+    return (
+        f"{kinds}: never trained in this model, since each client has its own; the values are "
+        "those that all clients started from."
+    )
 
 
 def private_names(study: Study, clients: Iterable[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isnan, nan
+from math import isnan
 from typing import Any, Literal
 
 from fedplan.federation.agreement import Agreement
@@ -40,7 +40,7 @@ class RunScore:
 
     `column`: name of the metric in the round's row. `examples`: on which examples it is.
     `clients`: over how many clients, 0 if it is of one model. `std`: standard deviation over these.
-    `client`: name of the worst client, if it may be shown.
+    `client`: name of the client whose score it is, if it may be shown.
     """
 
     kind: ScoreKind
@@ -64,13 +64,11 @@ class RunScore:
     @property
     def about(self) -> str:
         """Whose score it is, and on which examples."""
-        match self.kind:
-            case "worst client":
-                return f"{self.client}, on its own test examples" if self.client else self.on
-            case "personal":
-                return f"mean of {self.clients} clients, each on its own test examples"
-            case _:
-                return self.on
+        if self.kind == "personal" and not self.client:
+            return f"mean of {self.clients} clients, each on its own test examples"
+        if self.kind in ("personal", "worst client"):
+            return f"{f'{self.client}, ' if self.client else ''}on its own test examples"
+        return self.on
 
     @property
     def on(self) -> str:
@@ -191,10 +189,15 @@ def _is_same(one: float, other: float) -> bool:
     return one == other or (isnan(one) and isnan(other))
 
 
+def personal_params(agreement: Agreement) -> Params:
+    """Return the params that some client keeps or holds in some round."""
+    plan, params = agreement.method.plan, agreement.params
+    return params_with_roles(plan, params, Role.KEEP, Role.HOLD)
+
+
 def is_personal(agreement: Agreement) -> bool:
     """Return whether the plan keeps or holds any param, for some client in some round."""
-    plan, params = agreement.method.plan, agreement.params
-    return bool(params_with_roles(plan, params, Role.KEEP, Role.HOLD))
+    return bool(personal_params(agreement))
 
 
 def untrained_params(agreement: Agreement) -> Params:
@@ -202,11 +205,8 @@ def untrained_params(agreement: Agreement) -> Params:
 
     The global model has the initial values of these.
     """
-    plan, params = agreement.method.plan, agreement.params
-    shared = set(params_with_roles(plan, params, Role.SHARE))
-    return tuple(
-        p for p in params_with_roles(plan, params, Role.KEEP, Role.HOLD) if p not in shared
-    )
+    shared = set(params_with_roles(agreement.method.plan, agreement.params, Role.SHARE))
+    return tuple(p for p in personal_params(agreement) if p not in shared)
 
 
 def score_rules(run: RunReader) -> ScoreRules:
@@ -225,6 +225,6 @@ def client_score(run: RunReader, client: str) -> RunScore | None:
     """Return the last score of one client's personal model; None if there is none."""
     rules, row = score_rules(run), run.last_scores
     column = rules.client_column(row, client)
-    value = row.get(column, nan)
-    examples = "this client's own test examples"
-    return RunScore("personal", rules.metric, value, column, examples) if column else None
+    if not column:
+        return None
+    return RunScore("personal", rules.metric, row[column], column, CLIENT_TESTS, client=client)

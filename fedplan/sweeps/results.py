@@ -102,6 +102,11 @@ class RunResult:
         """Return (round, value) of a metric for each round that has it."""
         return [(int(row["round"]), row[name]) for row in self.public_metrics if name in row]
 
+    @property
+    def primary(self) -> str:
+        """The task's primary metric."""
+        return self.rules.metric
+
     @cached_property
     def scores(self) -> RunScores:
         """The scores of the last evaluated round, as far as they may be shown."""

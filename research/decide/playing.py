@@ -91,7 +91,8 @@ class Bench:
 
     def _export(self, asked: QuestionFile, arm: str, seed: int) -> None:
         if not self.exported(asked, arm, seed).is_dir():
-            export_run(self.home(asked) / f"{arm}-{seed}", self.exported(asked, arm, seed))
+            run = self.home(asked) / f"{arm}-{seed}"
+            export_run(run, self.exported(asked, arm, seed), global_model=True)
 
 
 def told_of(row: Mapping[str, float], tells: Mapping[str, str]) -> dict[str, float]:

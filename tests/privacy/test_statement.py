@@ -97,7 +97,7 @@ def test_verify_names_the_account_with_another_charge_and_claims_nothing(here: P
 
 def exported(folder: Path, name: str, *more: str) -> dict[str, Any]:
     """Export the model of a run; return the privacy file of the export."""
-    code, told = run("export", str(folder), name, *more)
+    code, told = run("export", str(folder), name, *(more or ("--global",)))
     assert code == 0, told
     return json.loads((Path(name) / PRIVACY_FILE).read_text())
 

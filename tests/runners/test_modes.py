@@ -135,7 +135,7 @@ def test_a_folder_of_somebody_else_is_refused_to_a_run_that_hides(
 def test_what_is_made_to_be_shared_can_be_read_by_all(here: Path) -> None:
     with umask(0o022):
         play("client", here)
-        assert run("export", "runs/one", "model")[0] == 0
+        assert run("export", "runs/one", "model", "--global")[0] == 0
         assert run("report", "runs/one", "-o", "report.html")[0] == 0
         assert run("compare", "runs/one", "--html", "compare.html")[0] == 0
     shared = [here / "report.html", here / "compare.html", *(here / "model").iterdir()]

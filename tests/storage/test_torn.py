@@ -301,7 +301,10 @@ def test_who_reads_a_run_writes_nothing_and_needs_no_lock(here: Path, private: b
     for lock in held:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free already, or it fails
     assert "bytes after round 3" in run("verify", "run")[1]
-    for words in (("export", "run", "out"), ("export", "run", "own", "--client", "client-01")):
+    for words in (
+        ("export", "run", "out", "--global"),
+        ("export", "run", "own", "--client", "client-01"),
+    ):
         code, out = run(*words)
         assert code == 0, out
     assert run("privacy", "run")[0] == (0 if private else 2)

@@ -66,7 +66,7 @@ def pixels(simulation: Simulation) -> Tensor:
 def test_an_exported_classifier_is_the_clients_own(here: Path, client: str, name: str) -> None:
     change = ["--set", "method.plan=", "--set", f"method.name={name}"] if name else []
     assert run("run", "study.toml", *change)[0] == 0
-    whose = ["--client", client] if client else []
+    whose = ["--client", client] if client else ["--global"]
     code, out = run("export", "runs/tiny", "model", *whose)
     assert code == 0 and "AutoModelForImageClassification.from_pretrained('model')" in out
     model = hf.AutoModelForImageClassification.from_pretrained("model")
@@ -205,7 +205,7 @@ def test_plain_transformers_answers_a_test_vector_as_the_run_did(here: Path, ada
 
 def test_a_picture_is_made_ready_as_in_the_run(here: Path) -> None:
     assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
-    assert run("export", "runs/tiny", "model")[0] == 0
+    assert run("export", "runs/tiny", "model", "--global")[0] == 0
     assert plainly_off("model") <= 1e-5
     processor = hf.AutoImageProcessor.from_pretrained("model")
     picture = np.random.default_rng(1).integers(0, 255, (13, 11), dtype=np.uint8)
@@ -222,7 +222,7 @@ def test_a_picture_is_made_ready_as_in_the_run(here: Path) -> None:
 )
 def test_an_export_that_was_changed_is_found_out(here: Path, file: str) -> None:
     assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
-    assert run("export", "runs/tiny", "model")[0] == 0
+    assert run("export", "runs/tiny", "model", "--global")[0] == 0
     place = Path("model", file)
     if file.endswith(".json"):
         place.write_text("{}")
@@ -241,13 +241,15 @@ def test_a_card_tells_of_the_plan_and_of_no_row_and_no_site(here: Path) -> None:
     rows = np.load("digits.npz")
     canaries = {name: torch.from_numpy(rows[name]) for name in ("image_train", "image_test")}
     for whose in ("", "client-01"):
-        assert run("export", "runs/tiny", f"model{whose}", "--client", whose)[0] == 0
+        option = ["--client", whose] if whose else ["--global"]
+        assert run("export", "runs/tiny", f"model{whose}", *option)[0] == 0
         card = Path(f"model{whose}/README.md").read_text()
         assert not hits(canaries, [Path(f"model{whose}")])
         assert "client-0" not in card and 'client_in("...")' in card
         assert "3 clients were asked" in card and "after 2 rounds" in card
         assert ("| accuracy |" in card) == (not whose), "a client's scores are its own"
-        assert not re.search(r"examples|\b(60|20)\b", card), "how many rows there are is not told"
+        assert not re.search(r"\b20\b", card), "how many rows test it is not told"
+        assert re.search(r"They have \d\d training examples in all", card)
         assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "image-classification"
 
 
@@ -256,7 +258,7 @@ def test_a_private_run_says_its_statement_and_no_score(here: Path) -> None:
     more = ["--set", hidden, "--set", "clients.dropout_fraction=0", "--set", "train.rounds=1"]
     code, out = run("run", "study.toml", *more)
     assert code == 0, out
-    assert run("export", "runs/tiny", "model")[0] == 0
+    assert run("export", "runs/tiny", "model", "--global")[0] == 0
     card = Path("model/README.md").read_text()
     assert "Client-level differential privacy" in card and "Epsilon spent: " in card
     assert "| accuracy |" not in card and "none may leave" in card
@@ -267,5 +269,14 @@ def test_a_wrong_export_is_one_message(here: Path) -> None:
     code, out = run("export", "runs/tiny", "model", "--client", "nobody")
     assert code == 2 and "there are client-00" in out
     assert run("export", "nowhere", "model")[0] == 2
+    code, out = run("export", "runs/tiny", "model")
+    told = " ".join(out.split())
+    assert code == 2 and "each client of runs/tiny has its own head" in told
+    for option, score in (("--client client-00", "personal"), ("--global", "global")):
+        assert f"fedplan export runs/tiny model {option} # {score} accuracy 0." in told
+    code, out = run("export", "runs/tiny", "model", "--global", "--client", "client-00")
+    assert code == 2 and "give one of them" in out
+    code, out = run("export", "runs/tiny", "model", "--global")
+    assert code == 0 and "head: never trained in this model" in " ".join(out.split())
     code, out = run("export", "runs/tiny", str(here))
     assert code == 2 and "is not empty" in out.replace("\n", " ")

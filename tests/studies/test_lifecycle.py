@@ -307,7 +307,7 @@ def test_export_does_not_need_the_rows(here: Path, client: str) -> None:
     """Nor their labels, where the study leaves it to the table to say them."""
     Path("study.toml").write_text(STUDY.replace(LABELS, ""))
     assert run("run", "study.toml")[0] == 0
-    whose = ["--client", client] if client else []
+    whose = ["--client", client] if client else ["--global"]
     assert run("export", "runs/tiny", "with", *whose)[0] == 0
     kept = files(here / "runs")
     Path("digits.npz").unlink()
@@ -386,7 +386,7 @@ def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bo
     key = ["--key", "key"] if sealed else []
 
     def exported(when: str) -> dict[str, dict[str, bytes]]:
-        code, out = run("export", "run", f"{when}-global")
+        code, out = run("export", "run", f"{when}-global", "--global")
         assert code == 0, out
         for name, place in places.items():
             code, out = run("export", str(place), f"{when}-{name}", *key)

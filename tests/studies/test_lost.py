@@ -41,7 +41,7 @@ def test_a_run_whose_world_is_lost_is_left_as_it_is_until_a_copy_is_back(
         "lost its newest global model" in text(out) or "holds a run" in text(out)
     ), out
     assert files(here / "a") == left
-    code, out = run("export", "a", "model")
+    code, out = run("export", "a", "model", "--global")
     assert code == 2 and "no committed round" in text(out)
     shutil.rmtree(here / "a/global", ignore_errors=True)
     (here / "copy").rename(here / "a/global")
@@ -99,7 +99,7 @@ def test_an_export_is_not_made_on_other_weights(here: Path) -> None:
     assert run("run", "study.toml", "--output", "a", "--set", "train.rounds=1")[0] == 0
     file = "weights/model.safetensors"
     save_file({k: v + 1 for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
-    code, out = run("export", "a", "model")
+    code, out = run("export", "a", "model", "--global")
     assert code == 2 and "restore the initial weights" in text(out)
 
 

@@ -69,7 +69,7 @@ found = {}
 for folder in map(Path, sys.argv[2:]):
     out = Path(sys.argv[1], *folder.parts[-2:])
     said = {"verify": run("verify", str(folder)), "privacy": run("privacy", str(folder))}
-    said["export"] = run("export", str(folder), str(out))
+    said["export"] = run("export", str(folder), str(out), "--global")
     said["own"] = run("export", str(folder), str(out / "own"), "--client", "client-01")
     one = read_run(folder)
     for name, each in vars(RunReader).items():

@@ -260,11 +260,11 @@ def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
     ]
     rate = first.study.train.lr
     assert labels == [
-        f"train.lr={rate}, train.cache_activations=False",
-        "train.lr=0.5, train.cache_activations=False",
-        "train.lr=0.5, train.cache_activations=True",
+        f"lr {rate}, cache_activations False",
+        "lr 0.5, cache_activations False",
+        "lr 0.5, cache_activations True",
     ]
-    assert [g.label for g in group_results([first, changed(lr=0.5)])] == [str(rate), "0.5"]
+    assert [g.label for g in group_results([first, changed(lr=0.5)])] == [f"lr {rate}", "lr 0.5"]
     assert [g.label for g in group_results([first])] == ["tiny"]
     again = replace(
         first, study=first.study.model_copy(update={"seed": 5, "threads": 2, "name": "x"})
@@ -282,3 +282,6 @@ def test_groups_are_named_by_what_tells_them_apart(swept: Sweep) -> None:
         for plan in plans
     ]
     assert [g.label for g in group_results(told)] == ["chain(share(), keep(head))", "share()"]
+    long = parse("chain(share(), when(after(3), freeze(query | key)), keep(head))").text
+    told[0] = replace(told[0], plan=long, folder=Path("runs/mine"))
+    assert [g.label for g in group_results(told)] == ["mine", told[1].folder.name]
