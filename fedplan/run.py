@@ -26,6 +26,8 @@ from fedplan.federation.server import STUDY
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.reports.pages.run_report import report
+from fedplan.reports.plan_warnings import RunWarning
+from fedplan.reports.run_warnings import read_run_warnings
 from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import load_run_model
@@ -104,6 +106,11 @@ class Run:
     def metrics(self) -> Metrics:
         """A row of numbers for each round: loss, bytes, and scores if it was evaluated."""
         return read_run(self.folder).metrics
+
+    @property
+    def warnings(self) -> list[RunWarning]:
+        """Reasons to doubt the result, each with its remedy: nothing trained, few test examples."""
+        return read_run_warnings(self.folder)
 
     @property
     def ledger(self) -> list[Record]:

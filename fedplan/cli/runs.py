@@ -75,11 +75,17 @@ def run_command(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics and /health on this port of localhost.")
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Treat warnings as errors: exit code 1, or no run at all."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a study. It can be stopped at any moment; --resume continues with identical results.
 
-    With --json, rounds are printed to stderr and the final status to stdout.
+    Warnings name reasons to doubt the result, each with its remedy. With --strict the run does not
+    start if some are known before, and the exit code is 1 if there are any at its end. With --json,
+    rounds are printed to stderr and the final status with all warnings to stdout.
     """
     from fedplan.reports.progress import run_flower_with_progress, run_with_progress
     from fedplan.reports.status import run_snapshot
@@ -97,23 +103,32 @@ def run_command(
             same_environment=same_environment,
         )
         if runner == "flower":
-            run_flower_with_progress(
-                opened_study, folder, server=server, metrics_port=metrics_port, console=console
+            warnings = run_flower_with_progress(
+                opened_study,
+                folder,
+                server=server,
+                metrics_port=metrics_port,
+                console=console,
+                strict=strict,
             )
         elif runner in ("local", "pool", "ray"):
             pool = make_pool_config(runner, workers, gpus_per_worker, ray_address)
-            run_with_progress(
+            warnings = run_with_progress(
                 opened_study,
                 folder,
                 earlier=continue_from,
                 metrics_port=metrics_port,
                 workers=pool,
                 console=console,
+                strict=strict,
             )
         else:
             raise FedplanError(f"--runner must be local, pool, ray or flower, not {runner!r}")
         if as_json:
-            print_json({"folder": str(folder), **run_snapshot(folder).json()})
+            status = {"folder": str(folder), **run_snapshot(folder).json()}
+            print_json({**status, "warnings": [warning.json() for warning in warnings]})
+    if strict and warnings:
+        raise typer.Exit(1)
 
 
 @command(app, "status run", "status run --watch")
@@ -122,24 +137,33 @@ def status_command(
     as_json: JsonLinesOption = False,
     refresh: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends.")] = False,
 ) -> None:
-    """Print the status of a run: round, loss, time left, and each site with its last error."""
+    """Print the status of a run: round, loss, time left, warnings, and each site's last error."""
     from rich.live import Live
 
+    from fedplan.reports.plan_warnings import warnings_text
+    from fedplan.reports.run_warnings import read_run_warnings
     from fedplan.reports.status import make_console, run_snapshot, watch
 
     with print_errors():
         if as_json:
             for snapshot in watch(folder) if refresh else [run_snapshot(folder)]:
-                print(json.dumps(replace_nonfinite(snapshot.json())), flush=True)
-        elif refresh:
-            with Live(console=make_console(), refresh_per_second=2) as live:
+                # While it is watched, a run in progress is not read from its start each second.
+                known = read_run_warnings(folder) if not (refresh and snapshot.live) else []
+                status = {**snapshot.json(), "warnings": [each.json() for each in known]}
+                print(json.dumps(replace_nonfinite(status)), flush=True)
+            return
+        console = make_console()
+        if refresh:
+            with Live(console=console, refresh_per_second=2) as live:
                 try:
                     for snapshot in watch(folder):
                         live.update(snapshot)
                 except KeyboardInterrupt:
                     raise typer.Exit(0) from None
         else:
-            make_console().print(run_snapshot(folder))
+            console.print(run_snapshot(folder))
+        for text in warnings_text(read_run_warnings(folder)):
+            console.print(text, soft_wrap=True)
 
 
 @command(app, "stop run")

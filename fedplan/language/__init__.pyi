@@ -16,6 +16,7 @@ from .parts import (
     lora_a,
     lora_b,
     mlp,
+    named,
     norm,
     own,
     prompt,

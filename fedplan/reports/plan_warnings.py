@@ -56,7 +56,8 @@ def file_setting(field: str, value: object) -> str:
     >>> file_setting("train.rounds", 5)
     '--set train.rounds=5'
     """
-    return f"--set {quote(f'{field}={value}')}"
+    text = json.dumps(value) if isinstance(value, list) else value
+    return f"--set {quote(f'{field}={text}')}"
 
 
 def python_setting(field: str, value: object) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.events import CommittedRound, Event
 from fedplan.federation.ledger.status import RunStatus
 from fedplan.federation.ledger.stream import EventStream
@@ -24,10 +26,15 @@ from fedplan.reports.formats import (
     sites_line,
 )
 from fedplan.reports.monitoring import start_monitoring
+from fedplan.reports.plan_warnings import RunWarning, warnings_text
+from fedplan.reports.run_warnings import read_run_warnings
 from fedplan.reports.status import answered_text
 from fedplan.reports.study_explanation import write_privacy_statement
+from fedplan.reports.study_warnings import data_warnings, study_warnings
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.simulation import Simulation
+from fedplan.studies.experiment import outline_agreement
+from fedplan.studies.record import read_data_record
 from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import (
     CLIENT_TESTS,
@@ -100,13 +107,15 @@ def run_with_progress(
     metrics_port: int | None = None,
     workers: PoolConfig | None = None,
     console: Console | None = None,
-) -> None:
+    strict: bool = False,
+) -> list[RunWarning]:
     """Simulate a study in a run folder, or resume the run there; print a line for each round.
 
     Blocks until the run has ended. `earlier` and `workers` are passed to `Simulation`, and
     `metrics_port` to `start_monitoring`; `console` defaults to stdout. With differential privacy,
-    writes and prints the privacy statement. Ctrl-C prints how to resume, and raises
-    SystemExit(130).
+    writes and prints the privacy statement. Prints and returns the warnings of the run; those that
+    are known before are printed before, and with `strict` raise FedplanError. Ctrl-C prints how to
+    resume, and raises SystemExit(130).
     """
     console = console or Console(highlight=False)
     with start_monitoring(folder, metrics_port) as events:
@@ -124,8 +133,9 @@ def run_with_progress(
             f"{millions(sum(p.numel for p in agreement.params))} params, {len(sizes)} clients with "
             f"{sizes[0]} to {sizes[-1]} examples, seed {study.seed}, in {escape(str(folder))}"
             + "".join(f"\n{escape(note)}" for note in notes)
-            + f"\n\n[bold]{round_heading(rules)}[/bold]"
         )
+        _print_first_warnings(console, study, agreement, folder, strict=strict)
+        console.print(f"\n[bold]{round_heading(rules)}[/bold]")
 
         def line(closed: CommittedRound) -> str:
             return simulation_line(closed.row, rules, federation.epsilon_spent)
@@ -151,6 +161,41 @@ def run_with_progress(
             console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
         end = "" if simulation.stopped else "Done. "
         console.print(f"{end}To check it: fedplan verify {folder}", markup=False)
+    return _print_last_warnings(console, folder)
+
+
+def _print_first_warnings(
+    console: Console,
+    study: Study,
+    agreement: Agreement,
+    folder: Path,
+    *,
+    strict: bool,
+) -> None:
+    """Print the warnings that are known before the first round of the run in a folder.
+
+    With `strict`, raise FedplanError if there are any.
+    """
+    record = read_data_record(folder)
+    clients = study.clients.names or record.get("train", ())
+    roster = {name: study.clients.traits.get(name, {}) for name in clients}
+    warnings = [*study_warnings(study, agreement, roster), *data_warnings(study, record)]
+    for text in warnings_text(warnings):
+        console.print(text, soft_wrap=True)
+    if strict and warnings:
+        raise FedplanError(f"--strict: nothing was run, because of {_codes(warnings)}")
+
+
+def _print_last_warnings(console: Console, folder: Path) -> list[RunWarning]:
+    """Print and return the warnings of the run in a folder."""
+    warnings = read_run_warnings(folder)
+    for text in warnings_text(warnings):
+        console.print(text, soft_wrap=True)
+    return warnings
+
+
+def _codes(warnings: Sequence[RunWarning]) -> str:
+    return ", ".join(dict.fromkeys(warning.code for warning in warnings))
 
 
 def run_flower_with_progress(
@@ -160,12 +205,13 @@ def run_flower_with_progress(
     server: Path,
     metrics_port: int | None = None,
     console: Console | None = None,
-) -> None:
+    strict: bool = False,
+) -> list[RunWarning]:
     """Run a study on the sites of a Flower SuperLink; print a line for each round until the end.
 
     `folder` is the run's, `server` the federation's (with the SuperLink's address), in a folder
-    with certificates that are checked for expiry. `metrics_port` and `console` are as in
-    `run_with_progress`. Ctrl-C prints how to resume, and raises SystemExit(130).
+    with certificates that are checked for expiry. `metrics_port`, `console`, `strict` and the
+    result are as in `run_with_progress`. Ctrl-C prints how to resume, and raises SystemExit(130).
     """
     from fedplan.runners.flower.superlink import read_superlink, run_on_superlink
 
@@ -175,6 +221,7 @@ def run_flower_with_progress(
         return sites_line(closed.record, closed.row, score_rules(read_run(folder)))
 
     console.print(f"{study.name}: study {study.full_digest[:12]}, in {folder}", markup=False)
+    _print_first_warnings(console, study, outline_agreement(study), folder, strict=strict)
     try:
         with (
             start_monitoring(folder, metrics_port, server.absolute().parent) as events,
@@ -188,3 +235,4 @@ def run_flower_with_progress(
     if events.stop_text:
         end = f"Stopped after round {events.status.round}: {events.stop_text}."
     console.print(end, markup=False)
+    return _print_last_warnings(console, folder)

@@ -25,7 +25,7 @@ from fedplan.privacy.statement import PRIVACY_FILE, Expense, Statement
 from fedplan.reports.explanation import Explanation, explain
 from fedplan.reports.exposure import study_exposure
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
-from fedplan.reports.study_warnings import study_warnings
+from fedplan.reports.study_warnings import data_warnings, study_warnings
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import (
     Experiment,
@@ -35,6 +35,7 @@ from fedplan.studies.experiment import (
     privacy_guarantee,
     privacy_statement,
 )
+from fedplan.studies.record import data_record
 from fedplan.studies.run import read_earlier_expenses, read_run, read_run_study, sweep_expenses
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.training.fit import TrainArguments
@@ -75,7 +76,8 @@ def explain_experiment(
         explanation.forecast, notes=(*explanation.forecast.notes, *experiment.data.notes)
     )
     explanation = replace(explanation, forecast=forecast)
-    warnings = tuple(study_warnings(study, agreement, roster))
+    record = data_record(study, experiment.data)
+    warnings = (*study_warnings(study, agreement, roster), *data_warnings(study, record))
     exposure = study_exposure(agreement)
     return replace(explanation, warning=exposure, warnings=warnings), privacy_statement(study)
 

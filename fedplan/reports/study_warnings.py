@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
+from math import ceil
 from typing import Any
 
 from fedplan.federation.agreement import Agreement
@@ -92,7 +93,7 @@ def data_warnings(study: Study, record: Mapping[str, Any]) -> Iterator[RunWarnin
     train: Mapping[str, Mapping[str, Any]] = record.get("train") or {}
     tests: Mapping[str, Mapping[str, Any]] = record.get("test") or {}
     scored = tests if study.evaluate.personal or study.evaluate.on_clients else {}
-    yield from _test_size_warnings(study, common, scored, bool(train))
+    yield from _test_size_warnings(study, common, scored, train)
     for name, split in train.items():
         if common and split["digest"] == common["digest"]:
             yield _tested_on_training("The common test set has", name)
@@ -105,7 +106,7 @@ def data_warnings(study: Study, record: Mapping[str, Any]) -> Iterator[RunWarnin
         if len(names) > 1 and train[names[0]]["examples"]:
             yield RunWarning(
                 "same-examples",
-                f"{_names(names)} have the same training examples.",
+                f"{join_names(names)} have the same training examples.",
                 "Give each client its own examples, or remove the duplicates from the data.",
             )
     yield from _label_warnings(study, common, train, tests)
@@ -113,7 +114,7 @@ def data_warnings(study: Study, record: Mapping[str, Any]) -> Iterator[RunWarnin
     empty += [name for name in study.clients.names if train and name not in train]
     notes = [str(note) for note in record.get("notes", ()) if str(note).endswith(EMPTY_CLIENTS)]
     if empty or notes:
-        text = f"No training examples: {_names(empty)}." if empty else notes[0]
+        text = f"No training examples: {join_names(empty)}." if empty else notes[0]
         remedy = "Leave these clients out, or give them examples"
         if not study.data.from_python:
             remedy += f"; or use fewer: {setting('data.num_clients', max(1, len(train)))}"
@@ -124,16 +125,12 @@ def _test_size_warnings(
     study: Study,
     common: Mapping[str, Any] | None,
     scored: Mapping[str, Mapping[str, Any]],
-    has_data: bool,
+    train: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[RunWarning]:
     """Yield warnings of missing and of small test sets; `scored` are those of the clients."""
-    setting = setting_text(study)
+    setting, python = setting_text(study), study.data.from_python
     sizes = {name: int(split["examples"]) for name, split in scored.items()}
-    python = study.data.from_python
-    more = "Give more test examples"
-    if not python:
-        more += f": {setting('data.holdout_fraction', 0.3)}, or a larger common test set"
-    if common is None and has_data and not sizes:
+    if common is None and train and not sizes:
         remedy = "give test=..., or clients={name: {'train': ..., 'test': ...}}"
         if not python:
             remedy = f"hold examples out: {setting('data.holdout_fraction', 0.2)}"
@@ -143,15 +140,26 @@ def _test_size_warnings(
     if (common or sizes) and total < MIN_TEST_EXAMPLES:
         what = "The common test set has" if common else "All clients' tests have"
         text = f"{what} {total} examples: one of them changes a score by {1 / max(1, total):.2f}."
-        yield RunWarning("few-test-examples", text, more)
+        remedy = "Give more test examples" + ("" if python else ", as by data.test_path")
+        yield RunWarning("few-test-examples", text, remedy)
     few = [name for name, size in sizes.items() if size < MIN_TEST_EXAMPLES]
     if few and (common or total >= MIN_TEST_EXAMPLES):
         least = min(few, key=lambda name: sizes[name])
-        text = (
-            f"{len(few)} of {len(sizes)} clients have fewer than {MIN_TEST_EXAMPLES} test examples "
-            f"(least: {least}, {sizes[least]}), so their own scores are uncertain."
+        every = sizes[least] + int(train[least]["examples"])
+        remedy = "Give these clients more test examples"
+        if not python and study.data.partition != "column" and every < 2 * MIN_TEST_EXAMPLES:
+            total = sum(sizes.values()) + sum(int(split["examples"]) for split in train.values())
+            fewer = max(1, total // (5 * MIN_TEST_EXAMPLES))
+            remedy = f"Use fewer clients: {setting('data.num_clients', fewer)}"
+        elif not python and every >= 2 * MIN_TEST_EXAMPLES:
+            fraction = ceil(100 * MIN_TEST_EXAMPLES / every) / 100
+            remedy = f"Hold more examples out: {setting('data.holdout_fraction', fraction)}"
+        yield RunWarning(
+            "few-client-test-examples",
+            f"{len(few)} of {len(sizes)} clients: fewer than {MIN_TEST_EXAMPLES} test examples "
+            f"(least: {least}, {sizes[least]}), so their own scores are uncertain.",
+            remedy,
         )
-        yield RunWarning("few-client-test-examples", text, more)
 
 
 def _label_warnings(
@@ -176,7 +184,7 @@ def _label_warnings(
     alone = {label: names[0] for label, names in clients_by_label.items() if len(names) == 1}
     if alone and len(train) > 1:
         label, name = next(iter(alone.items()))
-        text = f"{len(alone)} labels occur at one client only ({_names(alone)})."
+        text = f"{len(alone)} labels occur at one client only ({join_names(alone)})."
         if len(alone) == 1:
             text = f"The label {label} occurs at {name} only."
         remedy = "The model of other clients cannot learn it, and updates may reveal it"
@@ -191,7 +199,7 @@ def _label_warnings(
     if train and clients_by_label and (unseen := sorted(tested - clients_by_label.keys())):
         yield RunWarning(
             "label-not-trained",
-            f"No training example has the label {_names(unseen)}, which the tests have.",
+            f"No training example has the label {join_names(unseen)}, which the tests have.",
             "Add training examples of it, or leave it out of the tests, as with data.filter.",
         )
 
@@ -204,7 +212,7 @@ def _tested_on_training(owner: str, client: str) -> RunWarning:
     )
 
 
-def _names(names: Any) -> str:
+def join_names(names: Iterable[object]) -> str:
     """Return the first names with commas, and how many more there are."""
     every = list(map(str, names))
     more = f" and {len(every) - MAX_NAMES} more" if len(every) > MAX_NAMES else ""

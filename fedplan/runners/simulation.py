@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.metrics import metric_spread
-from fedplan.federation.evaluation import Scores, join_validation
+from fedplan.federation.evaluation import Scores, combine_scores, join_validation
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
@@ -38,7 +38,7 @@ from fedplan.studies.experiment import (
     validated_models,
 )
 from fedplan.studies.in_memory import InMemoryInputs
-from fedplan.studies.record import record_session, write_data_record
+from fedplan.studies.record import record_session, write_data_record, write_initial_scores
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
 from fedplan.studies.run import claim_run_folder, read_run, update_run_files
 from fedplan.studies.run_scores import is_personal
@@ -181,6 +181,8 @@ class Simulation:
                 last = server.last_round()
                 server.keep_best(self.scoring.best_round(server.history))
                 events.call_back(self._with_task(last) if last else None)
+                if last is None:
+                    write_initial_scores(self.folder, self.initial_scores())
                 while (
                     server.global_state.round < server.rounds
                     and not events.stop_text
@@ -315,11 +317,7 @@ class Simulation:
             for name, sets in personal.items():
                 if "validation" in sets:
                     answers.setdefault(name, {})["validation.personal"] = sets["validation"]
-            if clients:
-                scores["clients"], key = clients, data.task.primary
-                if primary := {n: each[key] for n, each in clients.items() if key in each}:
-                    higher = data.task.higher_is_better
-                    scores["personal"] = metric_spread(key, primary, higher_is_better=higher)
+            scores |= self._spread(clients) if clients else {}
         validation = join_validation(scores, answers, self.scoring, common)
         scores |= {"validation": validation} if validation else {}
         return scores
@@ -352,6 +350,39 @@ class Simulation:
         data, study = self.data, self.study
         has_tests = data.common_test is None and bool(data.client_tests)
         return has_tests and not study.evaluate.on_clients and study.privacy is None
+
+    def _spread(self, clients: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Return metrics by client as "clients", and the primary one's spread as "personal"."""
+        key, higher = self.data.task.primary, self.data.task.higher_is_better
+        primary = {name: metrics[key] for name, metrics in clients.items() if key in metrics}
+        spread = metric_spread(key, primary, higher_is_better=higher) if primary else None
+        return {"clients": clients, **({"personal": spread} if spread else {})}
+
+    def initial_scores(self) -> dict[str, Any]:
+        """Evaluate the starting model before the first round; the result is as of `evaluate`.
+
+        Without validation; under differential privacy on the common test set alone. Personal models
+        are those of all clients, so they are left out if the study continues another run.
+        """
+        federation, evaluate, data = self.federation, self.study.evaluate, self.data
+        model, size, tests = federation.model, evaluate.batch_size, data.client_tests
+        set_values(model, federation.global_values(), federation.agreement.trainable)
+        scores: dict[str, Any] = {}
+        if data.common_test is not None:
+            scores["global"] = data.task.score(model, data.common_test, batch_size=size)
+        measured = evaluate.personal or evaluate.on_clients or self._pools_tests
+        if not tests or not measured or self.study.privacy is not None:
+            return scores
+        clients, together = data.task.score_clients(model, tests, batch_size=size)
+        if self._pools_tests:
+            scores["global"] = {**together, "clients": float(len(tests))}
+        hides_clients = evaluate.on_clients and self.study.aggregation.config.active
+        if self.study.continue_from or hides_clients:
+            return scores
+        if evaluate.on_clients:
+            answers = {name: {"global": each, "personal": each} for name, each in clients.items()}
+            return scores | {"sites": combine_scores(answers, {}, self.scoring)}
+        return scores | (self._spread(clients) if evaluate.personal else {})
 
     def attention_shifts(self, before: Tensors) -> dict[str, Any]:
         """Measure how far each block's attention moved from the values `before` to the present.

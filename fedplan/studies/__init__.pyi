@@ -27,11 +27,14 @@ from .in_memory import InMemoryInputs
 from .record import (
     DATA_FILE,
     ENVIRONMENT_FILE,
+    data_record,
     environment_changes,
     read_data_record,
+    read_initial_scores,
     read_sessions,
     record_session,
     write_data_record,
+    write_initial_scores,
 )
 from .resume import continue_study, has_progress, import_kept_params, open_study, prepare_folder
 from .run import (

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.ledger.digests import ExamplesSummary, summarize_examples
+from fedplan.federation.ledger.history import Row, join_scores
 from fedplan.storage.files import write_atomic, write_if_changed
 from fedplan.storage.logs import utc_now
 from fedplan.studies.federated_data import FederatedData
@@ -20,7 +21,9 @@ from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import DeviceError, device_description, resolve_device
 
 DATA_FILE, ENVIRONMENT_FILE = "data.json", "environment.json"
-"""Files in a run's folder: what the run's data is, and where each session of it ran."""
+INITIAL_SCORES_FILE = "initial_scores.json"
+"""Files in a run's folder: what the run's data is, where each session of it ran, and the scores of
+the starting model."""
 PACKAGES = ("fedplan", "torch", "transformers", "peft", "bitsandbytes", "datasets", "numpy")
 """Packages whose versions are recorded, if installed."""
 
@@ -28,7 +31,13 @@ log = logging.getLogger("fedplan")
 
 
 def write_data_record(folder: Path, study: Study, data: FederatedData) -> None:
-    """Write the data file of a run: columns, labels, and size, digest and labels of each split.
+    """Write the data file of a run: its `data_record`."""
+    content = json.dumps(data_record(study, data), indent=1, ensure_ascii=False)
+    write_if_changed(folder / DATA_FILE, content + "\n")
+
+
+def data_record(study: Study, data: FederatedData) -> dict[str, Any]:
+    """Return columns, labels, and size, digest and labels of each split of a study's data.
 
     "train", "test" and "validation" are by client. Under differential privacy they are left out,
     with all notes: nothing of single clients or examples is stored. On a server without data they
@@ -53,7 +62,7 @@ def write_data_record(folder: Path, study: Study, data: FederatedData) -> None:
         content[split] = {} if private else _client_records(task, summaries)
     if not private:
         content["train"] = _client_records(task, data.train_summaries)
-    write_if_changed(folder / DATA_FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return content
 
 
 def _client_records(task: Task, summaries: Mapping[str, ExamplesSummary]) -> dict[str, Any]:
@@ -69,6 +78,20 @@ def _split_record(task: Task, summary: ExamplesSummary) -> dict[str, Any]:
 def read_data_record(folder: Path) -> dict[str, Any]:
     """Return the content of a run's data file; empty for a run of an older version."""
     return dict(_read_json(folder / DATA_FILE) or {})
+
+
+def write_initial_scores(folder: Path, scores: Mapping[str, Any]) -> None:
+    """Write the scores of the starting model, as those of a round in the metrics file."""
+    write_if_changed(folder / INITIAL_SCORES_FILE, json.dumps(scores, indent=1) + "\n")
+
+
+def read_initial_scores(folder: Path) -> Row:
+    """Return the scores of the starting model by name, as in the row of a round.
+
+    Empty if there are none: for a run without test examples, of real sites, or of an older version.
+    """
+    scores: dict[str, Any] = _read_json(folder / INITIAL_SCORES_FILE) or {}
+    return join_scores([{"round": 0}], [{**scores, "round": 0}])[0]
 
 
 def current_environment(study: Study) -> dict[str, Any]:

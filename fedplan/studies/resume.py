@@ -17,7 +17,12 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import privacy_guarantee
-from fedplan.studies.record import DATA_FILE, ENVIRONMENT_FILE, require_same_environment
+from fedplan.studies.record import (
+    DATA_FILE,
+    ENVIRONMENT_FILE,
+    INITIAL_SCORES_FILE,
+    require_same_environment,
+)
 from fedplan.studies.run import MANIFEST, TASK, read_run, read_run_study
 from fedplan.studies.schema import (
     ConfigError,
@@ -30,7 +35,7 @@ from fedplan.studies.schema import (
 )
 from fedplan.tensors.named import is_aux
 
-START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, ENVIRONMENT_FILE)
+START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, ENVIRONMENT_FILE, INITIAL_SCORES_FILE)
 """Files that a run writes before its first round."""
 
 

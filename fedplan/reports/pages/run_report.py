@@ -32,6 +32,7 @@ from fedplan.reports.pages.scores import (
     privacy_section,
 )
 from fedplan.reports.pages.traffic import traffic_section
+from fedplan.reports.run_warnings import run_warnings
 from fedplan.storage.logs import utc_now
 from fedplan.studies.run import read_consistently
 from fedplan.studies.run_scores import ScoreKind
@@ -129,7 +130,7 @@ def watch_report(
 
 
 def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
-    """Yield a table of the runs, if there are several, and a summary of each group's first run.
+    """Yield a table of several runs, a summary of each group's first run, and all warnings.
 
     A group is the runs that differ only in their seed. Under client-level differential privacy the
     table leaves out traffic, which would reveal how many clients were sampled.
@@ -153,6 +154,9 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
         if len(groups) > 1:
             yield block("heading", text=group.name)
         yield _summary(group.runs[0])
+    for name, each in zip(run_names(facts), facts, strict=True):
+        if warnings := run_warnings(each):
+            yield block("warnings", run=name, warnings=warnings)
 
 
 def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:

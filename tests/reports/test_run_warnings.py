@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings: each silent mistake has one, with a remedy; good studies have none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import run as typed
+from silent_mistakes import (
+    GOOD,
+    KEEP_TOP,
+    MISTAKES,
+    STUDY,
+    clients,
+    net,
+    played,
+    rows,
+    some_shades,
+)
+
+import fedplan as fp
+from fedplan.audits.run import audit_run
+from fedplan.reports.plan_warnings import PLAN_WARNINGS
+from fedplan.reports.run_warnings import RESULT_WARNINGS
+from fedplan.reports.study_warnings import DATA_WARNINGS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+MEANINGS = PLAN_WARNINGS | DATA_WARNINGS | RESULT_WARNINGS
+BY_DAY = 11
+"""Good studies that are played by day."""
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    some_shades(tmp_path)
+    (tmp_path / "study.toml").write_text(STUDY)
+    return tmp_path
+
+
+def test_there_are_thirty_mistakes_and_twenty_good_studies() -> None:
+    assert len({each.what for each in MISTAKES}) == len(MISTAKES) >= 30
+    assert len(GOOD) >= 20
+    assert MEANINGS.keys() - {each.code for each in MISTAKES} == {"unreadable"}
+
+
+def test_each_silent_mistake_has_its_warning(tmp_path: Path) -> None:
+    for each in MISTAKES:
+        warnings = {warning.code: warning for warning in each.play(tmp_path).warnings}
+        assert each.code in warnings, (each.what, list(warnings))
+        assert warnings.keys() <= MEANINGS.keys()
+        assert all(w.text.endswith(".") and w.remedy for w in warnings.values()), warnings
+
+
+def test_the_page_lists_each_mistake_with_its_warning() -> None:
+    for each in MISTAKES:
+        row = f"| {each.what} | `{each.code}` | {MEANINGS[each.code]} |"
+        assert row in PAGE, "python docs/troubleshooting.py"
+
+
+def test_good_studies_have_no_warning(tmp_path: Path) -> None:
+    for what in [*GOOD][:BY_DAY]:
+        assert not GOOD[what](tmp_path).warnings, what
+
+
+@pytest.mark.nightly
+def test_all_other_good_studies_have_no_warning(tmp_path: Path) -> None:
+    for what in [*GOOD][BY_DAY:]:
+        assert not GOOD[what](tmp_path).warnings, what
+
+
+def test_warnings_stand_on_every_screen(study: Path) -> None:
+    command = ("run", "study.toml", "--set", "method.plan=freeze()", "--set", "train.rounds=1")
+    code, words = typed(*command, "--output", "run")
+    assert code == 0 and words.count("Nothing is trained") == 2, "before the run, and after it"
+    code, words = typed("status", "run")
+    assert code == 0 and "Nothing is trained" in words
+    assert json.loads(typed("status", "run", "--json")[1])["warnings"][0] == {
+        "code": "nothing-trained",
+        "text": "Nothing is trained: the plan chain(share(), freeze()) gives no param the role "
+        "SHARE or KEEP.",
+        "remedy": "Share or keep a part, as --set 'method.plan=share()'",
+    }
+    typed("report", "run", "-o", "report.html")
+    page = (study / "report.html").read_text()
+    assert "1 warning<" in page and "Nothing is trained" in page
+    assert [each.code for each in fp.open_run("run").warnings] == ["nothing-trained"]
+    code, words = typed(*command, "--output", "other", "--json")
+    assert json.loads(words[words.index("{\n") :])["warnings"][0]["code"] == "nothing-trained"
+    explained = json.loads(typed("explain", "study.toml", "--json")[1])
+    assert explained["warnings"] == []
+
+
+def test_strict_makes_them_errors(study: Path) -> None:
+    code, words = typed("run", "study.toml", "--strict", "--set", "method.plan=freeze()")
+    assert code == 2 and "nothing was run, because of nothing-trained" in words
+    assert fp.open_run("runs/tiny").round == 0
+    code, words = typed(
+        *("run", "study.toml", "--strict", "--output", "late"),
+        *("--set", "clients.late_fraction=1.0", "--set", "train.rounds=1"),
+    )
+    assert code == 1 and "Never aggregated" in words, words
+    assert typed("run", "study.toml", "--strict", "--output", "good")[0] == 0
+
+
+def test_client_level_privacy_tells_nothing_of_clients() -> None:
+    run = played(
+        KEEP_TOP,
+        clients(4, test=5),
+        test=rows(10, 9),
+        privacy=fp.PrivacyConfig(unit="client", epsilon=1e6, noise_multiplier=0.01),
+        participation=fp.ClientsConfig(fraction=0.5),
+    )
+    codes = [each.code for each in run.warnings]
+    assert "few-test-examples" in codes  # of the common test set, which is public
+    assert "site-" not in " ".join(map(str, run.warnings))
+    clients_codes = {"few-client-test-examples", "client-never-drawn", "client-never-aggregated"}
+    assert not {*codes} & clients_codes
+
+
+@pytest.mark.parametrize("kind", ["plain", "secure"])
+def test_verify_proves_that_trained_params_moved(kind: str) -> None:
+    how = fp.AggregationConfig(kind=kind, threshold=2 * (kind == "secure"), min_contributors=2)
+    plan = 'chain(share(), freeze(named("body*")))'
+    audit = audit_run(played(plan, aggregation=how).folder)
+    assert "frozen params were checked 8 times and none changed; all 2 trained" in audit.summary
+    audit = audit_run(played(model=net(unused=True), aggregation=how).folder)
+    assert audit.faults == () and audit.unmoved == ("unused.weight", "unused.bias")
+    assert "of 6 trained params 2 never moved (unused.weight, unused.bias)" in audit.summary
+    audit = audit_run(played("freeze()", aggregation=how).folder)
+    assert "nothing was trained" in audit.summary and not audit.unmoved
