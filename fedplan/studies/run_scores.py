@@ -23,7 +23,10 @@ ScoreKind = Literal["personal", "worst client", "global", "mean of clients"]
 clients of a model that all of them share."""
 COMMON_TEST, CLIENT_TESTS = "the common test set", "all clients' test examples"
 """On which examples a score is."""
-SPREAD_PREFIXES = ("personal.", "sites.spread.personal.", "sites.spread.global.")
+SPREAD_PREFIXES = (
+    *("personal.", "sites.spread.personal.", "sites.spread.global."),
+    "sites.personal.",  # of score counts, which have no spread
+)
 """Prefixes of metrics on how the primary metric spreads over clients."""
 GLOBAL_PREFIXES = ("global.", "sites.global.")
 """Prefixes of the global model's metrics."""
@@ -167,7 +170,7 @@ class ScoreRules:
             row[column],
             column,
             CLIENT_TESTS,
-            clients=int(row.get(f"{prefix}clients", 0)),
+            clients=int(row.get(f"{prefix}clients", row.get("sites.clients", 0))),
             std=row.get(f"{column}_std"),
         )
 

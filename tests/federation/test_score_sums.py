@@ -44,6 +44,8 @@ from fedplan.runners.simulation import Simulation
 from fedplan.sites.policy import Policy
 from fedplan.sites.review import review_study
 from fedplan.studies.experiment import build_experiment, make_eval_set, privacy_statement
+from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import run_scores
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import unpack_message
@@ -161,6 +163,11 @@ def test_secure_sums_are_the_scores_of_all_examples(here: Path) -> None:
     ] * 2
     for model in ("global", "personal"):
         assert told[-1][model] == pytest.approx(pooled(whole, model, sites.names)), model
+    shown = run_scores(read_run(here / "local")).scores
+    assert [(score.kind, score.value) for score in shown] == [
+        (model, told[-1][model]["accuracy"]) for model in ("personal", "global")
+    ], "the personal score leads, and there is no worst client"
+    assert shown[0].clients == 3
     assert sites.carry() == told, "as between machines"
     assert verify_run(here / "there/run")[0] == []
     # An answer has keys, boxes, masked words of one length, signatures or shares: no number else.
@@ -259,8 +266,9 @@ def test_noise_is_charged_and_covered_by_epsilon(here: Path) -> None:
     assert {"accuracy", "accuracy_low", "accuracy_high"} <= set(told[-1]["global"])
     assert "sites.global.accuracy_low" in whole.metrics[-1]
     assert verify_run(here / "local")[0] == []
-    shown = json.dumps(told)
-    assert not any(name in shown for name in whole.data.train), "nothing of a single client"
+    names = [line.pop("senders") for line in told]
+    assert names == [list(whole.data.train)] * 2, "who took part is public"
+    assert not any(name in json.dumps(told) for name in whole.data.train), "no single client"
 
 
 def test_noise_at_a_site_has_the_promised_size_and_the_same_bits_again(here: Path) -> None:
