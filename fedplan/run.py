@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Any, Never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedplan.data.custom_task import CustomTask, model_loss
 from fedplan.data.examples import Loss
@@ -30,7 +30,7 @@ from fedplan.reports.plan_warnings import RunWarning
 from fedplan.reports.run_warnings import read_run_warnings
 from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.export import load_run_model
+from fedplan.studies.export import load_run_model, load_run_values
 from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
@@ -51,6 +51,7 @@ _MOVED = {
     "collate metrics primary": "task=fp.CustomTask({}=...)",
     "client_tests": 'clients={{"north": {{"train": ..., "test": ...}}}}',
     "folder resume start name seed device deterministic": "options=fp.RunOptions({}=...)",
+    "store_model": "options=fp.RunOptions({}=...)",
     "run": "options=fp.RunOptions(start=False)",
     "runner workers": "fp.run_study, with a study file",
 }
@@ -65,7 +66,8 @@ class RunOptions:
     `resume`: continue the run in `folder`; without it a folder with rounds is an error.
     `start`: False runs no round yet; iterate over `Run.rounds`.
     `device`: "auto" or a device name. `deterministic`: raise where PyTorch has no deterministic
-    kernel.
+    kernel. `store_model`: store the initial model in `folder`, which takes as much disk as all its
+    values, so that any process can open and export the run without the objects that made it.
     """
 
     folder: Path | str | None = None
@@ -75,6 +77,7 @@ class RunOptions:
     seed: int = 0
     device: str = AUTO
     deterministic: bool = TrainSetup.deterministic
+    store_model: bool = True
 
 
 class Run:
@@ -128,8 +131,9 @@ class Run:
     def global_model(self) -> nn.Module:
         """Return a new model with the global values.
 
-        A run that was only opened builds its model again from the study's files; ConfigError if
-        `simulate` got the model from Python, or if the files have changed.
+        A run that was only opened builds its model again from the study's files, or from the model
+        stored in its folder; ConfigError if these have changed, or if the model is of a class that
+        is neither of transformers nor of fedplan: see `global_values`.
         """
         if self.simulation:
             return self.simulation.global_model()
@@ -143,6 +147,25 @@ class Run:
         if self.simulation:
             return self.simulation.personal_model(client)
         return load_run_model(self.folder, client)
+
+    def global_values(self) -> dict[str, Tensor]:
+        """Return the state dict of the global model; also if the class of the model is unknown.
+
+        Load it by `model.load_state_dict(run.global_values())`. Raises ConfigError if the run has
+        no readable initial model.
+        """
+        if self.simulation:
+            return dict(self.simulation.global_model().state_dict())
+        return load_run_values(self.folder)
+
+    def personal_values(self, client: str) -> dict[str, Tensor]:
+        """Return the state dict of a client's personal model; see `global_values`.
+
+        Raises ConfigError if there is no client of this name, and as `global_values`.
+        """
+        if self.simulation:
+            return dict(self.simulation.personal_model(client).state_dict())
+        return load_run_values(self.folder, client)
 
     def report(
         self,
@@ -314,5 +337,12 @@ def simulate(
     )
     prepare_folder(folder, study, resume=options.resume)
     events = EventStream(folder) if options.folder else None
-    simulation = Simulation(study, folder, in_memory, callbacks=callbacks, events=events)
+    simulation = Simulation(
+        study,
+        folder,
+        in_memory,
+        callbacks=callbacks,
+        events=events,
+        store_model=options.store_model and bool(options.folder),
+    )
     return Run(folder, simulation.run() if options.start else simulation)

@@ -31,6 +31,7 @@ from fedplan.storage.journal import Journal
 from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.record import DATA_FILE, read_data_record
 from fedplan.studies.run import RunReader, read_consistently
+from fedplan.studies.stored_model import MODEL_FOLDER, stored_model_faults
 from fedplan.tensors.named import Tensors, digest
 
 FAILED = "The run failed the checks that the faults name"
@@ -312,8 +313,9 @@ def _example_faults(run: RunReader) -> tuple[list[str], str]:
 
 
 def _record_faults(run: RunReader) -> list[str]:
-    """Compare the digests of examples in the data file, if it has any, with the run's identity."""
+    """Check the data file against the run's identity, and a stored initial model for changes."""
     splits: dict[str, dict[str, object]] = read_data_record(run.folder).get("train", {})
     digests = {name: str(split["digest"]) for name, split in splits.items()}
     different = bool(digests and run.identity.examples) and digests != run.identity.examples
-    return [f"{DATA_FILE} names other examples than {RUN_FILE}"] if different else []
+    faults = [f"{DATA_FILE} names other examples than {RUN_FILE}"] if different else []
+    return [*faults, *stored_model_faults(run.folder / MODEL_FOLDER)]

@@ -34,7 +34,7 @@ from fedplan.methods.lora import (
     train_at_client_rank,
 )
 from fedplan.methods.method import Method
-from fedplan.models.adapters import adapter_families
+from fedplan.models.adapters import adapter_families, import_peft
 from fedplan.models.description import describe
 from fedplan.models.prompts import add_prompts
 
@@ -115,7 +115,7 @@ def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
     A model that already has an adapter is returned unchanged. lora_alpha is `SCALE * rank`. Raises
     UnknownArchitecture if, without a layer map, the modules of the part are unknown.
     """
-    import peft
+    peft = import_peft()
 
     if adapter_families(model):
         return model

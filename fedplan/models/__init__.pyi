@@ -5,10 +5,12 @@ from .adapters import (
     adapter_families,
     adapter_family,
     add_adapter,
+    import_peft,
     load_adapter,
     lora_scales,
     make_peft_config,
     merge_and_dequantize,
+    read_adapter_config,
     save_adapter,
 )
 from .architectures import register_layer_map
@@ -47,6 +49,7 @@ from .values import (
     copy_buffers,
     freeze_batch_norms,
     get_values,
+    is_packed,
     is_quantized,
     mixes_examples,
     param_value,

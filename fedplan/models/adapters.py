@@ -280,7 +280,9 @@ def make_peft_config(name: str, settings: Mapping[str, Any], loader: str = "") -
     model's own weights, and if peft is missing or too old.
     """
     family, preset = adapter_family(name)
-    classes = {k.value.lower(): each for k, each in _peft().PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    classes = {
+        k.value.lower(): each for k, each in import_peft().PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    }
     if family not in classes:
         raise UnknownAdapter(f"this version of peft has no {family}: install a later one")
     allowed = {f.name for f in fields(classes[family])} - _RESERVED
@@ -310,7 +312,7 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
     """
     if families := adapter_families(model):
         raise UnknownAdapter(f"the model already has an adapter, of peft's {', '.join(families)}")
-    return _peft().get_peft_model(model, config)
+    return import_peft().get_peft_model(model, config)
 
 
 def load_adapter(model: nn.Module, name: str) -> nn.Module:
@@ -321,7 +323,7 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
     """
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
-    peft = _peft()
+    peft = import_peft()
     folder = Path(name)
     if is_hub_id(name):
         import huggingface_hub
@@ -331,7 +333,7 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise UnknownAdapter(f"{name!r} is no adapter: there is no {file} in it")
-    config = peft.PeftConfig.from_pretrained(str(folder))
+    config = read_adapter_config(folder)
     family = str(config.peft_type.value).lower()
     if family not in FAMILIES:
         raise UnknownAdapter(
@@ -345,7 +347,6 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
             "prefix_projection"
         )
     _require_lora_init(repr(name), getattr(config, "init_lora_weights", True))
-    config.inference_mode = False
     adapted = add_adapter(model, config)
     keys = peft.set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
     unexpected = sorted({*keys.unexpected_keys} - {"prompt_embeddings"})
@@ -393,7 +394,7 @@ def merge_and_dequantize(model: nn.Module) -> nn.Module:
         return merge_adapters(model)
     if not adapter_families(model):
         return dequantize(model)
-    peft, adapted = _peft(), cast("Any", model)
+    peft, adapted = import_peft(), cast("Any", model)
     config = adapted.peft_config[adapted.active_adapter]
     values = peft.get_peft_model_state_dict(adapted)
     float_model = add_adapter(dequantize(adapted.unload()), config)
@@ -401,7 +402,16 @@ def merge_and_dequantize(model: nn.Module) -> nn.Module:
     return merge_adapters(float_model)
 
 
-def _peft() -> Any:
+def read_adapter_config(folder: Path) -> Any:
+    """Return the peft configuration in a folder, for an adapter that is to be trained."""
+    peft = import_peft()
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    return config
+
+
+def import_peft() -> Any:
+    """Return the module peft; raises UnknownAdapter, with the install line, if it is missing."""
     try:
         import peft
     except ImportError as error:

@@ -43,6 +43,7 @@ from fedplan.studies.resume import has_progress, import_kept_params, prepare_fol
 from fedplan.studies.run import claim_run_folder, read_run, update_run_files
 from fedplan.studies.run_scores import is_personal
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
+from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, store_model
 from fedplan.tensors.devices import resolve_device
 from fedplan.tensors.named import Tensors
 
@@ -66,10 +67,11 @@ class Simulation:
     the study's files, `earlier_run` is the run folder from which clients take their personal params
     if the study continues another run. `callbacks` are called after each committed round, before
     the study's own; `events` receives progress; `pool_config` runs clients in a worker pool, None
-    in this process. `stopped` says why the run ended before the last round (the text of a callback,
-    or an operator's request), and is empty otherwise. After rounds: `metrics`, `global_model`,
-    `personal_model`, and `resume` to go on. The constructor raises ConfigError if study, data and
-    options do not fit together.
+    in this process. `store_model` stores the initial model in the folder, so that the run can be
+    exported without `in_memory`. `stopped` says why the run ended before the last round (the text
+    of a callback, or an operator's request), and is empty otherwise. After rounds: `metrics`,
+    `global_model`, `personal_model`, and `resume` to go on. The constructor raises ConfigError if
+    study, data and options do not fit together.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Simulation:
         callbacks: Sequence[Callback] = (),
         events: EventStream | None = None,
         pool_config: PoolConfig | None = None,
+        store_model: bool = False,
     ) -> None:
         if not study.has_central_data:
             raise ConfigError(
@@ -93,7 +96,7 @@ class Simulation:
                 "use --runner local"
             )
         self.study, self.folder, self.in_memory = study, folder, in_memory
-        self.earlier_run = earlier_run
+        self.earlier_run, self.store_model = earlier_run, store_model
         self.callbacks = (*callbacks, *study.evaluate.callbacks)
         self.events, self.pool_config = events or EventStream(), pool_config
         self.pool: PoolExecutor | None = None
@@ -148,6 +151,8 @@ class Simulation:
                 activation_cache=study.train.activation_cache,
             )
             update_run_files(self.federation.server, study, experiment)
+            if self.store_model and not (self.folder / MODEL_FOLDER / STORED_FILE).exists():
+                store_model(experiment.model, self.data.task, self.folder / MODEL_FOLDER)
             write_data_record(self.folder, study, self.data)
             runner = self.pool_config.runner if self.pool_config else "local"
             record_session(self.folder, study, runner, self.federation.global_state.round)

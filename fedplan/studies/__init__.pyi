@@ -13,7 +13,7 @@ from .experiment import (
     require_usable_batches,
     validated_models,
 )
-from .export import describe_export, export_run, load_run_model
+from .export import describe_export, export_run, load_run_model, load_run_values
 from .federated_data import EMPTY_CLIENTS, compute_split, load_federated_data
 from .federation_sections import (
     AggregationConfig,
@@ -81,5 +81,6 @@ from .schema import (
 )
 from .sections import Section, TrainConfig
 from .starter import StudyOptions, new_study
+from .stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_model_faults
 
 __all__ = ["build_experiment"]

@@ -9,26 +9,40 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
+from fedplan.data.custom_task import CustomTask
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.endpoint import only_run_folder, read_personal_model
 from fedplan.federation.global_state import global_values, personal_values
 from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
 from fedplan.language.predicates import Turn
-from fedplan.models.adapters import CONFIG, load_adapter, merge_and_dequantize, save_adapter
-from fedplan.models.catalog import is_hub_id, load_pretrained, no_progress_bars, strip_hub_prefix
+from fedplan.models.adapters import (
+    CONFIG,
+    adapter_families,
+    load_adapter,
+    merge_and_dequantize,
+    save_adapter,
+)
+from fedplan.models.catalog import (
+    is_hub_id,
+    load_pretrained,
+    manifest_json,
+    no_progress_bars,
+    strip_hub_prefix,
+)
 from fedplan.models.dual_encoder import DualEncoder
-from fedplan.models.folder import SETTINGS, Preprocessing, image_mean_std, load_folder, save_folder
+from fedplan.models.folder import SETTINGS, load_folder, save_folder
 from fedplan.models.values import is_quantized, set_values
 from fedplan.privacy.statement import PRIVACY_FILE
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment,
     privacy_statement,
-    require_study_from_files,
 )
+from fedplan.studies.federated_data import FederatedData
 from fedplan.studies.model_card import (
     CARD_FILE,
     TOLERANCE,
@@ -43,6 +57,7 @@ from fedplan.studies.model_card import (
 )
 from fedplan.studies.record import read_data_record
 from fedplan.studies.run import (
+    MANIFEST,
     RunReader,
     read_consistently,
     read_earlier_expenses,
@@ -62,12 +77,21 @@ from fedplan.studies.run_scores import (
 )
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection
+from fedplan.studies.stored_model import (
+    MODEL_FOLDER,
+    PROCESSOR_FILE,
+    STORED_FILE,
+    ModelValues,
+    image_preprocessing,
+    load_stored_model,
+    write_processor,
+)
 from fedplan.tensors.named import Tensors
 
-PROCESSOR_FILE = "preprocessor_config.json"
-"""File of a Hugging Face image processor."""
 HIDDEN_COLUMNS = ("global.examples", "global.clients")
 """Metrics that are no scores; the number of test examples is not revealed."""
+VALUES_EXPORT = "model.safetensors"
+"""File of an exported model whose code is unknown: all values by name."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,14 @@ class _ExportedModel:
     task: Task
     changed: tuple[str, ...]
     card: ModelCard
+
+    @property
+    def loader(self) -> str:
+        """The name of the transformers class that loads the model."""
+        if not isinstance(self.task, CustomTask):
+            return self.task.model_class
+        adapted = adapter_families(self.model)
+        return type(cast("Any", self.model).get_base_model() if adapted else self.model).__name__
 
 
 def export_run(
@@ -167,9 +199,23 @@ def describe_export(folder: Path | str, client: str = "") -> list[str]:
 def load_run_model(folder: Path, client: str = "") -> nn.Module:
     """Return the global model of a run, or the personal model of `client`, with its adapters.
 
-    Raises ConfigError if the run or its initial model cannot be read, or came from Python.
+    Raises ConfigError if the run or its initial model cannot be read, or if the model is of a class
+    that is neither of transformers nor of fedplan.
     """
-    return _model_of_run(folder, client, best=False).model.eval()
+    model = _model_of_run(folder, client, best=False).model
+    if isinstance(model, ModelValues):
+        name = read_run_study(folder).model.from_python.partition(" ")[0]
+        raise ConfigError(
+            f"the model of {folder} is of the class {name}, whose code is not in the folder: make "
+            "one, and call model.load_state_dict(run.global_values()) or "
+            "model.load_state_dict(run.personal_values(client))"
+        )
+    return model.eval()
+
+
+def load_run_values(folder: Path, client: str = "") -> dict[str, Tensor]:
+    """Return the state dict of the model of `load_run_model`, of any class; raises as that."""
+    return dict(_model_of_run(folder, client, best=False).model.state_dict())
 
 
 def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
@@ -254,8 +300,11 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
         ),
     )
     study = run.study
-    require_study_from_files(study)
-    experiment = _rebuild_experiment(study, run.agreement, run.labels)
+    experiment = (
+        _load_experiment(folder, run.agreement)
+        if study.data.from_python
+        else _rebuild_experiment(study, run.agreement, run.labels)
+    )
     initial = experiment.initial_values
     values = global_values(run.agreement, global_state, initial)
     if client:
@@ -345,33 +394,74 @@ def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -
     return experiment
 
 
+def _load_experiment(folder: Path, agreement: Agreement) -> Experiment:
+    """Load the stored initial model of a run from Python; ConfigError if there is none."""
+    if not (folder / MODEL_FOLDER / STORED_FILE).is_file():
+        raise ConfigError(
+            f"{folder} has no initial model, since it is of an older version or of "
+            "RunOptions(store_model=False): continue it with fedplan.simulate(..., "
+            "options=RunOptions(folder=..., resume=True)), with the same objects, which stores "
+            "the model"
+        )
+    model, task = load_stored_model(folder / MODEL_FOLDER)
+    experiment = Experiment(FederatedData({}, {}, None, task), model, agreement)
+    if experiment.model_digest != agreement.start:
+        raise ConfigError(
+            f"the run started from the model {agreement.start}, but {folder / MODEL_FOLDER} is "
+            f"{experiment.model_digest}: restore it from a backup"
+        )
+    return experiment
+
+
 def _write_model(exported: _ExportedModel, output: Path) -> str:
     """Write the whole model, with merged adapters and dequantized; return the loading code."""
     model, task = exported.model, exported.task
+    if isinstance(model, ModelValues):
+        return _write_values(exported, output)
     if isinstance(model, DualEncoder):
-        save_folder(model, output, preprocessing=_image_preprocessing(task))
+        save_folder(model, output, preprocessing=image_preprocessing(task, model))
         loading_code = "from fedplan.models.folder import predict\n\npredict({}, [image, ...])"
         _write_card(exported, output, loading_code)
         return f"fedplan.models.folder.predict({str(output)!r}, [image, ...])"
     quantized, merged = is_quantized(model), merge_and_dequantize(model)
     cast("Any", merged).save_pretrained(output)
-    _write_processor(task, output)
-    code = f"transformers.{task.model_class}.from_pretrained({{}})"
+    write_processor(task, output)
+    code = f"transformers.{exported.loader}.from_pretrained({{}})"
     card_code = f"import transformers\n\nmodel = {code}{_processor_code(task)}"
     _write_card(replace(exported, model=merged), output, card_code)
     note = "  # dequantized: the base was quantized in the run" if quantized else ""
     return code.format(repr(str(output))) + note
 
 
+def _write_values(exported: _ExportedModel, output: Path) -> str:
+    """Write all values of a model whose code is unknown, and its manifest; return the code."""
+    output.mkdir(parents=True, exist_ok=True)
+    # Clones, since tied params share their memory, which safetensors refuses.
+    values = {name: value.clone() for name, value in exported.model.state_dict().items()}
+    save_file(values, output / VALUES_EXPORT)
+    manifest = manifest_json(exported.card.agreement.params)
+    (output / MANIFEST).write_text(manifest, encoding="utf-8")
+    name = exported.card.study.model.from_python.partition(" ")[0]
+    code = f"model.load_state_dict(load_file({{!r}}))  # of the class {name}"
+    card_code = f"from safetensors.torch import load_file\n\n{code.format(VALUES_EXPORT)}"
+    card = replace(exported.card, library="pytorch")
+    _write_card(replace(exported, card=card), output, card_code)
+    return code.format(str(output / VALUES_EXPORT))
+
+
 def _write_adapter(exported: _ExportedModel, output: Path) -> str:
     """Write only the peft adapter; return the code that puts it on a base model."""
+    if isinstance(exported.model, ModelValues):
+        raise ConfigError(
+            "--adapter is for models of transformers: leave it out to export all values"
+        )
     save_adapter(exported.model, output, exported.changed)
-    _write_processor(exported.task, output)
+    write_processor(exported.task, output)
     path = exported.card.study.model.path
     base = repr(strip_hub_prefix(path)) if is_hub_id(path) else "base"
     card_code = (
         "import peft\nimport transformers\n\n"
-        f"base = transformers.{exported.task.model_class}.from_pretrained({base})\n"
+        f"base = transformers.{exported.loader}.from_pretrained({base})\n"
         f"model = peft.PeftModel.from_pretrained(base, {{}}){_processor_code(exported.task)}"
     )
     _write_card(replace(exported, card=replace(exported.card, adapter=True)), output, card_code)
@@ -386,7 +476,9 @@ def _processor_code(task: Task) -> str:
 
 def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> None:
     """Write card, privacy file and golden example; `{}` in `loading_code` is the folder "."."""
-    example = make_golden_example(exported.model, exported.task)
+    # The inputs of a CustomTask are unknown.
+    known = not isinstance(exported.task, CustomTask)
+    example = make_golden_example(exported.model, exported.task) if known else None
     if example is not None:
         example.write(output)
     loading_code = loading_code.replace("{}", '"."')
@@ -394,30 +486,3 @@ def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> No
     (output / CARD_FILE).write_text(text, encoding="utf-8")
     privacy = json.dumps(exported.card.privacy_json(), indent=1)
     (output / PRIVACY_FILE).write_text(privacy + "\n", encoding="utf-8")
-
-
-def _write_processor(task: Task, output: Path) -> None:
-    if task.kind != "image-classification":
-        if task.source:
-            task.tokenizer.save_pretrained(output)
-        return
-    image = _image_preprocessing(task)
-    config = {
-        # PIL, as in the run: torchvision resizes slightly differently.
-        "image_processor_type": "ViTImageProcessorPil",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"height": image.size, "width": image.size},
-        "resample": 2,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": image.mean,
-        "image_std": image.std,
-    }
-    (output / PROCESSOR_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-def _image_preprocessing(task: Task) -> Preprocessing:
-    mean, std = (tuple(map(float, value.flatten())) for value in image_mean_std(task.source))
-    return Preprocessing(task.image_size, mean, std)

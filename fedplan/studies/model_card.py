@@ -60,11 +60,11 @@ class ModelCard:
     """Facts about one exported model; `text` returns the model card, which reveals no client names.
 
     `round`: number of completed rounds; 0 if unknown, as at a client's site. `clients`: their
-    number. `adapter`: whether only a peft adapter was exported. `earlier`: what the initial model
-    has cost in privacy. `scores`: metrics of the global model. `score_texts`: sentences on the
-    scores of the run, the leading one first, with their examples. `train_examples`: number of all
-    clients' training examples; 0 if it is not told. `private_names`: client names and traits,
-    redacted in the plan.
+    number. `adapter`: whether only a peft adapter was exported. `library`: what loads the model.
+    `earlier`: what the initial model has cost in privacy. `scores`: metrics of the global model.
+    `score_texts`: sentences on the scores of the run, the leading one first, with their examples.
+    `train_examples`: number of all clients' training examples; 0 if it is not told.
+    `private_names`: client names and traits, redacted in the plan.
     """
 
     study: Study
@@ -73,6 +73,7 @@ class ModelCard:
     clients: int
     personal: bool = False
     adapter: bool = False
+    library: str = "transformers"
     statement: Statement | None = None
     earlier: tuple[Expense, ...] = ()
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -99,7 +100,7 @@ class ModelCard:
 
     def _head(self) -> str:
         model, pipeline = self.study.model.path, PIPELINE_TAGS.get(self.study.task.kind)
-        lines = ["---", f"library_name: {'peft' if self.adapter else 'transformers'}"]
+        lines = ["---", f"library_name: {'peft' if self.adapter else self.library}"]
         lines += [f"pipeline_tag: {pipeline}"] if pipeline else []
         if model and is_hub_id(model):
             lines.append(f"base_model: {strip_hub_prefix(model).partition('@')[0]}")

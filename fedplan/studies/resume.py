@@ -33,6 +33,7 @@ from fedplan.studies.schema import (
     resolve_paths,
     study_from_dict,
 )
+from fedplan.studies.stored_model import MODEL_FOLDER
 from fedplan.tensors.named import is_aux
 
 START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, ENVIRONMENT_FILE, INITIAL_SCORES_FILE)
@@ -107,7 +108,8 @@ def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
     ):
         if has_progress(folder):  # closed by another process in the meantime
             raise ConfigError(busy)
-        shutil.rmtree(folder / "clients", ignore_errors=True)
+        for name in ("clients", MODEL_FOLDER):
+            shutil.rmtree(folder / name, ignore_errors=True)
         for name in START_FILES:
             (folder / name).unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -504,11 +505,15 @@ def test_a_run_of_files_gives_its_models_and_its_report_however_it_is_had(here: 
     assert opened.resume(3).round == 3 and len(opened.metrics) == 3
 
 
-def test_a_run_of_objects_has_a_report_and_lends_no_model_to_its_folder(tmp_path: Path) -> None:
+def test_a_run_of_objects_has_a_report_and_its_model_in_its_folder(tmp_path: Path) -> None:
     run = played(tmp_path / "run", rounds=1, tests={"north": table(5)})
     assert "Learning curves" in run.report(tmp_path / "report.html").read_text()
-    with pytest.raises(ConfigError, match="got its model and data from Python"):
-        fp.open_run(run.folder).global_model()
+    opened, values = fp.open_run(run.folder), run.global_values()
+    assert all(torch.equal(values[name], each) for name, each in opened.global_values().items())
+    assert values.keys() == opened.personal_values("north").keys()
+    shutil.rmtree(run.folder / "model")
+    with pytest.raises(ConfigError, match=r"no initial model.*resume=True"):
+        opened.global_values()
 
 
 @pytest.mark.parametrize(
