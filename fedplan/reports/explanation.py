@@ -82,13 +82,15 @@ class Explanation:
 
     `forecast` has roles and bytes for each class of clients (clients for which the plan has the
     same roles). With `step`, all outputs include the memory of that training step. `warning` says
-    what the server can read from updates; `warnings` are reasons to doubt the plan.
+    what the server can read from updates; `warnings` are reasons to doubt the plan. `on_gpu`: say
+    whether the memory of a GPU suffices.
     """
 
     forecast: Forecast
     step: TrainingStep | None = None
     warning: str = ""
     warnings: tuple[RunWarning, ...] = ()
+    on_gpu: bool = True
 
     def __str__(self) -> str:
         out = StringIO()
@@ -148,7 +150,8 @@ class Explanation:
                 fit = f"Fits on a GPU of 24 GB, with {megabytes(free)} MB free."
                 # PyTorch's own memory is not part of the estimate.
                 fit += " This is close: PyTorch itself takes 1 to 2 GB more." * (free < 3 * 10**9)
-            parts += [*self._class_heading(client), table, Text(f"\n{fit}")]
+            parts += [*self._class_heading(client), table]
+            parts += [Text(f"\n{fit}")] if self.on_gpu else []
         return parts
 
     def rows(self, client: ClientForecast) -> list[PartRow]:

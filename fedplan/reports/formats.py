@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.text import Text
@@ -13,7 +14,9 @@ from rich.text import Text
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.storage.logs import LogEntry
-from fedplan.studies.run_scores import RunScore, ScoreRules
+
+if TYPE_CHECKING:  # `explain` loads no torch
+    from fedplan.studies.run_scores import RunScore, ScoreRules
 
 
 def millions(count: int) -> str:

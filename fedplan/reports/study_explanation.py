@@ -38,6 +38,7 @@ from fedplan.studies.experiment import (
 from fedplan.studies.record import data_record
 from fedplan.studies.run import read_earlier_expenses, read_run, read_run_study, sweep_expenses
 from fedplan.studies.schema import ConfigError, Study, read_study
+from fedplan.tensors.devices import AUTO, resolve_device
 from fedplan.training.fit import TrainArguments
 
 
@@ -79,7 +80,9 @@ def explain_experiment(
     record = data_record(study, experiment.data)
     warnings = (*study_warnings(study, agreement, roster), *data_warnings(study, record))
     exposure = study_exposure(agreement)
-    return replace(explanation, warning=exposure, warnings=warnings), privacy_statement(study)
+    on_gpu = study.device != "cpu" and (study.device != AUTO or resolve_device(AUTO).type != "cpu")
+    explanation = replace(explanation, warning=exposure, warnings=warnings, on_gpu=on_gpu)
+    return explanation, privacy_statement(study)
 
 
 def full_participation(study: Study, guarantee: Guarantee | None) -> bool:

@@ -18,6 +18,7 @@ from fedplan.federation.identity import RUN_FILE
 from fedplan.federation.ledger.status import RunState
 from fedplan.language.plan import Role
 from fedplan.methods.registry import METHOD_REGISTRY
+from fedplan.models.catalog import is_hub_id
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.forecasts import StageForecast
 from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes, millions
@@ -227,7 +228,9 @@ def _summary(facts: RunFacts) -> PageBlock:
     clients, fraction, params = len(facts.roster), study.clients.fraction, facts.agreement.params
     count = f"{clients} {'client' if clients == 1 else 'clients'}" if clients else "clients"
     sampling = f", with {fraction:.0%} of the clients in each round," if fraction < 1 else ""
-    model = study.model.type or study.model.path or "a model from Python"
+    path = study.model.path  # a folder by its name, a model of the Hub by its id
+    local = path and not is_hub_id(path)
+    model = study.model.type or (Path(path).name if local else path) or "a model from Python"
     if study.model.vision or study.model.text:
         model = f"{study.model.vision} with {study.model.text}"
     numel, size = sum(p.numel for p in params), sum(p.nbytes for p in params)

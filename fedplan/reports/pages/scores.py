@@ -177,11 +177,13 @@ def _score_caption(groups: Sequence[SeedGroup]) -> str:
     kinds = {score.kind: score for group in groups for score in group.runs[0].scores.scores}
     explained = {
         "personal": "Personal: mean over the clients' models",
-        "mean of clients": "Mean of clients: the global model, by client",
+        "mean of clients": "Mean of clients: the global model at the clients",
         "global": "Global: the global model",
     }
     sentences += [
-        f"{text}, on {kinds[kind].examples}." for kind, text in explained.items() if kind in kinds
+        f"{text}, {kinds[kind].on if kind == 'global' else 'each on its own test examples'}."
+        for kind, text in explained.items()
+        if kind in kinds
     ]
     if any(run.privacy_unit for group in groups for run in group.runs):
         sentences.append(
