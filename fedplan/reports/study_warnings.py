@@ -149,8 +149,10 @@ def _test_size_warnings(
         remedy = "Give these clients more test examples"
         if not python and study.data.partition != "column" and every < 2 * MIN_TEST_EXAMPLES:
             total = sum(sizes.values()) + sum(int(split["examples"]) for split in train.values())
-            fewer = max(1, total // (5 * MIN_TEST_EXAMPLES))
-            remedy = f"Use fewer clients: {setting('data.num_clients', fewer)}"
+            fewer = total // (5 * MIN_TEST_EXAMPLES)
+            remedy = "Give more examples: these are too few for a score of each client"
+            if fewer > 1:
+                remedy = f"Use fewer clients: {setting('data.num_clients', fewer)}"
         elif not python and every >= 2 * MIN_TEST_EXAMPLES:
             fraction = ceil(100 * MIN_TEST_EXAMPLES / every) / 100
             remedy = f"Hold more examples out: {setting('data.holdout_fraction', fraction)}"
