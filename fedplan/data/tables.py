@@ -268,12 +268,16 @@ def plain_cells(table: Dataset, column: str) -> list[Any]:
     All are None in a column of images, lists or arrays: none of these is decoded, which could
     fail. Raises DataError for an unknown column.
     """
+    is_plain = _has_plain_cells(table, column)
+    return cast("list[Any]", table[column][:]) if is_plain else [None] * len(table)
+
+
+def _has_plain_cells(table: Dataset, column: str) -> bool:
+    """Whether a column is of texts, numbers or JSON; DataError for an unknown column."""
     from datasets import ClassLabel, Json, Value
 
     require_column(table, column)
-    if not isinstance(cast("Any", table.features)[column], Value | ClassLabel | Json):
-        return [None] * len(table)
-    return cast("list[Any]", table[column][:])
+    return isinstance(cast("Any", table.features)[column], Value | ClassLabel | Json)
 
 
 def matches_any(value: Any, values: Iterable[Any]) -> bool:
@@ -333,14 +337,15 @@ def label_values(table: Dataset, column: str) -> list[Any]:
 def split_labels(table: Dataset, column: str, separator: str) -> Dataset:
     """Return a table with lists of labels in a column of texts such as "red; blue".
 
-    Spaces around a label are dropped, and an empty cell has no label. Raises DataError for an
-    unknown column.
+    Spaces around a label are dropped, and an empty cell has no label. Raises DataError for a
+    column that is unknown, or of images or lists, whatever its cells are.
     """
     from datasets import List, Value
 
-    require_column(table, column)
+    if not _has_plain_cells(table, column):
+        raise DataError(f"label_separator is for a column of texts, and {column!r} has none")
     lists = list[list[str]]()
-    for cell in cast("list[Any]", table[column][:]):
+    for cell in plain_cells(table, column):
         parts = label_text(cell).split(separator) if cell is not None else []
         lists.append(list(dict.fromkeys(part.strip() for part in parts if part.strip())))
     rest = table.remove_columns(column)

@@ -7,6 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import sites
 import torch
+from PIL import Image
 from sites import study_text, words_of
 from studies import approvals_in, offered
 
@@ -345,13 +347,29 @@ def test_a_folder_of_json_files_answers_as_a_file_does(odd: dict[str, Any], tmp_
     assert answer(desk, study_text(data="filter = { ward = [1] }")) == "answered"
 
 
-@pytest.mark.parametrize("data", ["filter = { image = [1] }", "train_filter = { image = 1 }"])
-def test_a_filter_on_images_reads_none(data: str, tmp_path: Path) -> None:
+def image_gateway(folder: Path, image: bytes) -> SiteGateway:
+    """A site with a table of two images."""
     import datasets
 
-    cells = [{"bytes": b"broken", "path": None}] * 2
+    folder.mkdir(exist_ok=True)
+    cells = [{"bytes": image, "path": None}] * 2
     features = datasets.Features({"image": datasets.Image(), "digit": datasets.Value("int64")})
     table: Any = datasets.Dataset.from_dict({"image": cells, "digit": [0, 1]}, features=features)
-    table.to_parquet(str(tmp_path / "rows.parquet"))
-    desk = sites.make_gateway(tmp_path, data=str(tmp_path / "rows.parquet"))
-    assert answer(desk, study_text(data=data)) == "answered"
+    table.to_parquet(str(folder / "rows.parquet"))
+    return sites.make_gateway(folder, data=str(folder / "rows.parquet"))
+
+
+@pytest.mark.parametrize("data", ["filter = { image = [1] }", "train_filter = { image = 1 }"])
+def test_a_filter_on_images_reads_none(data: str, tmp_path: Path) -> None:
+    assert answer(image_gateway(tmp_path, b"broken"), study_text(data=data)) == "answered"
+
+
+def test_labels_are_not_separated_in_a_column_of_images(tmp_path: Path) -> None:
+    """Decoding one that is broken would fail, and tell that it is there."""
+    png = BytesIO()
+    Image.new("L", (8, 8)).save(png, "png")
+    study = study_text().replace('label = "digit"', 'label = "image"\nlabel_separator = ";"')
+    for number, image in enumerate((b"broken", png.getvalue())):
+        desk = image_gateway(tmp_path / str(number), image)
+        assert answer(desk, study) == "failed: data"
+        assert "label_separator is for a column of texts" in read_faults(desk.state_folder)[-1]
