@@ -95,6 +95,8 @@ class RunAudit:
 
 def verify_run(folder: Path) -> tuple[list[str], str]:
     """Check a run's folder; return (faults as sentences, a text), as of `audit_run`."""
+    if not isinstance(folder, Path | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FedplanError(f"the folder is {folder!r}: give the folder of a run, as run.folder")
     audit = audit_run(folder)
     return list(audit.faults), audit.summary
 

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, PlanError
 from fedplan.federation.wire_cost import WireCost
 from fedplan.language.coverage import planned_turns
 from fedplan.language.parser import parse
@@ -315,6 +315,11 @@ def explain(
     compression of uploads. With `step`, the memory of a training step is estimated too. Raises
     PlanError if the plan names parts or phases that do not exist, or if `rounds` is below 1.
     """
+    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"the plan is {plan!r}: give a plan, as fp.parse('share()'), or that of a method, as "
+            "fp.methods.fedper().plan"
+        )
     if not isinstance(model, tuple):
         from fedplan.models.description import describe
 

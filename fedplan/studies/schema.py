@@ -384,7 +384,9 @@ def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:
     field = ".".join(n if n.isprintable() else repr(n) for n in names) or schema.__name__.lower()
     if details["type"] == "extra_forbidden":
         return f"{field}: {unknown_field_message(schema, details['loc'])}"
-    if details["type"] in ("value_error", "missing"):
+    if details["type"] == "missing":
+        return f"{field}: it is missing, and has no default: set it"
+    if details["type"] == "value_error":
         return f"{field}: {str(details['msg']).removeprefix('Value error, ')}"
     return f"{field}: {details['msg']}, not {str(details['input'])[:60]!r}"
 

@@ -48,7 +48,15 @@ class _SectionType(ModelMetaclass):
 
     if not TYPE_CHECKING:  # the constructor keeps its signature for editors
 
-        def __call__(cls, **fields: object) -> Section:
+        def __call__(cls, *values: object, **fields: object) -> Section:
+            if values:
+                from fedplan.studies.schema import ConfigError
+
+                name = next(iter(cls.model_fields))
+                raise ConfigError(
+                    f"{cls.__name__}({values[0]!r}): give each field by its name, as in "
+                    f"{cls.__name__}({name}={values[0]!r})"
+                )
             try:
                 return super().__call__(**fields)
             except ValidationError as error:

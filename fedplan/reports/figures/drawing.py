@@ -145,8 +145,10 @@ class Drawing:
         dates = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
         try:
             data = self._rendered(kind, facecolor="white", dpi=144, metadata=dates.get(kind))
-        except ValueError as error:
-            raise FedplanError(f"cannot write {file}: {error}") from error
+        except (ValueError, TypeError) as error:  # a format without metadata, or an unknown one
+            raise FedplanError(
+                f"cannot write {file}: {error}; use a name that ends in .svg, .png or .pdf"
+            ) from error
         write_atomic(file, data, mode=SHARED)
 
     def csv(self) -> str:
