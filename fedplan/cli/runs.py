@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of a run: run, status, stop, attach, logs, verify and report."""
+"""Commands of a run: run, status, stop, attach, logs, verify, evaluate and report."""
 
 from __future__ import annotations
 
@@ -268,6 +268,36 @@ def verify_command(
         console.print(summary, markup=False)
     if faults:
         raise typer.Exit(1)
+
+
+@command(app, "evaluate run", "evaluate run --predictions predictions.csv")
+def evaluate_command(
+    folder: RunFolder,
+    client: Annotated[str, typer.Option(help="Evaluate on one client's examples only.")] = "",
+    predictions: Annotated[
+        Path | None, typer.Option(help="CSV file to write, with a row for each prediction.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a run's models on all test examples again, from its folder and its study's files.
+
+    Prints the test scores of the report, with 95 % bootstrap intervals.
+    """
+    from fedplan.reports.evaluation import evaluation_lines
+    from fedplan.studies.evaluation import evaluate_run
+
+    with print_errors():
+        evaluated = evaluate_run(folder, client)
+        tables = evaluated.tables()
+        count = evaluated.write_csv(predictions) if predictions else 0
+    if as_json:
+        print_json(tables)
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for line in evaluation_lines(tables):
+        console.print(line, markup=False)
+    if predictions:
+        console.print(f"Written: {predictions} ({count:,} predictions)", markup=False)
 
 
 @command(app, "report run -o report.html", "report state -o compliance.html")

@@ -91,6 +91,57 @@ def _accuracy(truth: Any, predictions: Any) -> float:
     return float((truth == predictions).reshape(len(truth), -1).all(-1).mean())
 
 
+def _average_score(score: str, average: str) -> MetricFunction:
+    """Return the metric function of an "f1", "precision" or "recall", as scikit-learn averages it.
+
+    A hundred times faster than scikit-learn, which matters for bootstrap intervals.
+    """
+
+    def measure(truth: Any, predictions: Any) -> float:
+        right, predicted, support = class_counts(truth, predictions)
+        parts = {"f1": (predicted + support) / 2, "precision": predicted, "recall": support}
+        whole = parts[score]
+        if average == "micro":
+            return float(right.sum() / max(whole.sum(), 1))
+        values = np.divide(right, whole, out=np.zeros(len(right)), where=whole > 0)
+        # Classes that neither side has do not count; of labels all do.
+        weights = (
+            support if average == "weighted" else (predicted + support > 0) | (truth.ndim == 2)
+        )
+        return float(np.average(values, weights=weights)) if weights.any() else 0.0
+
+    return measure
+
+
+def class_counts(truth: Any, predictions: Any) -> tuple[Any, Any, Any]:
+    """Return (right predictions, predictions, true rows) of each class or label, as floats."""
+    if truth.ndim == 2:
+        sides = truth * predictions, predictions, truth
+        return tuple(side.sum(0).astype(float) for side in sides)  # pyright: ignore[reportReturnType]
+    size = int(max(truth.max(), predictions.max())) + 1
+    sides = truth[truth == predictions], predictions, truth
+    return tuple(np.bincount(side, minlength=size).astype(float) for side in sides)  # pyright: ignore[reportReturnType]
+
+
+def _error(summary: Callable[[Any], Any]) -> MetricFunction:
+    """Return the metric function that summarizes the errors of predicted numbers."""
+
+    def measure(truth: Any, predictions: Any) -> float:
+        return float(summary(np.asarray(predictions, float) - np.asarray(truth, float)))
+
+    return measure
+
+
+def _r2(truth: Any, predictions: Any) -> float:
+    """Return the coefficient of determination; of a constant truth 1 if all is right, else 0."""
+    errors, spread = (
+        (np.asarray(truth, float) - side) ** 2 for side in (predictions, truth.mean())
+    )
+    if not spread.sum():
+        return nan if np.isnan(errors).any() else float(not errors.sum())
+    return float(1 - errors.sum() / spread.sum())
+
+
 def _recall_of(label: int) -> MetricFunction:
     """Return the metric: which fraction of the rows with the class `label` is predicted so."""
 
@@ -113,12 +164,17 @@ def _pearson(truth: Any, predictions: Any) -> float:
 
 _CLASSIFICATION: tuple[AnswerKind, ...] = ("class", "labels")
 _UNIT, _ABOVE_ZERO = (0.0, 1.0), (0.0, inf)
+_ERRORS: dict[str, Callable[[Any], Any]] = {
+    "mae": lambda errors: np.abs(errors).mean(),
+    "rmse": lambda errors: np.sqrt((errors**2).mean()),
+    "max_error": lambda errors: np.abs(errors).max(),
+}
 _BUILT_IN = (
     Metric("accuracy", _accuracy, ("class", "labels", "tokens"), bounds=_UNIT),
     *(
         Metric(
             f"{score}_{average}",
-            _sklearn(f"{score}_score", average=average, zero_division=0),
+            _average_score(score, average),
             _CLASSIFICATION,
             bounds=_UNIT,
         )
@@ -159,14 +215,10 @@ _BUILT_IN = (
         bounds=_UNIT,
     ),
     *(
-        Metric(name, _sklearn(function), ("number",), higher_is_better=False, bounds=_ABOVE_ZERO)
-        for name, function in (
-            ("mae", "mean_absolute_error"),
-            ("rmse", "root_mean_squared_error"),
-            ("max_error", "max_error"),
-        )
+        Metric(name, _error(summary), ("number",), higher_is_better=False, bounds=_ABOVE_ZERO)
+        for name, summary in _ERRORS.items()
     ),
-    Metric("r2", _sklearn("r2_score"), ("number",), min_rows=2, bounds=(-inf, 1.0)),
+    Metric("r2", _r2, ("number",), min_rows=2, bounds=(-inf, 1.0)),
     Metric("pearson", _pearson, ("number",), min_rows=2, bounds=(-1.0, 1.0)),
 )
 METRICS = {metric.name: metric for metric in _BUILT_IN}

@@ -26,12 +26,25 @@ def auroc(truth: Array, probabilities: Array) -> float | None:
     Else the mean over classes (one against the rest) or labels, without those that all rows or no
     row has; None if no class is left.
     """
-    return _mean_over_columns("roc_auc_score", truth, probabilities)
+    return _mean_over_columns(binary_auroc, truth, probabilities)
+
+
+def binary_auroc(hits: Array, scores: Array) -> float:
+    """Return the area under the ROC curve of scores, from their ranks; `hits` are 0 and 1."""
+    # By ranks it takes a hundredth of scikit-learn's time, which matters for bootstrap intervals.
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    positives, ends = hits.sum(), counts.cumsum()
+    ranks = (ends - (counts - 1) / 2)[inverse][hits > 0].sum()
+    area = (ranks - positives * (positives + 1) / 2) / (positives * (len(hits) - positives))
+    return float(area)
 
 
 def auprc(truth: Array, probabilities: Array) -> float | None:
     """Return the area under the precision-recall curve (average precision), as `auroc` does."""
-    return _mean_over_columns("average_precision_score", truth, probabilities)
+    from sklearn import metrics
+
+    score = cast("Callable[[Array, Array], float]", cast("Any", metrics).average_precision_score)
+    return _mean_over_columns(score, truth, probabilities)
 
 
 def brier(truth: Array, probabilities: Array) -> float:
@@ -85,12 +98,11 @@ def _columns(truth: Array, probabilities: Array) -> tuple[Array, Array]:
     return hits[:, start:], probabilities[:, start:]
 
 
-def _mean_over_columns(function: str, truth: Array, probabilities: Array) -> float | None:
-    from sklearn import metrics
-
+def _mean_over_columns(
+    score: Callable[[Array, Array], float], truth: Array, probabilities: Array
+) -> float | None:
     if not np.isfinite(probabilities).all():
         return nan
-    score = cast("Callable[[Any, Any], float]", getattr(metrics, function))
     columns = zip(*(side.T for side in _columns(truth, probabilities)), strict=True)
     scores = [score(hits, column) for hits, column in columns if 0 < hits.sum() < len(hits)]
     return float(np.mean(scores)) if scores else None

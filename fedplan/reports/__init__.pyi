@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .client_data import data_distribution
+from .evaluation import evaluation_lines
 from .explanation import explain_plan, parts_table, sort_params
 from .exposure import study_exposure
 from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, mean_series

@@ -29,6 +29,7 @@ from fedplan.runners.clients import study_faults
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.executors.pool import PoolExecutor, start_pool
 from fedplan.runners.local import Federation
+from fedplan.studies.evaluation import predict_all, read_evaluation, write_evaluation
 from fedplan.studies.experiment import (
     build_experiment,
     make_eval_set,
@@ -196,6 +197,8 @@ class Simulation:
                     closed = self._with_task(self._run_round())
                     events.emit(closed)
                     yield closed
+                if self.federation is federation:
+                    self._write_evaluation()
         finally:
             executor.close()
 
@@ -215,6 +218,24 @@ class Simulation:
         closed = self.federation.commit(round_state, scores, shifts)
         self.federation.server.keep_best(self.scoring.best_round(closed.metrics))
         return closed
+
+    def _write_evaluation(self) -> None:
+        """Write the tables of all test predictions to the folder, unless those of this round are.
+
+        Overwrites the values of `federation.model`.
+        """
+        federation, number = self.federation, self.federation.global_state.round
+        if number and read_evaluation(self.folder).get("round") != number:
+            predictions = predict_all(
+                self.study,
+                self.data,
+                federation.model,
+                federation.agreement.trainable,
+                number,
+                federation.global_values(),
+                federation.personal_values,
+            )
+            write_evaluation(self.folder, predictions)
 
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
         """Return the round with the task's primary metric and its direction."""

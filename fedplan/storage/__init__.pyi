@@ -34,7 +34,7 @@ from .locks import (
     locked_folder,
     sync_folder,
 )
-from .logs import Log, LogEntry, follow_log, read_log, utc_now
+from .logs import LOG, Log, LogEntry, follow_log, read_log, utc_now
 from .store import Store, TensorsAndMeta
 
 __all__ = ["read_log"]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
+from .evaluation import evaluate_run, predict_all, read_evaluation, write_evaluation
 from .experiment import (
     Experiment,
     build_experiment,

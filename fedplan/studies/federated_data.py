@@ -54,6 +54,8 @@ class FederatedData:
     `client_tests`: held-out examples, for clients that have any. `common_test`: the examples on
     which the global model is evaluated. `client_validations` and `common_validation`: the same for
     the examples on which something is chosen. `notes`: sentences for the user about the data.
+    `test_groups`: the value of `data.group` of each test example, by client, and of the common test
+    set by ""; empty without groups.
     `left_out`: at a site, a sentence about rows that do not fit the study; it must stay there.
     """
 
@@ -65,6 +67,7 @@ class FederatedData:
     left_out: str = ""
     client_validations: dict[str, Examples] = field(default_factory=dict[str, Examples])
     common_validation: Examples | None = None
+    test_groups: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def held_out(self, name: str) -> dict[str, Examples]:
         """Return a client's examples that are not trained on, as "test" and "validation"."""
@@ -140,15 +143,20 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
         left_out,
         {name: each.validation for name, each in clients.items() if len(each.validation)},
         task.prepare(validation) if validation else None,
+        {
+            "": _groups(study, test),
+            **{name: each.test_groups for name, each in clients.items() if len(each.test)},
+        },
     )
 
 
 class ClientExamples(NamedTuple):
-    """A client's examples to train on, to choose on and to test."""
+    """A client's examples to train on, to choose on and to test, and the groups of the last."""
 
     train: Examples
     validation: Examples
     test: Examples
+    test_groups: list[str]
 
 
 def _prepare(
@@ -172,10 +180,11 @@ def _prepare(
         task = replace(task, weights=weights)
         listed = ", ".join(f"{label} {weight:.3g}" for label, weight in weights)
         notes.append(f"Class weights: {listed}.")
-    clients = {
-        name: ClientExamples(*(task.prepare(select_rows(task_table, part)) for part in each))
-        for name, each in rows.items()
-    }
+    clients = dict[str, ClientExamples]()
+    for name, each in rows.items():
+        parts = [task.prepare(select_rows(task_table, part)) for part in each]
+        groups = _groups(study, select_rows(table, each.test))
+        clients[name] = ClientExamples(parts[0], parts[1], parts[2], groups)
     return clients, task, notes
 
 
@@ -194,6 +203,14 @@ def _balanced_weights(task: Task, table: Dataset) -> tuple[tuple[str, float], ..
     return tuple(
         (label, total / (len(task.labels) * max(1, counts[label]))) for label in task.labels
     )
+
+
+def _groups(study: Study, table: Dataset | None) -> list[str]:
+    """Return the group of each row as text; empty without groups, or with cells without one."""
+    group = study.data.group
+    if table is None or not group or group not in table.column_names:
+        return []
+    return [label_text(value) for value in plain_cells(table, group)]
 
 
 def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:

@@ -102,6 +102,33 @@ def test_metrics_of_probabilities_are_those_of_scikit_learn() -> None:
     assert METRICS["auroc"](predictions(truth, p)) == pytest.approx(theirs.roc_auc_score(truth, p))
 
 
+@given(st.integers(0, 2**31))
+def test_averages_and_errors_are_those_of_scikit_learn(seed: int) -> None:
+    from sklearn import metrics as theirs
+
+    draw = np.random.default_rng(seed)
+    for kind in ("class", "labels"):
+        truth, guess = answers(kind, seed), answers(kind, seed + 1)
+        for score in ("f1", "precision", "recall"):
+            for average in ("macro", "micro", "weighted"):
+                if metric := METRICS.get(f"{score}_{average}"):
+                    function = getattr(theirs, f"{score}_score")
+                    expected = function(truth, guess, average=average, zero_division=0)
+                    assert metric.function(truth, guess) == pytest.approx(expected, abs=1e-12)
+    numbers, guess = draw.normal(size=9).astype(np.float32), draw.normal(size=9).astype(np.float32)
+    for name, function in {
+        "mae": theirs.mean_absolute_error,
+        "rmse": theirs.root_mean_squared_error,
+        "max_error": theirs.max_error,
+        "r2": theirs.r2_score,
+    }.items():
+        assert METRICS[name].function(numbers, guess) == pytest.approx(
+            function(numbers, guess), 1e-5
+        )
+    assert METRICS["r2"].function(np.ones(3), np.ones(3)) == 1.0
+    assert METRICS["r2"].function(np.ones(3), np.zeros(3)) == 0.0
+
+
 def test_sensitivity_and_specificity_are_recalls_of_the_two_labels() -> None:
     truth, p = np.array([0, 0, 0, 1, 1]), np.array([0.1, 0.2, 0.9, 0.8, 0.3])
     made = predictions(truth, np.stack([1 - p, p], 1))

@@ -100,8 +100,8 @@ def test_a_report_is_one_file_that_fetches_and_runs_nothing(place: Path) -> None
     assert not seen.fetched and "url(" not in text and "@import" not in text
     assert "default-src 'none'" in text and files(place / "a") == before
     assert headings(text) == [
-        *("Roles of model parts", "Learning curves", "Clients", "Client drift"),
-        *("Upload and download", "Participation", "Audit"),
+        *("Roles of model parts", "Learning curves", "Test scores", "Clients", "Client drift"),
+        *("Upload and download", "Participation", "Record", "Audit"),
     ]
 
 

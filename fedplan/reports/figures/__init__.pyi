@@ -2,7 +2,7 @@
 # pyright: reportUnusedImport=false
 from .charts import Bar, Series, bar_chart, line_chart, mean_series, small_multiples
 from .drawing import Drawing
-from .grids import GridCell, GridRow, bubble_chart, cell_grid
+from .grids import GridCell, GridRow, bubble_chart, cell_grid, matrix_chart
 
 __all__ = [
     "Bar",
@@ -14,6 +14,7 @@ __all__ = [
     "bubble_chart",
     "cell_grid",
     "line_chart",
+    "matrix_chart",
     "mean_series",
     "small_multiples",
 ]

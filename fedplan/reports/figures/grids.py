@@ -164,6 +164,55 @@ def bubble_chart(
     return Drawing(title, width, height, draw, (row, column, "count"), tuple(rows))
 
 
+def matrix_chart(
+    title: str,
+    names: Sequence[str],
+    counts: Sequence[Sequence[int]],
+    *,
+    row: str = "true class",
+    column: str = "predicted class",
+    width: float = 720,
+) -> Drawing:
+    """Return a chart of a square of counts, by row and column; the shade is the share of its row.
+
+    `row` and `column` are headers of the CSV. Columns with too long names are numbered, as the rows
+    then are.
+    """
+    step = min(MAX_COLUMN, (width - 60) / max(1, len(names)))
+    fits = all(text_width(name, 11) + 6 <= step for name in names)
+    texts = [*names] if fits else [f"{n} {name}" for n, name in enumerate(names, 1)]
+    left = min(MAX_LABEL_WIDTH, width / 4, 18 + max(text_width(text) for text in texts))
+    step = min(MAX_COLUMN, (width - left) / max(1, len(names)))
+
+    def draw(figure: Canvas) -> None:
+        from matplotlib.patches import Rectangle
+
+        ax = add_sheet(figure)
+        for place, name in enumerate(names):
+            text = name if fits else str(place + 1)
+            ax.text(left + (place + 0.5) * step, 14, text, ha="center", **SMALL)
+        for place, line in enumerate(counts):
+            y, total = HEADER + place * (ROW_HEIGHT + GAP), sum(line) or 1
+            ax.text(left - 8, y + 15, truncate_text(texts[place], left - 10), ha="right")
+            for number, amount in enumerate(line):
+                x, share = left + number * step, amount / total
+                note = f"{names[place]} as {names[number]}: {amount:,} ({share:.1%})"
+                draw_box(ax, x, y, step - GAP, ROW_HEIGHT, "grid", tip(note))
+                color = (LIGHT["c0"], round(0.55 * share, 3))
+                ax.add_artist(Rectangle((x, y), step - GAP, ROW_HEIGHT, color=color, gid=tip(note)))
+                text = f"{amount:,}"
+                if amount and text_width(text, 11) + 2 <= step:
+                    ax.text(x + (step - GAP) / 2, y + 15, text, ha="center", size=11)
+
+    rows = [
+        (names[i], names[j], amount)
+        for i, line in enumerate(counts)
+        for j, amount in enumerate(line)
+    ]
+    height = HEADER + len(names) * (ROW_HEIGHT + GAP)
+    return Drawing(title, width, height, draw, (row, column, "count"), tuple(rows))
+
+
 def _cell(ax: Axes, cell: GridCell, name: str, x: float, y: float, step: float) -> None:
     """Draw a cell of the row called `name` at `x`, `y`; `step` is the width of a round."""
     width = max(0.6, (cell.last - cell.first + 1) * step - min(2.0, step / 6))

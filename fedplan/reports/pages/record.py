@@ -13,7 +13,7 @@ from fedplan.data.tables import label_sort_key
 from fedplan.reports.formats import duration, megabytes
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.page import PageBlock, PageSection, block
-from fedplan.storage.logs import read_log
+from fedplan.storage.logs import LOG, read_log
 from fedplan.studies.record import DATA_FILE, ENVIRONMENT_FILE, read_data_record, read_sessions
 from fedplan.studies.schema import Study, flatten_fields
 
@@ -179,7 +179,9 @@ def _costs(facts: RunFacts) -> Iterator[tuple[str, str]]:
 def _wall_seconds(facts: RunFacts) -> float:
     """Return the seconds of all sessions, each from its start to its last event in the log."""
     starts = [str(each["started"]) for each in read_sessions(facts.run.folder)]
-    times = sorted(entry.time for entry in read_log(facts.run.folder)) if starts else []
+    # A run from Python without a folder of its own has no log.
+    has_log = bool(starts) and (facts.run.folder / LOG).exists()
+    times = sorted(entry.time for entry in read_log(facts.run.folder)) if has_log else []
     total = 0.0
     for start, end in pairwise([*starts, "9999"]):
         last = max((time for time in times if start <= time < end), default=start)

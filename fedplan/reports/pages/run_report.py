@@ -32,6 +32,7 @@ from fedplan.reports.pages.scores import (
     drift_section,
     privacy_section,
 )
+from fedplan.reports.pages.test_scores import test_scores_section
 from fedplan.reports.pages.traffic import traffic_section
 from fedplan.reports.run_warnings import run_warnings
 from fedplan.storage.logs import utc_now
@@ -172,6 +173,7 @@ def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
     yield curves_section(facts)
     for name, each in zip(run_names(facts), facts, strict=True):
         for section in (
+            test_scores_section(each),
             clients_section(each),
             drift_section(each, name),
             traffic_section(each),

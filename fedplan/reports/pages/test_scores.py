@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section of a report on test scores: metrics, classes, sites, and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fedplan.reports.evaluation import metric_rows, number, set_title, threshold_text
+from fedplan.reports.figures.charts import Series, line_chart
+from fedplan.reports.figures.grids import matrix_chart
+from fedplan.reports.pages.facts import RunFacts
+from fedplan.reports.pages.page import WIDTHS, PageBlock, PageFigure, PageSection, block
+from fedplan.studies.evaluation import read_evaluation
+
+MAX_CLASSES, MAX_MATRIX, MAX_SITES, MAX_CURVES = 40, 20, 40, 6
+"""The most classes in a table and in a confusion matrix, sites in a table, and curves of sites."""
+SMALL_MATRIX = 6
+"""The most classes of a confusion matrix that takes half the width of the page."""
+
+
+def test_scores_section(facts: RunFacts) -> PageSection:
+    """Return the section with the tables of a run's evaluation; empty if it has none."""
+    tables = read_evaluation(facts.run.folder)
+    if not tables.get("sets"):
+        return PageSection("Test scores")
+    first: Mapping[str, Any] = tables["sets"][0]
+    intro: list[str | PageBlock] = [
+        f"After round {tables['round']}. Intervals are 95 % bootstrap intervals, drawn by "
+        f"{'groups' if 'groups' in first else 'examples'}: they tell what another test set of "
+        "this size might show, not another training."
+    ]
+    for entry in tables["sets"]:
+        intro.append(block("heading", text=set_title(entry)))
+        rows = metric_rows(entry, tables["primary"])
+        intro.append(
+            block("table", columns=("metric", "value", "95 % interval"), rows=rows, numbers=2)
+        )
+        intro += [text] if (text := threshold_text(entry, tables["labels"])) else []
+    after = [*_class_table(first), *_site_table(first, tables["primary"])]
+    return PageSection("Test scores", tuple(intro), tuple(_figures(first, tables)), tuple(after))
+
+
+def _class_table(entry: Mapping[str, Any]) -> Iterator[PageBlock]:
+    """Yield the table of classes, those with most test examples first if there are too many."""
+    classes: list[dict[str, Any]] = entry.get("classes", [])
+    if not classes:
+        return
+    text = "Classes"
+    if len(classes) > MAX_CLASSES:
+        text = f"The {MAX_CLASSES} most frequent of {len(classes)} classes"
+        classes = sorted(classes, key=lambda each: -each["support"])[:MAX_CLASSES]
+    yield block("heading", text=text)
+    columns = ("precision", "recall", "f1", "auroc")
+    rows = [
+        (each["label"], f"{each['support']:,}", *(number(each[name]) for name in columns))
+        for each in classes
+    ]
+    yield block("table", columns=("class", "examples", *columns), rows=rows, numbers=5)
+    yield block("note", text=f"{set_title(entry)}. AUROC: one class against the rest.")
+
+
+def _site_table(entry: Mapping[str, Any], primary: str) -> Iterator[PageBlock]:
+    """Yield the table of clients; those with fewest examples are left out if there are too many."""
+    clients: dict[str, dict[str, Any]] = entry.get("clients", {})
+    if len(clients) < 2:
+        return
+    text = "Clients"
+    if len(clients) > MAX_SITES:
+        text = f"The {MAX_SITES} of {len(clients)} clients with most test examples"
+        order = sorted(clients, key=lambda name: -clients[name]["examples"])
+        clients = {name: clients[name] for name in order[:MAX_SITES]}
+    names = dict.fromkeys(name for each in clients.values() for name in each["metrics"])
+    order = sorted(names, key=lambda name: name != primary)
+    rows = [
+        (
+            client,
+            f"{each['examples']:,}",
+            *(number(each["metrics"].get(name, {}).get("value")) for name in order),
+        )
+        for client, each in clients.items()
+    ]
+    yield block("heading", text=text)
+    columns = ("client", "examples", *order)
+    yield block("table", columns=columns, rows=rows, numbers=len(columns) - 1)
+    yield block("note", text=f"{set_title(entry)}. A dash: not defined for the client's examples.")
+
+
+def _figures(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[PageFigure]:
+    """Yield the confusion matrix, the calibration curve, and the ROC curves of two labels."""
+    labels, caption = tables["labels"], f"{set_title(entry)}."
+    if entry.get("confusion") and len(labels) <= MAX_MATRIX:
+        wide, narrow = (
+            matrix_chart("Confusion matrix", labels, entry["confusion"], width=width)
+            for width in WIDTHS
+        )
+        text = f"Rows: true class; columns: predicted class. {caption}"
+        small = len(labels) <= SMALL_MATRIX
+        yield PageFigure("confusion", *((narrow, None) if small else (wide, narrow)), text)
+    bins = [(x, y) for _, x, y in entry.get("calibration", []) if x is not None]
+    if len(bins) > 1:
+        drawn = line_chart(
+            "Calibration",
+            [Series("model", tuple(bins))],
+            x="predicted probability",
+            y="fraction that is right",
+            expected=Series("ideal", ((0.0, 0.0), (1.0, 1.0))),
+            whole=False,
+            from_zero=True,
+        )
+        text = (
+            "Predictions in ten bins by the probability of the predicted class"
+            f"{' or label' if tables['answer_kind'] == 'labels' else ''}. Below the dashed line "
+            f"the model is too sure. {caption}"
+        )
+        yield PageFigure("calibration", drawn, caption=text)
+    curves = {"all": entry.get("roc")} if len(entry.get("clients", {})) != 1 else {}
+    sites = {name: each.get("roc") for name, each in entry.get("clients", {}).items()}
+    order = sorted(sites, key=lambda name: -entry["clients"][name]["examples"])[: MAX_CURVES - 1]
+    curves |= {name: sites[name] for name in sites if name in order}
+    series = [Series(name, tuple(map(tuple, points))) for name, points in curves.items() if points]
+    if series:
+        drawn = line_chart(
+            f"ROC curve of the label {labels[1]!r}",
+            series,
+            x="false positive rate",
+            y="true positive rate",
+            expected=Series("chance", ((0.0, 0.0), (1.0, 1.0))),
+            whole=False,
+            from_zero=True,
+            size=(480, 320),
+        )
+        some = (
+            f"The {len(order)} clients with most test examples. " if len(sites) > len(order) else ""
+        )
+        yield PageFigure("roc", drawn, caption=f"{some}{caption}")

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation of a run's models on all test examples, and its file in the run's folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedplan.data.custom_task import CUSTOM_KIND
+from fedplan.data.evaluation import evaluate_predictions, youden_threshold
+from fedplan.data.examples import Examples
+from fedplan.data.predictions import Predictions
+from fedplan.data.tasks.definition import Task
+from fedplan.federation.global_state import global_values, personal_values
+from fedplan.federation.identity import changed_examples
+from fedplan.language.predicates import Turn
+from fedplan.models.params import Params
+from fedplan.models.values import set_values
+from fedplan.storage.files import write_atomic
+from fedplan.studies.experiment import build_experiment, require_study_from_files
+from fedplan.studies.federated_data import FederatedData
+from fedplan.studies.run import read_run
+from fedplan.studies.schema import ConfigError, Study
+from fedplan.tensors.named import Tensors
+
+EVALUATION = "evaluation.json"
+"""File in a run's folder: the tables of its models' test predictions."""
+COMMON = ""
+"""Name of the common test set, in place of a client."""
+
+
+@dataclass(frozen=True)
+class RunPredictions:
+    """Predictions of a run's models: by model ("global", "personal") and client, or COMMON.
+
+    `test` are on test examples, `validation` on those of which thresholds are chosen. `groups` are
+    the groups of test examples, by client.
+    """
+
+    task: Task
+    round: int
+    test: dict[tuple[str, str], Predictions]
+    validation: dict[tuple[str, str], Predictions]
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+    def tables(self) -> dict[str, Any]:
+        """Return the content of EVALUATION: see `evaluate_predictions`.
+
+        `sets` has an entry for each model and test set, with `model`, and `on`: "common", or
+        "clients" for the test examples of all clients together. The latter has the tables of each
+        client, without intervals, in `clients`. `chosen_on` says where the threshold is from.
+        """
+        sets = list[dict[str, Any]]()
+        for model, on in (("personal", "clients"), ("global", "clients"), ("global", "common")):
+            names = [n for m, n in self.test if m == model and (n == COMMON) == (on == "common")]
+            if not names:
+                continue
+            threshold = self._threshold(model)
+            pooled = Predictions.join([self.test[model, name] for name in names])
+            groups = [group for name in names for group in self.groups.get(name, ())]
+            entry: dict[str, Any] = {"model": model, "on": on}
+            entry |= evaluate_predictions(
+                self.task,
+                pooled,
+                groups=groups if len(groups) == len(pooled) else (),
+                threshold=threshold,
+            )
+            if "threshold" in entry:
+                entry["chosen_on"] = "default" if threshold is None else "validation"
+            if on == "clients":
+                entry["clients"] = {
+                    name: evaluate_predictions(
+                        self.task, self.test[model, name], threshold=threshold, intervals=False
+                    )
+                    for name in names
+                }
+            sets.append(entry)
+        return {
+            "round": self.round,
+            "primary": self.task.primary,
+            "answer_kind": self.task.answer_kind,
+            "labels": list(self.task.labels),
+            "sets": sets,
+        }
+
+    def _threshold(self, model: str) -> float | None:
+        """Return the threshold of two labels by all validation examples; None without any."""
+        parts = [part for (m, _), part in self.validation.items() if m == model]
+        if not parts or self.task.answer_kind != "class" or len(self.task.labels) != 2:
+            return None
+        return youden_threshold(Predictions.join(parts))
+
+    def write_csv(self, file: Path) -> int:
+        """Write a row for each test prediction, and return the number of rows.
+
+        Columns: client ("" for the common test set), model, example, truth, predicted, and the
+        probability of each label, as `p(label)`. Labels of one example are joined by "|". Raises
+        ConfigError for a language task.
+        """
+        task = self.task
+        if task.answer_kind == "tokens":
+            raise ConfigError(f"{task.kind} predicts each token of a text: there is no table of it")
+        shown = cast("Any", next(iter(self.test.values()))).probabilities
+        columns = [f"p({label})" for label in task.labels] if shown is not None else []
+        with file.open("w", encoding="utf-8", newline="") as stream:
+            writer, count = csv.writer(stream), 0
+            writer.writerow(["client", "model", "example", "truth", "predicted", *columns])
+            for (model, client), predictions in self.test.items():
+                for row in _rows(task, predictions):
+                    writer.writerow([client, model, *row])
+                    count += 1
+        return count
+
+
+def _rows(task: Task, predictions: Predictions) -> Iterator[list[Any]]:
+    """Yield example, truth, predicted and probabilities of each prediction."""
+
+    def text(value: Any) -> Any:
+        if task.answer_kind == "labels":
+            return "|".join(label for label, has in zip(task.labels, value, strict=True) if has)
+        return str(task.labels[value]) if task.answer_kind == "class" else float(value)
+
+    examples = [i for i, size in enumerate(predictions.sizes.tolist()) for _ in range(size)]
+    for row, example in enumerate(examples):
+        values = (predictions.truth[row], predictions.predicted[row])
+        probabilities = predictions.probabilities
+        shown: list[float] = [] if probabilities is None else probabilities[row].tolist()
+        yield [example, *map(text, values), *shown]
+
+
+def predict_all(
+    study: Study,
+    data: FederatedData,
+    model: nn.Module,
+    params: Params,
+    round_number: int,
+    global_values: Tensors,
+    personal_values: Callable[[str], Mapping[str, Tensor]],
+) -> RunPredictions | None:
+    """Predict all test and validation examples with the global and the personal models.
+
+    Personal models are left out if the study does not evaluate them, or if all of them equal the
+    global one. Changes the values of `model`. None if the study hides examples or clients, by
+    differential privacy or secure aggregation, if there is no test example, or for a CustomTask.
+    """
+    task = data.task
+    hidden = study.privacy is not None or study.aggregation.config.active
+    if hidden or task.kind == CUSTOM_KIND or not (data.client_tests or data.common_test):
+        return None
+    common = {"test": data.common_test, "validation": data.common_validation}
+    of_clients = {"test": data.client_tests, "validation": data.client_validations}
+    predictions: dict[str, dict[tuple[str, str], Predictions]] = {"test": {}, "validation": {}}
+
+    def predict(kind: str, name: tuple[str, str], examples: Examples | None) -> None:
+        if examples is not None and len(examples):
+            predictions[kind][name] = task.predict(
+                model, examples, batch_size=study.evaluate.batch_size
+            )
+
+    set_values(model, global_values, params)
+    for kind in predictions:
+        predict(kind, ("global", COMMON), common[kind])
+        for name, examples in of_clients[kind].items():
+            predict(kind, ("global", name), examples)
+    if study.evaluate.personal:
+        names = dict.fromkeys(name for clients in of_clients.values() for name in clients)
+        values = {name: personal_values(name) for name in names}
+        if any(not torch.equal(v[k], global_values[k]) for v in values.values() for k in v):
+            for name in names:
+                set_values(model, values[name], params)
+                for kind in predictions:
+                    predict(kind, ("personal", name), of_clients[kind].get(name))
+    return RunPredictions(task, round_number, **predictions, groups=data.test_groups)
+
+
+def write_evaluation(folder: Path, predictions: RunPredictions | None) -> None:
+    """Write the tables of predictions to a run's folder, if there are any."""
+    if predictions is not None:
+        content = json.dumps(predictions.tables(), indent=1, allow_nan=False)
+        write_atomic(folder / EVALUATION, content + "\n")
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """Return the tables in a run's folder; {} if there are none.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    file = folder / EVALUATION
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error}; run: fedplan evaluate {folder}"
+        ) from error
+
+
+def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
+    """Predict all test examples with the models of a run, from its folder and its study's files.
+
+    `client` selects one client. Raises ConfigError if the run hides clients or examples, has no
+    test examples, or if its data or model cannot be read or have changed.
+    """
+    run = read_run(folder)
+    study, state = run.study, run.global_state
+    require_study_from_files(study)
+    if study.privacy is not None or study.aggregation.config.active:
+        raise ConfigError(
+            f"{folder} promises privacy, so there are no scores beside those of the report: "
+            "evaluate an exported model on data of your own"
+        )
+    if client and client not in run.clients:
+        names = ", ".join(run.clients)
+        raise ConfigError(f"there is no client {client!r}; there are {names}")
+    experiment = build_experiment(study)
+    if experiment.model_digest != run.agreement.start:
+        raise ConfigError(
+            f"the run started from the model {run.agreement.start}, but the study's model is now "
+            f"{experiment.model_digest}: restore the initial weights"
+        )
+    if changed := changed_examples(run.identity.examples, experiment.data.digests):
+        raise ConfigError(
+            f"{folder} holds a run on other examples of {', '.join(changed[:5])}: restore the data "
+            "that it began with"
+        )
+    start, agreement = experiment.initial_values, run.agreement
+    predictions = predict_all(
+        study,
+        experiment.data,
+        experiment.model,
+        agreement.trainable,
+        state.round,
+        global_values(agreement, state, start),
+        lambda name: personal_values(
+            agreement,
+            state,
+            start,
+            Turn(state.round, name, state.phase, study.clients.traits.get(name, {})),
+            run.client_state(name)[0],
+        ),
+    )
+    if predictions is None:
+        raise ConfigError(
+            f"{folder} has no test examples: set data.holdout_fraction, data.test_split or "
+            "data.test_path in its study"
+        )
+    if not client:
+        return predictions
+    kept = {key: part for key, part in predictions.test.items() if key[1] == client}
+    if not kept:
+        raise ConfigError(f"{client} has no test examples: name another client")
+    return RunPredictions(
+        predictions.task, predictions.round, kept, predictions.validation, predictions.groups
+    )
