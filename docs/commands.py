@@ -44,12 +44,12 @@ fedplan verify run
 | choice | found by | option |
 | --- | --- | --- |
 | input | a column of conversations, tokens, images or texts; of several, one named `text`, `review`, `image`, ..., else the longest | `--input` |
-| label | a column named `label`, `class`, `target`, ...; else one with few different values | `--label` |
+| label | a column named `label`, `class`, `target`, ...; else the only one with few different values, or of numbers. Of several, the command asks for one. Dates, ids and clients are no labels | `--label` |
 | clients | a column named `client`, `site`, `hospital`, `user`, ...; without one, a Dirichlet partition with unequal labels | `--client`, or `--clients` for their number |
-| task | images with labels: `image-classification`; texts with labels: `text-classification`, with numbers: `regression`; prompt and response, or messages: `instruction`; texts alone: `causal-lm` | `--task` |
+| task | images with labels: `image-classification`; texts with labels: `text-classification`, with numbers: `regression`; with several labels (lists, or `fever;cough`): `multi-label`, `image-multi-label`; prompt and response, or messages: `instruction`; texts alone: `causal-lm` | `--task` |
 | test set | a split named `test`, `validation`, `valid` or `dev` beside `train`: a column `split`, files of a folder, a folder of `datasets`, arrays of an `.npz` | edit `[data]` |
 
-It rejects columns with missing values and an image model for texts, and never overwrites a file. `data` divides the examples as the run does, and prints for each
+A column such as `patient_id` becomes `data.group`. It counts rows without a value, which a run leaves out, rejects an image model for texts, and never overwrites a file. `data` divides the examples as the run does, and prints for each
 client its numbers of training and test examples and a bar for each label. Its last line is the mean total variation distance between a client's labels and all labels: 0
 means that all clients are alike.
 """

@@ -219,10 +219,10 @@ def _mix_bits(x: np.ndarray) -> np.ndarray:
 @final
 @dataclass(frozen=True)
 class ImageExamples:
-    """Images as RGB bytes with a class index each. Implements Examples.
+    """Images as RGB bytes with a class index, or a row of 0 and 1, each. Implements Examples.
 
-    `pixels` is uint8 of shape (images, 3, height, width), `labels` int64. Batches are normalized
-    with `mean` and `std`.
+    `pixels` is uint8 of shape (images, 3, height, width), `labels` int64 or float32. Batches
+    are normalized with `mean` and `std`.
     """
 
     pixels: Tensor

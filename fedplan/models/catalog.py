@@ -200,6 +200,7 @@ TASK_CLASSES = {
     "regression": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "image-classification": "AutoModelForImageClassification",
+    "image-multi-label": "AutoModelForImageClassification",
     "image-text": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",

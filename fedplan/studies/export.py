@@ -468,8 +468,12 @@ def _write_adapter(exported: _ExportedModel, output: Path) -> str:
     return f"peft.PeftModel.from_pretrained(model, {str(output)!r})"
 
 
+IMAGE_HEADS = ("image-classification", "image-multi-label")
+"""Tasks on images with a classification head."""
+
+
 def _processor_code(task: Task) -> str:
-    if task.kind == "image-classification":
+    if task.kind in IMAGE_HEADS:
         return "\nprocessor = transformers.AutoImageProcessor.from_pretrained({})"
     return "\ntokenizer = transformers.AutoTokenizer.from_pretrained({})" if task.source else ""
 

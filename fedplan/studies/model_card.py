@@ -37,6 +37,7 @@ PIPELINE_TAGS = {
     "regression": "text-classification",
     "token-classification": "token-classification",
     "image-classification": "image-classification",
+    "image-multi-label": "image-classification",
     "image-text": "zero-shot-image-classification",
     "causal-lm": "text-generation",
     "masked-lm": "fill-mask",

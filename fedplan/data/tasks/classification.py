@@ -92,9 +92,8 @@ class TextClassification(_TextTask):
         return torch.from_numpy(draw.integers(len(self.labels), size=count))
 
 
-@final
-class MultiLabel(_TextTask):
-    """Any number of labels per text, or per pair of texts; the primary metric is micro F1."""
+class _LabelSets(Task):
+    """Any number of labels per example; the primary metric is micro F1."""
 
     answer_kind: ClassVar[AnswerKind] = "labels"
     primary: ClassVar[str] = "f1_micro"
@@ -104,23 +103,24 @@ class MultiLabel(_TextTask):
         """The names of the labels, and the problem type of multi-label classification."""
         return {**super().settings, "problem_type": "multi_label_classification"}
 
-    def prepare(self, table: Dataset) -> TokenSequences:
-        """Tokenize the texts of a table; targets are rows of 0 and 1 in the order of the labels.
+    def _read_targets(self, table: Dataset) -> Tensor:
+        """Return a row of 0 and 1 for each row of a table, in the order of the labels.
 
         Raises DataError if a cell of the label column is no list, or has an unknown label.
         """
         values = label_values(table, self.label)
         if scalars := [value for value in values if not isinstance(value, list)]:
             raise DataError(
-                f"column {self.label!r} has {scalars[0]!r}, but multi-label needs a list of labels "
-                "in each row: use text-classification, or a table with lists"
+                f"column {self.label!r} has {scalars[0]!r}, but {self.kind} needs a list of labels "
+                "in each row: set task.label_separator if a cell has several labels, or use a "
+                "task of one label"
             )
         lists = cast("list[list[str]]", values)
         flat = self._class_indices([label for row in lists for label in row])
         targets = torch.zeros(len(lists), len(self.labels))
         for row, indices in enumerate(split_by_sizes(flat, list(map(len, lists)))):
             targets[row, indices] = 1.0
-        return self._tokenize(table, targets)
+        return targets
 
     def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
         return torch.from_numpy(draw.integers(2, size=(count, len(self.labels)))).float()
@@ -132,7 +132,7 @@ class MultiLabel(_TextTask):
         return self._loss_per_answer(logits, labels).mean()
 
     def _loss_per_answer(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each text: the mean over labels of the weighted loss."""
+        """Return the loss of each example: the mean over labels of the weighted loss."""
         losses = binary_cross_entropy_with_logits(logits, labels, reduction="none")
         return (losses * self._label_weights(logits) if self.weights else losses).mean(-1)
 
@@ -145,6 +145,18 @@ class MultiLabel(_TextTask):
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
         names = ("accuracy", "f1_micro", "f1_macro", "auroc")
         return compute_metrics([METRICS[name] for name in names], predictions)
+
+
+@final
+class MultiLabel(_LabelSets, _TextTask):
+    """Any number of labels per text, or per pair of texts."""
+
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Tokenize the texts of a table; targets are rows of 0 and 1 in the order of the labels.
+
+        Raises DataError if a cell of the label column is no list, or has an unknown label.
+        """
+        return self._tokenize(table, self._read_targets(table))
 
 
 @final
@@ -284,13 +296,13 @@ class TokenClassification(Task):
 
 @dataclass(frozen=True)
 class _ImageTask(Task):
-    """A task with one label per image; `cubic` selects bicubic resizing."""
+    """A task on images; `cubic` selects bicubic resizing."""
 
     cubic: ClassVar[bool] = False
 
     def prepare(self, table: Dataset) -> ImageExamples:
-        """Return the images of a table, resized to `image_size`, with class indices."""
-        labels = self._class_indices(label_values(table, self.label))
+        """Return the images of a table, resized to `image_size`, with their targets."""
+        targets = self._read_targets(table)
         size = self.image_size
         pixels = torch.empty((len(table), 3, size, size), dtype=torch.uint8)
         for row, value in enumerate(read_images(table, self.columns[0])):
@@ -300,18 +312,30 @@ class _ImageTask(Task):
                 place = f"row {row} of column {self.columns[0]!r}"
                 raise DataError(f"{place} is not an image: {error}") from error
         mean, std = image_mean_std(self.source)
-        return ImageExamples(pixels, torch.tensor(labels, dtype=torch.long), mean, std)
+        return ImageExamples(pixels, targets, mean, std)
+
+    def _read_targets(self, table: Dataset) -> Tensor:
+        labels = self._class_indices(label_values(table, self.label))
+        return torch.tensor(labels, dtype=torch.long)
+
+    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
+        return torch.from_numpy(draw.integers(len(self.labels), size=count))
 
     def _made_up(self, draw: np.random.Generator) -> ImageExamples:
         size = self.image_size
         pixels = torch.from_numpy(draw.integers(256, size=(5, 3, size, size), dtype=np.uint8))
-        labels = torch.from_numpy(draw.integers(len(self.labels), size=5))
+        labels = self._made_up_targets(draw, 5)
         return ImageExamples(pixels, labels, *image_mean_std(self.source))
 
 
 @final
 class ImageClassification(_ImageTask):
     """One label per image, by a classification head."""
+
+
+@final
+class ImageMultiLabel(_LabelSets, _ImageTask):
+    """Any number of labels per image."""
 
 
 @final

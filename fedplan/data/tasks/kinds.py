@@ -12,6 +12,7 @@ from fedplan.data.metrics import METRICS, Metric
 from fedplan.data.tables import DataError, label_sort_key, label_text
 from fedplan.data.tasks.classification import (
     ImageClassification,
+    ImageMultiLabel,
     ImageText,
     MultiLabel,
     Regression,
@@ -33,6 +34,7 @@ TASK_KINDS: dict[str, type[Task]] = {
     "regression": Regression,
     "token-classification": TokenClassification,
     "image-classification": ImageClassification,
+    "image-multi-label": ImageMultiLabel,
     "image-text": ImageText,
     "causal-lm": CausalLanguage,
     "masked-lm": MaskedLanguage,
