@@ -131,14 +131,16 @@ def line_chart(
             ends.append((expected.name, expected.last, LIGHT["faint"], {}))
         room = 26 + max((text_width(name, 11) for name, *_ in ends), default=0.0)
         right = min(0.34 * size[0], room)
-        ax, width, height = add_axes(figure, 46, 38, right, 26)
+        _, ticks, log = axis_ticks(levels, linear=from_zero)
+        left = max(46.0, 12 + max(text_width(text, 11) for text in tick_labels(ticks, log=log)))
+        ax, width, height = add_axes(figure, left, 38, right, 26)
         ax.grid(visible=False, axis="x")
         ax.tick_params(axis="x", length=4)
         _scale(ax, "x", xs, whole=whole, names=named)
-        log = _scale(ax, "y", levels, linear=from_zero)
+        _scale(ax, "y", levels, linear=from_zero)
         ax.set_xlabel(x, labelpad=3)
         label = f"{y}{', log scale' if log else ''}"
-        _write(ax, label, (0, 1), (-42, 11), size=11, color=LIGHT["faint"])
+        _write(ax, label, (0, 1), (4 - left, 11), size=11, color=LIGHT["faint"])
         if expected:
             _line(ax, expected, LIGHT["faint"], linewidth=1.2, linestyle=DASH)
         if limit and is_drawable(limit[1]):
