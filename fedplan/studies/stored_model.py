@@ -200,7 +200,7 @@ def _build(folder: Path, content: Mapping[str, Any]) -> nn.Module:
     loader: Any = getattr(transformers, content["class"])
     if content["origin"]:
         dtype = getattr(torch, content["dtype"])
-        settings = {"config": config, "dtype": dtype, "device_map": {"": "cpu"}}
+        settings: dict[str, Any] = {"config": config, "dtype": dtype, "device_map": {"": "cpu"}}
         model = pin_packed_layout(load_pretrained(loader, content["origin"], **settings))
     else:
         model = loader(config)
