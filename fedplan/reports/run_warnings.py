@@ -262,7 +262,7 @@ def _majority_share(score: RunScore, record: Mapping[str, Any]) -> float | None:
     if score.metric != "accuracy" or not tests or not labelled:
         return None
     if score.kind != "personal":
-        counts = sum((Counter(split["labels"]) for split in tests), Counter[str]())
+        counts = sum((Counter[str](split["labels"]) for split in tests), Counter[str]())
         return max(counts.values()) / counts.total()
     return fsum(max(s["labels"].values()) / s["examples"] for s in tests) / len(tests)
 
