@@ -67,6 +67,7 @@ FUNCTIONS = {
     "parts": "fedplan.params_of",
     "propose": "fedplan.models.propose_layer_map",
     "verify": "fedplan.verify_run",
+    "evaluate": "fedplan.studies.evaluate_run",
     "export": "fedplan.export_run",
     "privacy": "fedplan.reports.study_explanation.read_privacy_statement",
     "egress": "fedplan.sites.egress.read_egress_report",

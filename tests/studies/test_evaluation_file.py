@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from sklearn import metrics as theirs
+from sklearn import metrics
+from typer.testing import CliRunner
 
+from fedplan.cli import app
 from fedplan.data.evaluation import evaluate_predictions, youden_threshold
 from fedplan.data.predictions import Predictions
 from fedplan.data.tasks.kinds import make_task
@@ -27,6 +29,7 @@ from fedplan.studies.evaluation import EVALUATION, evaluate_run, predict_all
 from fedplan.studies.federation_sections import PrivacyConfig
 from fedplan.studies.schema import ConfigError, study_from_dict
 
+theirs: Any = metrics
 VIT = {
     **{"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "intermediate_size": 16},
@@ -82,7 +85,9 @@ def test_a_runs_test_scores_are_those_of_scikit_learn(tmp_path: Path) -> None:
         ("personal", "clients"),
         ("global", "clients"),
     ]
-    evaluated.write_csv(tmp_path / "p.csv")
+    arguments = ["evaluate", str(tmp_path / "run"), "--predictions", str(tmp_path / "p.csv")]
+    printed = CliRunner().invoke(app, arguments)
+    assert printed.exit_code == 0 and "Personal models on the test examples" in printed.output
     with (tmp_path / "p.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     for entry in tables["sets"]:
