@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -206,7 +206,10 @@ def run_trials(
             for name, result in coming:
                 results[name] = result
                 write_trial_results(folder, results)
-                scores = None if result.error else run_scores(read_run(folder / name))
+                scores = None
+                if not result.error:
+                    with suppress(FedplanError):  # an unreadable run must not end the sweep
+                        scores = run_scores(read_run(folder / name))
                 on_trial_end(progress.finish_trial(name, result, scores))
     return Sweep(folder, tuple(trial.name for trial in trials), results)
 

@@ -70,8 +70,12 @@ def without_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(audit, "load_federated_data", gone)
 
 
+NOTES = ("data.json", "environment.json", "evaluation.json", "initial_scores.json")
+"""Files for people and reports: no value, score or charge of a run follows from them."""
+
+
 def files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file())
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in NOTES)
 
 
 def accused(copy: Path, file: Path) -> bool:

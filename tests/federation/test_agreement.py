@@ -64,7 +64,7 @@ from fedplan.training.probes import (
 )
 
 PARAMS = params_of("bert-base")
-GUARANTEE = Guarantee("client", 8.0, 1e-5, 1.0, 1.0)
+GUARANTEE = Guarantee("client", 8.0, 1e-5, 1.0, 1.0, evaluation_noise_multiplier=1.0)
 OTHERS: dict[str, Any] = {
     **{
         "unit": "example",
@@ -82,6 +82,8 @@ OTHERS: dict[str, Any] = {
         "clipping_quantile": 0.5,
         "max_weight": 9,
         "ghost_clipping": True,
+        "evaluation_noise_multiplier": 2.0,
+        "evaluate_every": 5,
     },
 }
 """Another value of every field of a guarantee."""

@@ -135,7 +135,7 @@ def test_numbers_are_learnt_with_the_metrics_that_were_asked_for(here: Path) -> 
 def test_several_labels_are_learnt_by_their_weights(here: Path) -> None:
     asked = {"kind": "multi-label", "input": "prompt response", "label": "colours"}
     found = played({**asked, "class_weights": {"red": 4.0}}, model=BERT)
-    assert set(found["global"]) == {"loss", "accuracy", "f1_micro", "f1_macro", "examples"}
+    assert set(found["global"]) == {"loss", "accuracy", "f1_micro", "f1_macro", "auroc", "examples"}
     light = study_from_dict(said(asked, model=BERT))
     heavy = study_from_dict(said({**asked, "class_weights": {"red": 4.0}}, model=BERT))
     assert light.digest != heavy.digest, "what changes a turn is agreed on"

@@ -245,11 +245,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_without_a_test_says_so_and_scores_no_world(folder: Path) -> None:
+def test_a_run_without_a_common_test_scores_the_global_model_on_all_tests(folder: Path) -> None:
     code, out = play(TEXTS)
     assert code == 0 and "No common test" in out, out
     metrics = json.loads((folder / "runs/texts/metrics.jsonl").read_text())
-    assert "global" not in metrics and "clients" in metrics
+    count = sum(each["examples"] for each in metrics["clients"].values())
+    assert metrics["global"]["examples"] == count
+    assert metrics["global"]["clients"] == len(metrics["clients"])
 
 
 @pytest.mark.parametrize(

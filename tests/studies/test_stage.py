@@ -12,12 +12,12 @@ from commands import STUDY, run
 
 from fedplan.runners.local import Federation
 
+TIMES = ("status.json", "log.jsonl", "environment.json")
+
 
 def files(folder: Path) -> dict[str, bytes]:
     """All files of a run, but for those that tell of times and processes."""
-    held = [
-        p for p in folder.rglob("*") if p.is_file() and p.name not in ("status.json", "log.jsonl")
-    ]
+    held = [p for p in folder.rglob("*") if p.is_file() and p.name not in TIMES]
     return {str(p.relative_to(folder)): p.read_bytes() for p in held}
 
 
