@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import fsum, isfinite, isnan, nan
 from typing import Any, Literal, cast
@@ -40,7 +40,7 @@ from fedplan.federation.rounds import make_request
 from fedplan.federation.score_sums import GLOBAL, PERSONAL, VALIDATION, ScoreVector
 from fedplan.language.resolution import permitted_roles
 from fedplan.models.values import set_values
-from fedplan.privacy.guard import NoExamples, OneExample
+from fedplan.privacy.guard import NoExamples, OneExample, contain_faults
 from fedplan.storage.files import write_atomic
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors
@@ -218,24 +218,23 @@ def _count_scores(
     """
     assert predict is not None
     counts = np.zeros((len(vector.models), vector.counts.size), np.int64)
-    report_fault, fault = client.privacy.contained_fault, cast("Exception | None", None)
-    for row, name in zip(counts, vector.models, strict=True):
-        prefix, model = name[: -len(name.rpartition(".")[2])], name.rpartition(".")[2]
-        if model not in models or not len(examples := sets.get(prefix, NoExamples())):
-            continue
-        set_values(client.setup.model, models[model], agreement.trainable)
-        parts: Iterable[Examples] = (examples,)
-        if client.privacy.guard is not None:
-            parts = (OneExample(examples, i) for i in range(len(examples)))
-        for part in parts:
-            try:
-                row += vector.counts.count(predict(client.setup.model, part))
-            except Exception as error:
-                if report_fault is None:
-                    raise
-                fault = error
-    if report_fault is not None and fault is not None:
-        report_fault(fault)
+
+    def parts() -> Iterator[tuple[int, Examples]]:
+        """Yield (row of the counts, examples to count there), with the row's model loaded."""
+        for row, name in enumerate(vector.models):
+            prefix, model = name[: -len(name.rpartition(".")[2])], name.rpartition(".")[2]
+            if model not in models or not len(examples := sets.get(prefix, NoExamples())):
+                continue
+            set_values(client.setup.model, models[model], agreement.trainable)
+            if client.privacy.guard is None:
+                yield row, examples
+            else:
+                yield from ((row, OneExample(examples, i)) for i in range(len(examples)))
+
+    def count(part: tuple[int, Examples]) -> None:
+        counts[part[0]] += vector.counts.count(predict(client.setup.model, part[1]))
+
+    contain_faults(count, parts(), client.privacy.contained_fault)
     return counts.ravel().tolist()
 
 

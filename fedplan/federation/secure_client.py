@@ -285,30 +285,26 @@ class SecAggClient:
         return progress
 
     def _score_words(self) -> tuple[dict[str, Words], int]:
-        """Return (stored layer scores as integers to mask, weight 1).
-
-        Raises RequestRefused if there are no stored scores, or of another round.
-        """
-        number = self._progress("scoring").terms.round
-        stored = self._scores_store.read_newest()
-        if stored is None or stored.meta["round"] != number:
-            raise RequestRefused(
-                f"{self.client.name} has no layer scores of round {number}"
-            ).with_code("secagg")
-        return {SCORES_SLOT: words_from_ints(int(steps) for steps in stored.meta["scores"])}, 1
+        """Return (stored layer scores as integers to mask, weight 1)."""
+        scores = self._stored_input("scoring", self._scores_store, "layer scores")["scores"]
+        return {SCORES_SLOT: words_from_ints(int(steps) for steps in scores)}, 1
 
     def _count_words(self) -> tuple[dict[str, Words], int]:
-        """Return (stored score counts to mask, weight 1).
+        """Return (stored score counts to mask, weight 1)."""
+        counts = self._stored_input("evaluation", self._counts_store, "score counts")["counts"]
+        return {COUNTS_SLOT: np.array(counts, np.int64).view(np.uint64)}, 1
 
-        Raises RequestRefused if there are no stored counts, or of another round.
+    def _stored_input(self, kind: SumKind, store: Store, name: str) -> Mapping[str, Any]:
+        """Return the stored numbers of the sum of a kind that was begun last.
+
+        Raises RequestRefused, with their `name`, if there are none or of another round.
         """
-        number = self._progress("evaluation").terms.round
-        stored = self._counts_store.read_newest()
+        number, stored = self._progress(kind).terms.round, store.read_newest()
         if stored is None or stored.meta["round"] != number:
-            raise RequestRefused(
-                f"{self.client.name} has no score counts of round {number}"
-            ).with_code("secagg")
-        return {COUNTS_SLOT: np.array(stored.meta["counts"], np.int64).view(np.uint64)}, 1
+            raise RequestRefused(f"{self.client.name} has no {name} of round {number}").with_code(
+                "secagg"
+            )
+        return stored.meta
 
     def _journaled_update(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return (encoded values, metadata) of the client's update of round `number`.

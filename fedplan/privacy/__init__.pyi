@@ -13,6 +13,7 @@ from .guard import (
     NoExamples,
     OneExample,
     ServerGuard,
+    contain_faults,
 )
 from .mechanisms.clipping import CLIPPING_NORMS, capped_weight
 from .mechanisms.gaussian import Change, GaussianMechanism

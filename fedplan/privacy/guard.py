@@ -7,7 +7,7 @@ that it pays for leaves the process.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -40,6 +40,8 @@ from fedplan.training.fit import Fit, FitResult, Job
 from fedplan.training.probes import Probe, ProbeInput
 
 T = TypeVar("T", bound=Hashable)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 SECRET_FILE, CHARGES_FILE = "secret", "charges.jsonl"
 """Files in a guard's folder."""
 
@@ -276,17 +278,12 @@ class ClientGuard(Guard):
         source = NoiseStream.for_release(self._secret, "rows of a vote", name)
         draws = self._uniform(source)(len(inputs.examples))
         sampled = (draws <= rate).nonzero().flatten()
-        ballots, fault = list[Collection[Block]](), cast("Exception | None", None)
-        for i in sampled:
-            one = replace(inputs, examples=OneExample(inputs.examples, int(i)))
-            try:
-                ballots.append(make_ballot(probe(one), k))
-            except Exception as error:
-                if report_fault is None:
-                    raise
-                fault = error
-        if report_fault is not None and fault is not None:
-            report_fault(fault)
+
+        def vote_of(index: Tensor) -> Collection[Block]:
+            one = replace(inputs, examples=OneExample(inputs.examples, int(index)))
+            return make_ballot(probe(one), k)
+
+        ballots = contain_faults(vote_of, sampled, report_fault)
         vote = NoisyVote(k, self.guarantee.vote_noise_multiplier, rate)
         return self._noisy_counts(vote, ballots, inputs.blocks, name, content)
 
@@ -413,6 +410,26 @@ class NoExamples:
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         raise IndexError("there are no examples")
+
+
+def contain_faults(
+    function: Callable[[Item], Result], items: Iterable[Item], report_fault: ReportFault | None
+) -> list[Result]:
+    """Return the results of a function for all items but those for which it raises.
+
+    Call `report_fault` once with the last exception, after all items; None raises the first one.
+    """
+    results, fault = list[Result](), cast("Exception | None", None)
+    for item in items:
+        try:
+            results.append(function(item))
+        except Exception as error:
+            if report_fault is None:
+                raise
+            fault = error
+    if report_fault is not None and fault is not None:
+        report_fault(fault)
+    return results
 
 
 @dataclass(frozen=True)

@@ -263,8 +263,13 @@ def test_noise_is_charged_and_covered_by_epsilon(here: Path) -> None:
     assert "epsilon covers these counts" in statement.text()
     told = scores_of(here / "local")
     assert set(told[-1]) == {"global", "personal", "clients", "senders", "silent"}
-    assert {"accuracy", "accuracy_low", "accuracy_high"} <= set(told[-1]["global"])
-    assert "sites.global.accuracy_low" in whole.metrics[-1]
+    # The noise may make the count of so few examples negative: then accuracy is undefined.
+    metrics = {"accuracy", "accuracy_low", "accuracy_high"}
+    rows = [row for row in whole.metrics if "sites.clients" in row]
+    for line, row in zip(told, rows, strict=True):
+        measured = metrics & set(line["global"])
+        assert measured in (metrics, set())
+        assert measured == {name for name in metrics if f"sites.global.{name}" in row}
     assert verify_run(here / "local")[0] == []
     names = [line.pop("senders") for line in told]
     assert names == [list(whole.data.train)] * 2, "who took part is public"
