@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Self
 
 
@@ -71,23 +74,59 @@ class StoreError(FedplanError):
     code = "disk"
 
 
-EXTRA = "fedplan[privacy]"
-"""The pip requirement that installs cryptography and dp-accounting."""
-
-
 class PrivacyError(FedplanError):
     """A setting, value or file breaks a privacy guarantee, or its cost cannot be accounted for."""
 
     code = "privacy"
 
 
-def import_extra(module: str, purpose: str) -> Any:
-    """Import and return an optional module, such as "dp_accounting.rdp".
+class MissingExtra(FedplanError):
+    """A package of an extra is not installed; the message has the pip command."""
 
-    Raises a PrivacyError "`purpose` needs PACKAGE: pip install ..." if the module is not installed.
+    code = "settings"
+
+
+EXTRAS = {
+    "accelerate": "trainer",
+    "bitsandbytes": "quantized",
+    "cryptography": "privacy",
+    "dp_accounting": "privacy",
+    "flwr": "flower",
+    "mlflow": "mlflow",
+    "peft": "lora",
+    "ray": "ray",
+    "seqeval": "tokens",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+"""The extra of fedplan that installs a package, by the package's module."""
+
+
+def require_extra(package: str, purpose: str) -> None:
+    """Raise MissingExtra if a package of EXTRAS is not installed, and do not import it.
+
+    The message is "`purpose` needs PACKAGE, which is not installed: pip install ...".
     """
+    if find_spec(package) is None:
+        raise MissingExtra(
+            f"{purpose} needs {package.replace('_', '-')}, which is not installed: "
+            f"pip install 'fedplan[{EXTRAS[package]}]'"
+        )
+
+
+@contextmanager
+def needs_extra(purpose: str) -> Generator[None]:
+    """Context manager of imports: a missing package of EXTRAS raises MissingExtra."""
     try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            require_extra(package, purpose)
+        raise
+
+
+def import_extra(module: str, purpose: str) -> Any:
+    """Import and return an optional module, as "dp_accounting.rdp"; errors as `needs_extra`."""
+    with needs_extra(purpose):
         return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0].replace("_", "-")
-        raise PrivacyError(f"{purpose} needs {package}: pip install '{EXTRA}'") from error

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fedplan.errors import UnknownAdapter
+from fedplan.errors import UnknownAdapter, import_extra
 from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 from fedplan.models.params import Kind
 from fedplan.models.values import dequantize, is_quantized
@@ -411,9 +411,5 @@ def read_adapter_config(folder: Path) -> Any:
 
 
 def import_peft() -> Any:
-    """Return the module peft; raises UnknownAdapter, with the install line, if it is missing."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UnknownAdapter("adapters need peft: pip install fedplan[lora]") from error
-    return peft
+    """Return the module peft; raises MissingExtra, with the install line, if it is missing."""
+    return import_extra("peft", "an adapter")

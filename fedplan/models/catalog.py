@@ -41,15 +41,30 @@ def load_pretrained(
 ) -> Any:
     """Call `loader.from_pretrained` for a folder or hub id (hub:org/name); no remote code runs.
 
-    Only a hub id may be downloaded, and not with `local_files_only`. The loader's exceptions pass,
-    as OSError for a missing folder.
+    Only a hub id may be downloaded, and not with `local_files_only`. Raises UnknownModel for a hub
+    id that was not downloaded before, if the Hub cannot be reached. The loader's other exceptions
+    pass, as OSError for a missing folder.
     """
-    return loader.from_pretrained(
-        strip_hub_prefix(name),
-        local_files_only=local_files_only or not is_hub_id(name),
-        trust_remote_code=False,
-        **settings,
-    )
+    try:
+        return loader.from_pretrained(
+            strip_hub_prefix(name),
+            local_files_only=local_files_only or not is_hub_id(name),
+            trust_remote_code=False,
+            **settings,
+        )
+    except OSError as error:
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        if not is_hub_id(name) or not isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
+        reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the Hub is not asked here"
+        if not HF_HUB_OFFLINE and not local_files_only:
+            reason = "the Hub cannot be reached"
+        raise UnknownModel(
+            f"{name!r} is not in this machine's cache, and {reason}: fetch it where there is a "
+            f"network, by `hf download {strip_hub_prefix(name)}`, or give a model folder"
+        ) from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, import_extra
 from fedplan.models.params import Param
 from fedplan.tensors.devices import CPU
 from fedplan.tensors.named import Tensors, same_bits
@@ -22,19 +22,13 @@ QUANTIZATIONS = ("nf4", "fp4", "int8")
 def quantization_config(kind: str, dtype: torch.dtype) -> Any:
     """The BitsAndBytesConfig of a format, `kind` in QUANTIZATIONS; layers compute in `dtype`.
 
-    nf4 and fp4 are as in QLoRA; int8 ignores `dtype`. Raises FedplanError if bitsandbytes or
+    nf4 and fp4 are as in QLoRA; int8 ignores `dtype`. Raises MissingExtra if bitsandbytes or
     accelerate is not installed.
     """
     import transformers
 
-    try:
-        import accelerate as _accelerate
-        import bitsandbytes as _bitsandbytes
-    except ImportError as error:
-        raise FedplanError(
-            f"a model in {kind} needs bitsandbytes and accelerate: pip install fedplan[quantized]"
-        ) from error
-    del _accelerate, _bitsandbytes
+    for module in ("bitsandbytes", "accelerate"):
+        import_extra(module, f"a model in {kind}")
     if kind == "int8":
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
     return transformers.BitsAndBytesConfig(

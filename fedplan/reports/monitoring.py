@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, import_extra
 from fedplan.federation.ledger.events import Notice
 from fedplan.federation.ledger.status import RunState, RunStatus, SiteState
 from fedplan.federation.ledger.stream import EventStream
@@ -78,8 +78,7 @@ def certificate_expiries(folder: Path) -> dict[str, datetime]:
 
     Missing files are left out. Raises FedplanError if a file cannot be read as a certificate.
     """
-    from cryptography import x509
-
+    x509 = import_extra("cryptography.x509", "reading certificates")
     expiries = dict[str, datetime]()
     for name in CERTIFICATES:
         file = folder / name

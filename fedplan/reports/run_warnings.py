@@ -26,6 +26,8 @@ from fedplan.reports.study_warnings import (
 from fedplan.studies.record import read_data_record, read_initial_scores
 from fedplan.studies.run import read_consistently
 from fedplan.studies.run_scores import COMMON_TEST, RunScore
+from fedplan.studies.schema import Study
+from fedplan.studies.sections import TrainConfig
 
 RESULT_WARNINGS = {
     "param-not-moved": "a param was trained and has the same value after every turn",
@@ -135,9 +137,7 @@ def _movement_warnings(facts: RunFacts) -> Iterator[RunWarning]:
 
 def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     """Yield warnings of the training loss by round."""
-    agreement, lr = facts.agreement, facts.study.train.lr
-    lower = setting_text(facts.study)("train.lr", float(f"{lr / 10:.2g}"))
-    remedy = f"Lower the learning rate: {lower}"
+    agreement, remedy = facts.agreement, f"Lower {_lower_lr(facts.study)}"
     visible = agreement.guarantee is None and not agreement.secagg.active
     not_finite = [
         turn
@@ -167,6 +167,13 @@ def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
         yield RunWarning("loss-grew", text, remedy)
 
 
+def _lower_lr(study: Study) -> str:
+    """Return the end of a remedy: a tenth of the learning rate; above 1 the default rate."""
+    lr = study.train.lr
+    lower = float(f"{lr / 10:.2g}") if lr <= 1 else TrainConfig().lr
+    return f"the learning rate, which is {lr:.2g}: {setting_text(study)('train.lr', lower)}"
+
+
 def _client_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     """Yield warnings of clients without any part in the result; none under client-level DP."""
     if facts.client_level_dp:
@@ -184,11 +191,10 @@ def _client_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     reasons = {name: why for record in facts.rounds for name, why in record.rejected.items()}
     not_finite = [name for name, why in reasons.items() if NOT_FINITE in why]
     if not_finite:
-        lower = setting("train.lr", float(f"{facts.study.train.lr / 10:.2g}"))
         yield RunWarning(
             "update-not-finite",
             f"Updates of {join_names(not_finite)} were rejected: they are not finite or too large.",
-            f"Check these clients' examples, or lower the learning rate: {lower}",
+            f"Check these clients' examples, or lower {_lower_lr(facts.study)}",
         )
     never = {n: why for n, why in reasons.items() if n not in {*aggregated, *not_finite}}
     if never:
@@ -222,9 +228,8 @@ def _score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[RunW
     rounds = setting("train.rounds", 2 * facts.study.train.rounds)
     train_more = f"Train longer, or with another learning rate: {rounds}"
     if not isfinite(value):
-        lower = setting("train.lr", float(f"{facts.study.train.lr / 10:.2g}"))
         text = f"The last score ({label}) is {value}."
-        yield RunWarning("score-not-finite", text, f"Lower the learning rate: {lower}")
+        yield RunWarning("score-not-finite", text, f"Lower {_lower_lr(facts.study)}")
         return
     start = read_initial_scores(facts.run.folder).get(score.column)
     values = [row[score.column] for row in facts.metrics if score.column in row]

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.metrics import metric_spread
+from fedplan.errors import require_extra
 from fedplan.federation.evaluation import Scores, combine_scores, join_validation
 from fedplan.federation.ledger.callbacks import EarlyStopping
 from fedplan.federation.ledger.events import Callback, CommittedRound
@@ -116,6 +118,9 @@ class Simulation:
             device = resolve_device(study.device)  # before anything is written
             experiment = build_experiment(study, in_memory=self.in_memory)
             self.data, agreement = experiment.data, experiment.pinned_agreement
+            if agreement.guarantee or agreement.secagg.active:
+                private = "differential privacy" if agreement.guarantee else "secure aggregation"
+                require_extra("cryptography", private)  # before anything is written
             names = study.clients.names or list(self.data.train)
             sources = {"clients.traits": study.clients.traits, "data": self.data.train}
             for source, clients in sources.items():
@@ -414,7 +419,8 @@ class Simulation:
         """Measure how far each block's attention moved from the values `before` to the present.
 
         Returns {"attention": [[*block, shift], ...]} on the first `evaluate.attention_examples`
-        examples of the common test set; {} if there are none.
+        examples of the common test set; {} if there are none. Without the blocks of a diverged
+        model, whose attention is not finite.
         """
         test = self.data.common_test
         count = min(self.study.evaluate.attention_examples, len(test)) if test is not None else 0
@@ -423,4 +429,5 @@ class Simulation:
         federation = self.federation
         states, batch = (before, federation.global_values()), test.batch(torch.arange(count))
         shifts = attention_shift(federation.model, federation.agreement.trainable, states, batch)
-        return {"attention": [[*block, round(far, 6)] for block, far in shifts.items()]}
+        finite = {block: far for block, far in shifts.items() if isfinite(far)}
+        return {"attention": [[*block, round(far, 6)] for block, far in finite.items()]}

@@ -10,22 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_der_public_key,
-    load_ssh_private_key,
-    load_ssh_public_key,
-)
 from pydantic import AfterValidator, Field, ValidationError
 
+from fedplan.errors import needs_extra
 from fedplan.federation.messages import RequestRefused
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import safe_folder_name, validate_client_names
 from fedplan.studies.field_types import DeviceName
 from fedplan.studies.schema import ConfigError, parse_toml
 from fedplan.studies.sections import Section
+
+with needs_extra("a site"):
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        PublicFormat,
+        load_der_public_key,
+        load_ssh_private_key,
+        load_ssh_public_key,
+    )
 
 SITE = "site.toml"
 """Name of the configuration file in a site's folder."""

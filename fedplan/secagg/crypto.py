@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from fedplan.errors import EXTRA, FedplanError, PrivacyError
+from fedplan.errors import FedplanError, needs_extra
 from fedplan.tensors.ring import Words
 
-try:
+with needs_extra("secure aggregation"):
     from cryptography.exceptions import InvalidSignature, InvalidTag
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey as CurvePrivate
@@ -40,8 +40,6 @@ try:
         PublicFormat,
         load_der_public_key,
     )
-except ImportError as error:
-    raise PrivacyError(f"secure aggregation needs cryptography: pip install '{EXTRA}'") from error
 
 NodeKey = CurvePrivate | Ed25519PrivateKey
 """Long-term private key of a client, which the others know it by."""

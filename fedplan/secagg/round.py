@@ -16,12 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from fedplan.errors import FedplanError, StoreError
 from fedplan.secagg.client import KeyDirectory, ProtocolClient
 from fedplan.secagg.config import MASKED_INPUT_STEP, SHARES_STEP, SIGNATURE_STEP, UNMASK_STEP
-from fedplan.secagg.crypto import SecAggError, node_public_key
+from fedplan.secagg.crypto import Ed25519PrivateKey, SecAggError, node_public_key
 from fedplan.secagg.messages import (
     EncryptedShares,
     KeyAdvert,

@@ -12,12 +12,12 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplan.errors import FedplanError, StoreError
+from fedplan.errors import StoreError, needs_extra
 from fedplan.storage.locks import sync_folder
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Encryption:
             ) from error
 
     def _cipher(self, salt: bytes) -> AESGCM:
-        with _require_cryptography():
+        with needs_extra("encryption"):
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         return AESGCM(_derive_key(self._key, salt, b"fedplan: sealed data"))
 
@@ -167,18 +167,7 @@ def new_key_file(path: Path) -> None:
 
 
 def _derive_key(key: bytes, salt: bytes, purpose: bytes) -> bytes:
-    with _require_cryptography():
+    with needs_extra("encryption"):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     return HKDF(SHA256(), 32, salt, purpose).derive(key)
-
-
-@contextmanager
-def _require_cryptography() -> Generator[None]:
-    """Turn an ImportError of the body into a FedplanError with the install command."""
-    try:
-        yield
-    except ImportError as error:
-        raise FedplanError(
-            "encryption needs the package cryptography: pip install 'fedplan[flower]'"
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.data.custom_task import CUSTOM_KIND
-from fedplan.data.examples import Examples
+from fedplan.data.examples import Examples, token_lengths
 from fedplan.data.score_counts import BINS, MAX_CLASSES, NOISY_BINS, ScoreCounts
 from fedplan.data.tasks.language import require_attention_mask
 from fedplan.federation.agreement import Agreement, require_private_method
@@ -123,6 +124,7 @@ def build_experiment(
             model = add_method_adapter(model, inputs.task, inputs.method)
         agreement = make_agreement(study, describe(model), inputs.method)
         check_plan(inputs.method.plan, agreement.params)
+        _require_positions(model, inputs.federated_data)
         return Experiment(inputs.federated_data, model, agreement)
     require_study_from_files(study)
     torch.set_num_threads(study.threads)
@@ -132,12 +134,43 @@ def build_experiment(
         data = replace(data, notes=(*data.notes, note))
     experiment = Experiment(data, model, make_agreement(study, describe(model)))
     check_plan(experiment.agreement.method.plan, experiment.agreement.params)
+    _require_positions(model, data)
     pinned = study.model.digest
     if pinned and experiment.model_digest != pinned:
         raise ConfigError(
             f"model.digest is {pinned}, but this model's digest is {experiment.model_digest}"
         )
     return experiment
+
+
+_POSITION_TABLE = re.compile(r"(.*\.)?(position_embeddings?|embed_positions|wpe)")
+"""Names of tables of absolute positions."""
+
+
+def _require_positions(model: nn.Module, data: FederatedData) -> None:
+    """Raise ConfigError if a text of a built-in task has more tokens than the model has positions.
+
+    Models with relative positions take texts of any length.
+    """
+    tables = [
+        module.num_embeddings - reserved
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _POSITION_TABLE.fullmatch(name)
+        for reserved in [getattr(module, "offset", (module.padding_idx or -1) + 1)]
+    ]
+    task = data.task
+    if not tables or task.kind == CUSTOM_KIND:
+        return
+    sets = [*data.train.values(), *data.client_tests.values(), *data.client_validations.values()]
+    sets += [rows for rows in (data.common_test, data.common_validation) if rows is not None]
+    texts = [rows for rows in sets if len(rows) and "attention_mask" in rows.batch(torch.arange(1))]
+    longest = max((int(token_lengths(rows).max()) for rows in texts), default=0)
+    if longest > min(tables):
+        raise ConfigError(
+            f"task.max_length is {task.max_length}, and an example has {longest} tokens, but "
+            f"the model has positions for {min(tables)}: set task.max_length = {min(tables)}, at "
+            "which longer texts are cut, or use another model"
+        )
 
 
 def require_study_from_files(study: Study) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -162,6 +162,7 @@ _SYNONYMS_BY_FIELD = {
     "evaluate.batch_size": "per_device_eval_batch_size",
     "evaluate.every": "eval_gap eval_steps eval_strategy evaluation_frequency evaluation_strategy",
     "evaluate.every (every evaluation asks all clients)": "fraction_evaluate",
+    "device, at the top of the file, or in Python fp.RunOptions(device=...)": "device",
     'evaluate.keep_best = "global"': "load_best_model_at_end",
     "evaluate.trackers": "report_to",
     "fedplan run --resume RUN": "resume_from_checkpoint",
@@ -257,8 +258,24 @@ def unknown_field_message(schema: type[BaseModel], location: Sequence[int | str]
     return unknown_name_message("field", word, fields)
 
 
+def missing_field_message(schema: type[BaseModel], location: Sequence[int | str]) -> str:
+    """Return the message for a missing field, with its choices; arguments as above."""
+    section = _section_type(schema, [str(name) for name in location[:-1]])
+    field = section.model_fields.get(str(location[-1])) if section else None
+    kind = field.annotation if field else None
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    remedy = f"set it to {' or '.join(map(repr, choices))}" if choices else "set it"
+    return f"it is missing, and has no default: {remedy}"
+
+
 def _section_fields(schema: type[BaseModel], sections: Sequence[str]) -> list[str]:
     """Return the names of a section's fields; empty if there is no section of that name."""
+    section = _section_type(schema, sections)
+    return list(section.model_fields) if section else []
+
+
+def _section_type(schema: type[BaseModel], sections: Sequence[str]) -> type[BaseModel] | None:
+    """Return the class of a section by its path, `schema` itself for an empty path, or None."""
     section: type[BaseModel] | None = schema
     for name in sections:
         field = section.model_fields.get(name) if section else None
@@ -267,4 +284,4 @@ def _section_fields(schema: type[BaseModel], sections: Sequence[str]) -> list[st
             (type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel)),
             None,
         )
-    return list(section.model_fields) if section else []
+    return section

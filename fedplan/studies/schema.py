@@ -37,6 +37,7 @@ from fedplan.studies.field_types import (
     Positive,
     as_value_error,
     code_fingerprints,
+    missing_field_message,
     named_objects,
     unknown_field_message,
 )
@@ -385,7 +386,7 @@ def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:
     if details["type"] == "extra_forbidden":
         return f"{field}: {unknown_field_message(schema, details['loc'])}"
     if details["type"] == "missing":
-        return f"{field}: it is missing, and has no default: set it"
+        return f"{field}: {missing_field_message(schema, details['loc'])}"
     if details["type"] == "value_error":
         return f"{field}: {str(details['msg']).removeprefix('Value error, ')}"
     return f"{field}: {details['msg']}, not {str(details['input'])[:60]!r}"

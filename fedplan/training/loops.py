@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fedplan.data.examples import Examples, SeededExamples
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, import_extra
 from fedplan.language.canonical import format_call, with_text
 from fedplan.naming import Registry
 from fedplan.tensors.devices import CPU, fork_rng_state, model_device, to_device
@@ -220,7 +220,11 @@ def _run_loop(
     params_before = dict(job.model.named_parameters())
     devices_before = {tensor.device for tensor in params_before.values()}
     job.model.train()
-    result = loop(job.model, dataset, trainable_params)
+    try:
+        result = loop(job.model, dataset, trainable_params)
+    except ImportError:  # perhaps of a Trainer, which transformers raises without a name
+        import_extra("accelerate", "a Trainer of transformers")
+        raise
     params = dict(job.model.named_parameters())
     names = params_before.keys() | params.keys()
     if changed := [n for n in names if params_before.get(n) is not params.get(n)]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from fedplan.errors import FedplanError
 from fedplan.federation.ledger.callbacks import (
     PER_CLIENT_PREFIXES,
     TRACKERS,
@@ -127,17 +126,6 @@ def test_a_round_is_written_when_it_is_told_and_not_with_the_next() -> None:
     whole = RoundRecord(1, "", (), {}, {}, {}, 0, 0)
     mine(CommittedRound(1, whole, (), {}, Metrics([{"round": 1, "loss": 0.5}])))
     assert told == [(1, True)]
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_one_that_is_not_installed_is_named_before_anything_runs(
-    here: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedplan.federation.ledger.callbacks.find_spec", lambda _: None)
-    study = read_study(here / "study.toml", [f'evaluate.trackers=["{name}"]'])
-    with pytest.raises(FedplanError, match=rf"pip install 'fedplan\[{name}\]'"):
-        Simulation(study, here / "out")
-    assert not (here / "out").exists()
 
 
 def test_a_tracker_of_ones_own_is_made_for_each_run_and_closed() -> None:

@@ -13,11 +13,12 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
+import scipy.special
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedplan.errors import PrivacyError, import_extra
+from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import NOISE_MULTIPLIERS, Release, epsilon
 from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 
@@ -31,7 +32,6 @@ Aggregate = Callable[[GaussianMechanism, Sequence[Change]], dict[str, Tensor]]
 """Releases the noisy mean of some changes."""
 
 _THRESHOLD_COUNT = 200
-_PURPOSE = "an audit of epsilon"
 
 
 def lower_bound(one: Draws, other: Draws, *, delta: float = 0.0, confidence: float = 0.95) -> float:
@@ -39,7 +39,7 @@ def lower_bound(one: Draws, other: Draws, *, delta: float = 0.0, confidence: flo
 
     one, other: releases on two neighbouring data sets, a row each and a column per statistic. The
     true epsilon is below the bound with probability at most 1 - confidence. Raises a PrivacyError
-    if columns differ in number, if a sample has fewer than four rows, or if scipy is not installed.
+    if columns differ in number, or if a sample has fewer than four rows.
     """
 
     def measure(likely: Column, rare: Column) -> Column:
@@ -57,7 +57,7 @@ def gaussian_lower_bound(
     shows a noise multiplier of at most 1 / (Phi^-1(p) - Phi^-1(q)) (Nasr et al., arXiv 2302.07956);
     returns the epsilon of this noise, 0.0 if no difference is measurable.
     """
-    quantile = import_extra("scipy.special", _PURPOSE).ndtri
+    quantile = scipy.special.ndtri
     separation = _best_measure(
         one, other, lambda likely, rare: quantile(likely) - quantile(rare), confidence
     )
@@ -153,7 +153,7 @@ def _probability_bounds(
     likely, rare: for each event, the number of hits among `size` and among `other_size` samples.
     Returns (lower bounds for `likely`, upper bounds for `rare`).
     """
-    quantile = import_extra("scipy.special", _PURPOSE).betaincinv
+    quantile = scipy.special.betaincinv
     least = quantile(np.maximum(likely, 1), size - likely + 1, risk)
     most = quantile(rare + 1, np.maximum(other_size - rare, 1), 1 - risk)
     return np.where(likely > 0, least, 0.0), np.where(rare < other_size, most, 1.0)

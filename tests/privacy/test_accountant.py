@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from often import often
 from scipy.special import ndtr
 
-from fedplan.errors import PrivacyError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.privacy.accounting.accountant import (
     ACCOUNTANTS,
     MAX_STEPS,
@@ -301,7 +301,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         accountant_version,
         lambda: epsilon([], 1e-5, "rdp"),
     ):
-        with pytest.raises(PrivacyError, match=r"pip install 'fedplan\[privacy\]'"):
+        with pytest.raises(FedplanError, match=r"pip install 'fedplan\[privacy\]'"):
             ask()
 
 

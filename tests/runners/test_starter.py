@@ -188,20 +188,6 @@ def test_what_cannot_be_signed_names_the_remedy(keys: Path, tmp_path: Path) -> N
         make_keys(tmp_path / "file", [], [])
 
 
-def test_without_cryptography_the_extra_is_named(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['cryptography'] = None; from fedplan.cli import main; main()"
-    for said in (
-        ["keys", str(tmp_path / "a")],
-        ["new", "federation", str(tmp_path / "a"), "--site", "x"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *said], capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "pip install 'fedplan[flower]'" in done.stderr
-        assert not (tmp_path / "a").exists()
-
-
 # What is written
 
 SERVER = {"server/link.sh", "server/run.sh", "server/server.toml"}

@@ -31,6 +31,7 @@ from fedplan.data.tasks.definition import (
     require_tokens,
     split_by_sizes,
 )
+from fedplan.errors import import_extra
 from fedplan.models.folder import image_mean_std, image_tensor
 
 if TYPE_CHECKING:
@@ -284,14 +285,13 @@ class TokenClassification(Task):
         scores = super()._task_scores(loss, predictions)
         if not all(_ENTITY_TAG.fullmatch(label) for label in self.labels):
             return scores
-        from seqeval.metrics import f1_score
-
+        f1_score = import_extra("seqeval.metrics", f"the f1 of {self.kind}").f1_score
         sides: list[list[list[str]]] = [
             split_by_sizes([self.labels[index] for index in side], predictions.sizes.tolist())
             for side in (predictions.truth, predictions.predicted)
         ]
         # Without entities, predicting none is right.
-        return {**scores, "f1": float(cast("Any", f1_score)(*sides, zero_division=1))}
+        return {**scores, "f1": float(f1_score(*sides, zero_division=1))}
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from fedplan.data.metrics import metric_direction
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, require_extra
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.naming import Registry
 from fedplan.storage.files import make_folder
@@ -135,20 +134,15 @@ class Tracker(ABC):
 
     A run calls the tracker with each committed round, and `close` when the run ends or fails. A
     resumed run repeats the last round; a subclass must ignore the repetition. `package`: package
-    that must be installed, else the constructor raises FedplanError.
+    that must be installed, else the constructor raises MissingExtra.
     """
 
     package: ClassVar[str] = ""
-    """The extra of fedplan has the same name."""
 
     def __init__(self) -> None:
-        """Raise FedplanError if the package is not installed."""
-        if self.package and find_spec(self.package) is None:
-            raise FedplanError(
-                f"the tracker {self.package!r} needs the package {self.package}, which is not "
-                f"installed: pip install 'fedplan[{self.package}]', or leave it out of "
-                "evaluate.trackers"
-            )
+        """Raise MissingExtra if the package is not installed."""
+        if self.package:
+            require_extra(self.package, f"the tracker {self.package!r} of evaluate.trackers")
 
     @abstractmethod
     def __call__(self, closed: CommittedRound) -> str | None:

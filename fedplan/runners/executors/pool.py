@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, needs_extra
 from fedplan.federation.aggregation.protocol import Aggregator, TensorsAndJson
 from fedplan.federation.evaluation import Scores, SiteScores, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged, Notice
@@ -363,14 +363,10 @@ def start_pool(
 def make_transport(config: PoolConfig, count: int) -> WorkerTransport:
     """Return the transport of the config's runner for `count` workers, without starting a worker.
 
-    Raises FedplanError if Ray is needed and not installed.
+    Raises MissingExtra if Ray is needed and not installed.
     """
     if config.runner != RAY:
         return ProcessTransport(count, Worker)
-    try:
+    with needs_extra('runner = "ray"'):
         from fedplan.runners.executors.ray_actors import RayTransport
-    except ModuleNotFoundError as error:
-        raise FedplanError(
-            f"{error.name} is not installed: `pip install fedplan[ray]`, or use the runner pool"
-        ) from error
     return RayTransport(count, gpus=config.gpus, address=config.address)

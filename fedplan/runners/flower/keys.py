@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, needs_extra
 from fedplan.storage.files import write_atomic
 
-try:
+with needs_extra("making keys"):
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA384
@@ -26,8 +26,6 @@ try:
         load_pem_private_key,
         load_ssh_private_key,
     )
-except ImportError as error:
-    raise FedplanError("keys need cryptography: pip install 'fedplan[flower]'") from error
 
 HERE = ("localhost", "127.0.0.1")
 """Names of this machine."""
