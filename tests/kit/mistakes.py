@@ -108,6 +108,13 @@ MISTAKES = (
     ),
     _set("The model's type is misspelt.", "model.type=vitt", "'vitt'", "did you mean vit?"),
     _set("The device is not there.", "device=cuda", "cuda", "auto"),
+    _set("The device is set in a section.", "train.device=cuda", "device, at the top of the file"),
+    _set("Of privacy only epsilon is set.", "privacy.epsilon=3.0", "privacy.unit", "'example'"),
+    Mistake(
+        "A model of the Hub was not downloaded, and the Hub may not be asked.",
+        "explain hub:org/name 'share()'",
+        ("'hub:org/name'", "HF_HUB_OFFLINE", "hf download org/name"),
+    ),
     _set("The optimizer is misspelt.", "train.optimizer=adamx", "'adamx'", "did you mean adam"),
     _set(
         "A tracker is misspelt.",
