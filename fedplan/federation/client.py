@@ -79,27 +79,27 @@ class MetricPolicy:
     """A client's own policy for the metrics that may be sent to the server.
 
     `metrics`: names of allowed metrics; None allows all. The number of examples is always sent.
-    `min_examples`: no metrics are sent if there are fewer test examples. `personal`: allow
-    evaluation of the personal model; metrics of many evaluations can reveal personal values.
+    `min_examples`: with fewer test examples no metrics are sent, and score counts without noise are
+    zeros. `personal`: allow evaluation of the personal model; metrics of many evaluations can
+    reveal personal values.
     """
 
     metrics: frozenset[str] | None = None
     min_examples: int = 1
     personal: bool = True
 
-    def require_examples(self, name: str, eval_set: EvalSet) -> Examples:
-        """Return `eval_set.examples`; raise RequestRefused if there are fewer than `min_examples`.
+    def require_examples(self, name: str, eval_set: EvalSet) -> None:
+        """Raise RequestRefused if there are fewer test examples than `min_examples`, or none.
 
-        None, and no examples at all, are always refused. `name`: the client, for the message.
+        `name`: the client, for the message.
         """
         count = len(eval_set.examples) if eval_set.examples is not None else 0
         least = max(1, self.min_examples)
-        if eval_set.examples is None or count < least:
+        if count < least:
             raise RequestRefused(
                 f"{name} has {count} test examples, and its policy requires {least} or more: raise "
                 "data.holdout_fraction, or lower the number in its policy"
             ).with_code("few-examples")
-        return eval_set.examples
 
     def require_counts(self, name: str) -> None:
         """Raise RequestRefused unless score counts may leave; `name`: the client."""

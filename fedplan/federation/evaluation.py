@@ -40,7 +40,7 @@ from fedplan.federation.rounds import make_request
 from fedplan.federation.score_sums import GLOBAL, PERSONAL, VALIDATION, ScoreVector
 from fedplan.language.resolution import permitted_roles
 from fedplan.models.values import set_values
-from fedplan.privacy.guard import NoExamples, OneExample, contain_faults
+from fedplan.privacy.guard import OneExample, contain_faults
 from fedplan.storage.files import write_atomic
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors
@@ -130,17 +130,15 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
     differential privacy. Metrics that are not finite become nan. Leaves the evaluated values in the
     client's model, the request's values in `client.received`, and charges the client's account. The
     same request gives the same answer, and later training does not depend on evaluations. Raises
-    RequestRefused
-    if the agreement, the client's policy or the account's limits forbid the evaluation, if the
-    client has trained a later round, or if a client with an account evaluated a request of this
-    name before with other values. Raises as `receive_request` for an invalid request.
+    RequestRefused if the agreement, the client's policy or the account's limits forbid the
+    evaluation, if the client has trained a later round, or if a client with an account evaluated a
+    request of this name before with other values. Raises as `receive_request` for an invalid
+    request.
     """
     setup, privacy = client.setup, client.privacy
     with deterministic(setup.deterministic):
-        eval_set, examples, client_state = _require_evaluation(agreement, client, request)
-        validation = eval_set.validation  # as few as the policy forbids are left out
-        if validation is not None and len(validation) < max(1, privacy.metric_policy.min_examples):
-            validation = None
+        eval_set, client_state = _require_evaluation(agreement, client, request)
+        sets = _examples_by_prefix(client, eval_set)
         # No notes: personal values are needed from the server, too, for the global model.
         receive_request(agreement, client, request, {})
         turn, params = request.turn, agreement.trainable
@@ -164,8 +162,8 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
             content = combine_digests(
                 [agreement.experiment, agreement.text],
                 [turn.round, turn.phase, client.name, client.traits],
-                [examples_digest(examples), len(examples), model_digest(setup.model)],
-                *([[examples_digest(validation), len(validation)]] if validation else []),
+                {name: [examples_digest(each), len(each)] for name, each in sets.items()},
+                model_digest(setup.model),
                 {
                     model: {key: setup.digests.full_digest(value) for key, value in values.items()}
                     for model, values in models.items()
@@ -173,7 +171,6 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
             )
         if privacy.account is not None:
             _require_same_content(client, request, content)
-        sets = {"": examples} | ({f"{VALIDATION}.": validation} if validation else {})
         size = vector.size if vector is not None else MAX_METRICS * len(models) * len(sets)
         charge_answer(privacy, Answer("evaluation", request.name, content, 8 * size))
         if vector is not None:
@@ -202,6 +199,21 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
         return scores
 
 
+def _examples_by_prefix(client: Client, eval_set: EvalSet) -> dict[str, Examples]:
+    """Return test examples under "" and validation examples under `validation.`.
+
+    A set with fewer examples than the client's policy requires is left out. Not so where the client
+    adds noise: there one example would decide whether all others count.
+    """
+    least = client.privacy.metric_policy.min_examples if client.privacy.guard is None else 1
+    sets = {"": eval_set.examples, f"{VALIDATION}.": eval_set.validation}
+    return {
+        prefix: examples
+        for prefix, examples in sets.items()
+        if examples is not None and len(examples) >= max(1, least)
+    }
+
+
 def _count_scores(
     agreement: Agreement,
     client: Client,
@@ -223,7 +235,8 @@ def _count_scores(
         """Yield (row of the counts, examples to count there), with the row's model loaded."""
         for row, name in enumerate(vector.models):
             prefix, model = name[: -len(name.rpartition(".")[2])], name.rpartition(".")[2]
-            if model not in models or not len(examples := sets.get(prefix, NoExamples())):
+            examples = sets.get(prefix)
+            if model not in models or examples is None:
                 continue
             set_values(client.setup.model, models[model], agreement.trainable)
             if client.privacy.guard is None:
@@ -240,17 +253,17 @@ def _count_scores(
 
 def _require_evaluation(
     agreement: Agreement, client: Client, request: Request
-) -> tuple[EvalSet, Examples, Tensors]:
-    """Return (evaluation set, test examples, values in the client's journal); change nothing.
+) -> tuple[EvalSet, Tensors]:
+    """Return (evaluation set, values in the client's journal); change nothing.
 
     Raises RequestRefused if the agreement has differential privacy that does not cover score
     counts, or hides metrics of a task that has no score counts, if the evaluation set has no
     evaluation after the request's round, if the client's policy forbids metrics or score counts, or
     if the client has trained a later round or received newer values. With fewer test examples than
-    the policy requires metrics are refused, and score counts are of no examples.
+    the policy requires metrics are refused, but not score counts: that would reveal how few.
     """
-    guarantee = agreement.guarantee
-    if guarantee is not None and not guarantee.evaluation_noise_multiplier:
+    guarantee, guard = agreement.guarantee, client.privacy.guard
+    if guarantee is not None and (guard is None or not guarantee.evaluation_noise_multiplier):
         raise RequestRefused(
             f"{client.name} sends no metrics: this study promises privacy of "
             f"{guarantee.unit}s, and the budget does not cover metrics"
@@ -263,7 +276,7 @@ def _require_evaluation(
         ).with_code("no-evaluation")
     policy = client.privacy.metric_policy
     if not agreement.hides_metrics:
-        examples = policy.require_examples(client.name, eval_set)
+        policy.require_examples(client.name, eval_set)
     elif eval_set.counts is None:
         raise RequestRefused(
             f"{client.name} sends no metrics: metrics of a single site are no sum, and this task "
@@ -271,11 +284,6 @@ def _require_evaluation(
         ).with_code("metrics-not-summed")
     else:
         policy.require_counts(client.name)
-        # A refusal would reveal how few there are.
-        try:
-            examples = policy.require_examples(client.name, eval_set)
-        except RequestRefused:
-            examples = NoExamples()
     client_state, notes = client.journal.client_state()
     last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
     versions = client.received_versions
@@ -284,7 +292,7 @@ def _require_evaluation(
         raise RequestRefused(
             f"{client.name} cannot evaluate round {number}: it has trained a later one"
         ).with_code("later-round")
-    return eval_set, examples, client_state
+    return eval_set, client_state
 
 
 def _require_same_content(client: Client, request: Request, content: str) -> None:

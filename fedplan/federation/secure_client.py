@@ -41,7 +41,6 @@ from fedplan.federation.client import (
     require_same_start,
 )
 from fedplan.federation.client_round import BASE, TURN, WEIGHT
-from fedplan.federation.ledger.digests import examples_digest
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
 from fedplan.models.params import Block, Params
 from fedplan.secagg.client import KeyDirectory, ProtocolClient
@@ -167,32 +166,32 @@ class SecAggClient:
         number = request.turn.round
         steps = score_steps(scores)
         texts = [str(steps.get(block, 0)) for block in self.agreement.blocks]
-        self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
         input_digest = self._input_digest("scoring", number, base_digests)
         advert = self._protocols["scoring"].advertise_keys(terms, [SCORES_SLOT], input_digest)
+        # After the advert: a request that the protocol refuses leaves the last scores as they are.
+        self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
         return to_json(advert, terms)
 
     def advertise_evaluation(self, request: Request, counts: Sequence[int]) -> dict[str, JSON]:
         """Begin the protocol of an evaluation, and return the client's key advert as JSON.
 
         `counts`: the client's score counts, with noise if the agreement promises it. Stores them,
-        for `answer` to mask, and the progress. Without noise all sums of the same test examples,
-        in all runs, must be of the same clients. Raises as `advertise_scoring`.
+        for `answer` to mask, and the progress. Without noise all sums in the reveal log must be of
+        the same clients. Raises as `advertise_scoring`.
         """
         number, turn = request.turn.round, client_turn(self.client, request)
         base_digests = received_digests(self.agreement, self.client, turn, {})
         require_same_start(self.client, request, base_digests)
         threshold = self.agreement.secagg.resolve_threshold(len(self._directory))
         terms = self._make_terms(request, counts_slots(len(counts)), threshold)
-        self._counts_store.write({}, {"round": number, "counts": list(counts)}, number=number)
-        input_digest = self._input_digest("evaluation", number, base_digests)
-        if self.agreement.guarantee is None and (eval_set := self.client.eval_set) is not None:
-            # Whatever the model, an example counts once, in the row of its label: two sums of other
-            # clients would reveal how many examples of each label a client has.
-            sets = (eval_set.examples, eval_set.validation)
-            digests = (examples_digest(each) if each is not None else "" for each in sets)
-            input_digest = sha256_of("input", "evaluation", *digests).hex()
+        # Whatever the model, an example counts once, in the row of its label: two sums of other
+        # clients would reveal how many examples of each label a client has. A study may select
+        # almost the same examples in many ways, so all of the log's sums count as of one input.
+        input_digest = sha256_of("input", "evaluation").hex()
+        if self.agreement.guarantee is not None:
+            input_digest = self._input_digest("evaluation", number, base_digests)
         advert = self._protocols["evaluation"].advertise_keys(terms, [COUNTS_SLOT], input_digest)
+        self._counts_store.write({}, {"round": number, "counts": list(counts)}, number=number)
         return to_json(advert, terms)
 
     def _make_terms(

@@ -313,13 +313,13 @@ class Simulation:
         """Evaluate the global model on the common sets, and personal models on clients' examples.
 
         Returns "global" (metrics on the common test set), "clients" (metrics of personal models by
-        client), "personal" (`metric_spread` of the primary metric over clients) and "validation"
-        (`combine_validation`); entries without examples are left out. Without a common test set,
-        "global" is on all clients' test examples together, with the number of these "clients", but
-        absent under differential privacy. With `evaluate.on_clients` of the study the clients
-        evaluate both models themselves, as in a real federation: "sites" has the combined scores,
-        in place of "clients" and "personal". Overwrites the values of `federation.model`; commits
-        nothing.
+        client, unless the study hides clients), "personal" (`metric_spread` of the primary metric
+        over clients) and "validation" (`combine_validation`); entries without examples are left
+        out. Without a common test set, "global" is on all clients' test examples together, with the
+        number of these "clients", but absent under differential privacy. With `evaluate.on_clients`
+        of the study the clients evaluate both models themselves, as in a real federation: "sites"
+        has the combined scores, in place of "clients" and "personal". Overwrites the values of
+        `federation.model`; commits nothing.
         """
         federation, evaluate, data = self.federation, self.study.evaluate, self.data
         model, score = federation.model, partial(data.task.score, batch_size=evaluate.batch_size)
@@ -383,11 +383,15 @@ class Simulation:
         return has_tests and not study.evaluate.on_clients and study.privacy is None
 
     def _spread(self, clients: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """Return metrics by client as "clients", and the primary one's spread as "personal"."""
+        """Return metrics by client as "clients", and the primary one's spread as "personal".
+
+        If the study hides clients, "clients" is left out.
+        """
         key, higher = self.data.task.primary, self.data.task.higher_is_better
         primary = {name: metrics[key] for name, metrics in clients.items() if key in metrics}
         spread = metric_spread(key, primary, higher_is_better=higher) if primary else None
-        return {"clients": clients, **({"personal": spread} if spread else {})}
+        by_client = {} if self.study.hides_clients else {"clients": clients}
+        return by_client | ({"personal": spread} if spread else {})
 
     def initial_scores(self) -> dict[str, Any]:
         """Evaluate the starting model before the first round; the result is as of `evaluate`.
@@ -407,8 +411,7 @@ class Simulation:
         clients, together = data.task.score_clients(model, tests, batch_size=size)
         if self._pools_tests:
             scores["global"] = {**together, "clients": float(len(tests))}
-        hides_clients = evaluate.on_clients and self.study.aggregation.config.active
-        if self.study.continue_from or hides_clients:
+        if self.study.continue_from or (evaluate.on_clients and self.study.hides_clients):
             return scores
         if evaluate.on_clients:
             answers = {name: {"global": each, "personal": each} for name, each in clients.items()}

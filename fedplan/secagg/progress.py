@@ -208,8 +208,8 @@ class RevealLog:
                 for slot in by_slot.keys() & set(slots):
                     if difference := set(earlier) ^ set(by_slot[slot]):
                         raise SecAggError(
-                            "a sum of other clients was unmasked from the same values: the "
-                            f"difference of both is what {', '.join(sorted(difference))} sent; "
+                            "a sum of other clients was unmasked from the same values or examples: "
+                            f"the difference of both is what {', '.join(sorted(difference))} sent; "
                             "wait for the same clients, or, if that may be revealed, remove "
                             f"{self._log.file}"
                         )

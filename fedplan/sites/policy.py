@@ -93,7 +93,7 @@ class Policy(Section):
     """Metrics of the site's examples that may leave, including the training loss; "counts" lets
     score counts leave, under masks or with noise."""
     min_examples: Count = 20
-    """The fewest test examples with which metrics may leave."""
+    """The fewest test examples with which metrics may leave; score counts with noise are of any."""
     reveal_example_count: bool = True
     """Whether a study may reveal the site's number of examples."""
     min_sites_in_sum: Count = 0
@@ -136,6 +136,8 @@ class Policy(Section):
             else "No metrics or losses leave.",
             f"The number of examples {count}.",
         ]
+        if "counts" in self.metrics:
+            lines.append("Score counts with noise may leave for any number of examples.")
         if self.min_sites_in_sum:
             lines.append(
                 f"The server may see only sums of updates of {self.min_sites_in_sum} sites or more."

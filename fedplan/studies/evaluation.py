@@ -147,12 +147,12 @@ def predict_all(
     """Predict all test and validation examples with the global and the personal models.
 
     Personal models are left out if the study does not evaluate them, or if all of them equal the
-    global one. Changes the values of `model`. None if the study hides examples or clients, by
-    differential privacy or secure aggregation, if there is no test example, or for a CustomTask.
+    global one. Changes the values of `model`. None if the study hides clients, if there is no test
+    example, or for a CustomTask.
     """
     task = data.task
-    hidden = study.privacy is not None or study.aggregation.config.active
-    if hidden or task.kind == CUSTOM_KIND or not (data.client_tests or data.common_test):
+    has_tests = bool(data.client_tests or data.common_test)
+    if study.hides_clients or task.kind == CUSTOM_KIND or not has_tests:
         return None
     common = {"test": data.common_test, "validation": data.common_validation}
     of_clients = {"test": data.client_tests, "validation": data.client_validations}
@@ -206,13 +206,13 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
     """Predict all test examples with the models of a run, from its folder and its study's files.
 
-    `client` selects one client. Raises ConfigError if the run hides clients or examples, has no
-    test examples, or if its data or model cannot be read or have changed.
+    `client` selects one client. Raises ConfigError if the run hides clients, has no test
+    examples, or if its data or model cannot be read or have changed.
     """
     run = read_run(folder)
     study, state = run.study, run.global_state
     require_study_from_files(study)
-    if study.privacy is not None or study.aggregation.config.active:
+    if study.hides_clients:
         raise ConfigError(
             f"{folder} promises privacy, so there are no scores beside those of the report: "
             "evaluate an exported model on data of your own"

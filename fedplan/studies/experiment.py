@@ -260,8 +260,8 @@ def make_score_counts(study: Study, data: FederatedData) -> ScoreCounts | None:
 
     Raises ConfigError if the task has too many labels.
     """
-    secure, labels = study.aggregation.config.active, len(data.task.labels)
-    if not study.evaluate.on_clients or not (secure or study.privacy):
+    labels = len(data.task.labels)
+    if not study.evaluate.on_clients or not study.hides_clients:
         return None
     if labels > MAX_CLASSES:
         raise ConfigError(

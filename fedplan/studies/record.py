@@ -39,11 +39,11 @@ def write_data_record(folder: Path, study: Study, data: FederatedData) -> None:
 def data_record(study: Study, data: FederatedData) -> dict[str, Any]:
     """Return columns, labels, and size, digest and labels of each split of a study's data.
 
-    "train", "test" and "validation" are by client. Under differential privacy they are left out,
+    "train", "test" and "validation" are by client. If the study hides clients they are left out,
     with all notes: nothing of single clients or examples is stored. On a server without data they
     are empty.
     """
-    task, private = data.task, study.privacy is not None
+    task, private = data.task, study.hides_clients
     common = {"common_test": data.common_test, "common_validation": data.common_validation}
     held_out = {"test": data.client_tests, "validation": data.client_validations}
     content: dict[str, Any] = {

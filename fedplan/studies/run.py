@@ -331,12 +331,11 @@ def _parse_score_line(line: bytes) -> dict[str, Any]:
 def claim_run_folder(folder: Path, study: Study, experiment: Experiment) -> FolderLock:
     """Create and lock a run's folder, and return the lock; write the first files of a new run.
 
-    Where clients are hidden, by client-level DP or secure aggregation, others lose access to it.
+    Where the study hides clients, others than the owner lose access to it.
     The files of a started run are left for `update_run_files`. Raises ConfigError if the folder has
     a run of another study, StoreError if another process has the lock.
     """
-    hides_clients = study.client_level_dp or study.aggregation.config.active
-    make_folder(folder, private=hides_clients)
+    make_folder(folder, private=study.hides_clients)
     with wrap_disk_errors(f"{folder} cannot be locked", "name a folder that you may write to"):
         claim = acquire_folder_lock(folder)
     if (folder / STUDY).exists() and read_run_study(folder).digest != study.digest:

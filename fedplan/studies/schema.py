@@ -142,6 +142,11 @@ class Study(Section):
         return self.privacy is not None and self.privacy.unit == "client"
 
     @property
+    def hides_clients(self) -> bool:
+        """Whether privacy or secure aggregation hides clients: no file has numbers of one."""
+        return self.privacy is not None or self.aggregation.config.active
+
+    @property
     def full_digest(self) -> str:
         """SHA-256 over every field and the code of all plug-ins; a site approves this digest."""
         text = json.dumps(_without_later(self.model_dump(mode="json")), sort_keys=True)
@@ -227,7 +232,7 @@ class Study(Section):
                 'evaluate.keep_best = "personal" reveals metrics of clients, which the privacy '
                 "guarantee does not cover: leave it out, or use a common test set"
             )
-        if section.on_clients and (self.privacy or self.aggregation.config.active):
+        if section.on_clients and self.hides_clients:
             self._validate_score_counts()
         if section.on_clients and not (self.data.holdout_fraction or self.data.from_python):
             raise ValueError(

@@ -48,6 +48,7 @@ from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import run_scores
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.message import Message
+from fedplan.tensors.named import full_digest
 from fedplan.tensors.serialization import unpack_message
 
 PLAIN = (
@@ -73,10 +74,16 @@ def written(text: str, name: str = "study.toml") -> Study:
 
 
 class Sites:
-    """The sites of a study, each with a journal, node key and account of its own."""
+    """The sites of a study, each with a journal, node key and account of its own.
 
-    def __init__(self, study: Study, folder: Path, **policies: MetricPolicy) -> None:
+    `accounts`: folder of the accounts, where several runs share them.
+    """
+
+    def __init__(
+        self, study: Study, folder: Path, accounts: Path | None = None, **policies: MetricPolicy
+    ) -> None:
         self.study, self.folder, self.policies = study, folder, policies
+        self.accounts = accounts or folder / "accounts"
         self.experiment = build_experiment(study)
         self.names = list(self.experiment.data.train)
         self.endpoints, self.said = dict[str, Endpoint](), list[tuple[str, str, Message]]()
@@ -95,7 +102,7 @@ class Sites:
         if name not in self.endpoints:
             experiment, folder = self.experiment, self.folder / "sites" / name
             agreement = replace(experiment.pinned_agreement, run=run)
-            account, place = Account(self.folder / "accounts" / name), site_run_folder(folder, run)
+            account, place = Account(self.accounts / name), site_run_folder(folder, run)
             client = Client(
                 name=name,
                 examples=experiment.data.train[name],
@@ -126,13 +133,14 @@ class Sites:
         run_server(self.grid, self.study, self.folder / "run")
         return scores_of(self.folder / "run")
 
-    def asked(self, name: str) -> dict[str, Any]:
-        """What a site answers to an evaluation of the initial model as round 2."""
+    def asked(self, name: str, scale: float = 1.0, number: int = 2) -> dict[str, Any]:
+        """What a site answers to an evaluation of the initial model, scaled, after a round."""
         endpoint = self.endpoint(name)
-        state = GlobalState.initial(endpoint.agreement, endpoint.site.setup.start)
-        request = make_eval_request(
-            endpoint.agreement, replace(state, round=2), name, {}, full=True
-        )
+        start = {key: scale * value for key, value in endpoint.site.setup.start.items()}
+        state = replace(GlobalState.initial(endpoint.agreement, start), round=number)
+        request = make_eval_request(endpoint.agreement, state, name, {}, full=True)
+        digests = {key: full_digest(value) for key, value in state.values.items()}
+        request = replace(request, base_digests=digests)
         return unpack_message(endpoint.answer("evaluate", request_message(request)))[1]
 
 

@@ -97,7 +97,7 @@ def _data_blocks(facts: RunFacts) -> Iterator[PageBlock]:
         columns = ("split", "digest", "clients", "examples")
         yield block("table", columns=columns, rows=rows, numbers=2)
     if data["private"]:
-        yield block("note", text="Differential privacy: nothing is recorded of single clients.")
+        yield block("note", text="Clients are hidden: nothing is recorded of single ones.")
     elif not train:
         yield block("note", text="The examples are at the sites, and are not recorded here.")
     else:
