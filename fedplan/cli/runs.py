@@ -241,9 +241,13 @@ def logs_command(
             )
 
 
-@command(app, "verify run")
+@command(app, "verify run", "verify run --repair")
 def verify_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Restore damaged files of a simulation: run rounds again."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Verify a run: frozen tensors unchanged, trained ones moved, private ones not sent.
@@ -254,6 +258,12 @@ def verify_command(
     from fedplan.audits.run import audit_run
 
     with print_errors():
+        if repair:
+            from fedplan.audits.repair import repair_run
+
+            restored = repair_run(folder)
+            if not as_json:
+                print("\n".join(f"Restored: {name}" for name in restored) or "Nothing is damaged.")
         audit = audit_run(folder)
     faults, summary, unmoved = list(audit.faults), audit.summary, list(audit.unmoved)
     if as_json:

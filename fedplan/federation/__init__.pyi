@@ -16,6 +16,8 @@ from .client import (
     EvalSet,
     MetricPolicy,
     TrainSetup,
+    last_trained_round,
+    load_client_state,
     make_example_guard,
     make_noise_guard,
     require_private_setup,

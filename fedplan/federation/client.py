@@ -24,7 +24,12 @@ from fedplan.federation.ledger.digests import (
 )
 from fedplan.federation.ledger.egress import Account, Answer
 from fedplan.federation.ledger.records import role_letters
-from fedplan.federation.messages import ClientStateMissing, Request, RequestRefused
+from fedplan.federation.messages import (
+    ClientStateMissing,
+    OutdatedClientState,
+    Request,
+    RequestRefused,
+)
 from fedplan.language.plan import Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
@@ -33,6 +38,7 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard, DistributedGuard, Guard
 from fedplan.privacy.mechanisms.noise import load_or_create_secret
 from fedplan.storage.journal import Journal
+from fedplan.storage.store import TensorsAndMeta
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import DigestCache, Tensors, only_aux, param_key
 from fedplan.training.activation_cache import ActivationCache
@@ -189,7 +195,8 @@ class Client:
     properties that a plan may use. `examples`, `eval_set`: training and test examples.
     `journal`: file store of personal values and replies.
     `received`, `received_versions`: global values last received by key, and their versions.
-    `cached_digest`: memo of `examples_digest`.
+    `cached_digest`: memo of `examples_digest`. `may_rejoin`: the site's operator lets it go on from
+    a state that is older than its last reply.
     """
 
     name: str
@@ -202,11 +209,26 @@ class Client:
     privacy: ClientPrivacy = field(default_factory=ClientPrivacy)
     eval_set: EvalSet | None = None
     cached_digest: tuple[Examples, str] | None = None
+    may_rejoin: bool = False
 
     @cached_property
     def digest_key(self) -> bytes:
         """Secret key for digests of personal values; created in the journal's folder if missing."""
         return load_or_create_secret(self.journal.make_folder() / KEY, self.journal.encryption)
+
+    def state(self, request: Request, before: str = "") -> TensorsAndMeta:
+        """Return the stored values and notes for a request; see `load_client_state`.
+
+        Also raises OutdatedClientState if there are personal values, and their key is lost.
+        """
+        answered_round = 0 if self.may_rejoin else request.last_update_round
+        state, notes = load_client_state(self.journal, self.name, answered_round, before)
+        file = self.journal.folder / KEY
+        if notes.get("digests") and "digest_key" not in vars(self) and not file.exists():
+            raise OutdatedClientState(
+                f"{file} is lost, the key of {self.name}'s digests: restore a backup of it"
+            )
+        return state, notes
 
     def examples_digest(self) -> str:
         """Return the digest of the examples, computed once for each examples object."""
@@ -310,6 +332,32 @@ def receive_request(
             f"{client.name} has lost values that it received before: it needs all of them"
         )
     client.received, client.received_versions = client.received | request.values, versions
+
+
+def load_client_state(
+    journal: Journal, client: str, answered_round: int, before: str = ""
+) -> TensorsAndMeta:
+    """Return a client's stored values and notes, as `journal.client_state(before)` does.
+
+    `client`: the name, for messages. `answered_round`: last round of which the server has a reply
+    of the client; 0 for none. Raises OutdatedClientState if the stored state is of an earlier
+    round: to go on from there would give other results, unnoticed.
+    """
+    client_state, notes = journal.client_state(before)
+    if (stored_round := last_trained_round(notes)) < answered_round:
+        damage = f" ({'; '.join(map(str, journal.skipped))})" if journal.skipped else ""
+        raise OutdatedClientState(
+            f"the server has a reply of {client} for round {answered_round}, and the client's "
+            f"state in {journal.folder} ends with round {stored_round}{damage}: files are lost or "
+            "damaged, or an older copy; restore a backup of the run, or repair a simulation with "
+            "`fedplan verify --repair`"
+        )
+    return client_state, notes
+
+
+def last_trained_round(notes: Mapping[str, Any]) -> int:
+    """Return the last round that a client has trained, by the notes of its journal; 0 for none."""
+    return max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
 
 
 def known_personal_bits(request: Request, notes: Mapping[str, Any]) -> dict[str, str]:

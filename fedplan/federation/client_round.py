@@ -21,6 +21,7 @@ from fedplan.federation.client import (
     client_turn,
     join_bits,
     known_personal_bits,
+    last_trained_round,
     load_start_values,
     make_probe_input,
     receive_request,
@@ -62,13 +63,14 @@ def train_round(
     the account is charged for the bytes. Otherwise the client's new state and the reply are
     committed to the journal. With `copy=False` the update may share memory with the model, and is
     valid until the client's next round. Raises RequestRefused or ClientStateMissing for an invalid
-    request, RequestRefused for a limit of the account, PrivacyError for the privacy budget, and
-    FedplanError if the training breaks the plan. Then the journal is not changed, but the client
-    may have received values, changed its model, and charged account and budget.
+    request, OutdatedClientState if files are lost, RequestRefused for a limit of the account,
+    PrivacyError for the privacy budget, and FedplanError if the training breaks the plan. Then the
+    journal is not changed, but the client may have received values, changed its model, and charged
+    account and budget.
     """
     with deterministic(client.setup.deterministic):
         reply = client.journal.reply_for(request.name)
-        client_state, notes = client.journal.client_state("" if reply else request.name)
+        client_state, notes = client.state(request, "" if reply else request.name)
         receive_request(agreement, client, request, notes)
         if reply:
             values, line = reply
@@ -99,8 +101,7 @@ def _train(
     of the model. Returns the reply's tensors (compressed update and auxiliary tensors) and the
     ledger line. Raises RequestRefused if this round or a later one was trained before.
     """
-    last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
-    if last >= request.turn.round:
+    if (last := last_trained_round(notes)) >= request.turn.round:
         raise RequestRefused(
             f"{client.name} has trained round {last} of this run, and the request is for round "
             f"{request.turn.round}: the server has lost its state; restore a copy, or start "
@@ -383,7 +384,7 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
     guarantee, method = agreement.guarantee, agreement.method
     votes = guarantee is not None and bool(guarantee.vote_noise_multiplier)
     with deterministic(client.setup.deterministic):
-        state, notes = client.journal.client_state(request.name)
+        state, notes = client.state(request, request.name)
         receive_request(agreement, client, request, notes)
         turn = client_turn(client, request)
         if guarantee is not None and votes:

@@ -28,6 +28,7 @@ from fedplan.federation.client import (
     PredictFn,
     charge_answer,
     client_turn,
+    last_trained_round,
     receive_request,
     received_values,
 )
@@ -284,9 +285,8 @@ def _require_evaluation(
         ).with_code("metrics-not-summed")
     else:
         policy.require_counts(client.name)
-    client_state, notes = client.journal.client_state()
-    last = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
-    versions = client.received_versions
+    client_state, notes = client.state(request)
+    last, versions = last_trained_round(notes), client.received_versions
     newer = any(versions.get(key, -1) > version for key, version in request.versions.items())
     if last > number or newer:
         raise RequestRefused(

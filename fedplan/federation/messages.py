@@ -34,6 +34,13 @@ class ClientStateMissing(FedplanError):
     code = "missing-values"
 
 
+class OutdatedClientState(FedplanError):
+    """A client's stored state is older than its last reply: files are lost or damaged."""
+
+    code = "outdated-state"
+    exit_code = 1
+
+
 class UpdateRejected(FedplanError):
     """The server's reason not to aggregate one update; the round goes on with the others."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -121,6 +122,8 @@ class Server:
         )
         self._file_digests = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
         self._drop_outdated_start()
+        if max(Store(folder / BEST, keep=1).numbers(), default=0) > self.global_state.round:
+            shutil.rmtree(folder / BEST)  # of a round whose state is damaged, and that is run again
         self._study_digest: list[int | str] | None = files.get(STUDY)
         self.ledger = open_ledger(folder, files, self.global_state.round)
         length, sha256 = files.get(METRICS, (0, ""))

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss, first_examples
 from fedplan.data.score_counts import Counts
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import EvalSet, TrainSetup, require_private_setup
+from fedplan.federation.client import (
+    EvalSet,
+    TrainSetup,
+    load_client_state,
+    require_private_setup,
+)
 from fedplan.federation.evaluation import EvalConfig, Scores, SiteScores, combine_scores
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
@@ -214,7 +219,7 @@ class Federation:
         Other params have the global values. Personal params of a client that has not trained yet
         have the initial values.
         """
-        client_state, _ = self.clients.journal(name).client_state()
-        state = self.global_state
+        state, journal = self.global_state, self.clients.journal(name)
+        client_state, _ = load_client_state(journal, name, state.last_round_of(name))
         turn = Turn(state.round, name, state.phase, self.server.roster[name])
         return personal_values(self.agreement, state, self.server.start, turn, client_state)

@@ -185,7 +185,7 @@ class RevealLog:
     """
 
     def __init__(self, file: Path) -> None:
-        self._log = AppendLog(file)
+        self._log = AppendLog(file, chained=True)
 
     def require_consistent(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
         """Raise a SecAggError if unmasking these sums could reveal a difference of two sums.
@@ -211,7 +211,7 @@ class RevealLog:
                             "a sum of other clients was unmasked from the same values or examples: "
                             f"the difference of both is what {', '.join(sorted(difference))} sent; "
                             "wait for the same clients, or, if that may be revealed, remove "
-                            f"{self._log.file}"
+                            f"{self._log.file} and its .head file"
                         )
 
     def record(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
@@ -231,7 +231,7 @@ class RevealLog:
         make_folder(self._log.file.parent)
         with self._log.locked():
             self.require_consistent(terms, input_digest, senders)
-            if line not in self._lines():
+            if not any(line.items() <= each.items() for each in self._lines()):
                 self._log.append(line)
 
     def _lines(self) -> list[dict[str, Any]]:

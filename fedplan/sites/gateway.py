@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedplan.errors import FedplanError
-from fedplan.federation.client import MetricPolicy
+from fedplan.federation.client import MetricPolicy, last_trained_round
 from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint, site_run_folder
 from fedplan.federation.identity import is_run_id
 from fedplan.federation.ledger.egress import Authorization, EgressLog, error_entry
@@ -236,10 +236,10 @@ class SiteGateway:
         A permission file of `allow_rejoin` lets the request pass, and is deleted once the state has
         caught up.
         """
-        _, notes = endpoint.site.journal.client_state()
-        last_round = max((line["round"] for line in notes.get("ledger_lines", ())), default=0)
+        last_round = last_trained_round(endpoint.site.journal.client_state()[1])
         answered_round = fields.get("last_update_round")
         permission = self.state_folder / REJOIN_FOLDER / run
+        endpoint.site.may_rejoin = permission.exists()
         if type(answered_round) is not int or answered_round <= last_round:
             permission.unlink(missing_ok=True)
             return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
-from .evaluation import evaluate_run, predict_all, read_evaluation, write_evaluation
+from .evaluation import EVALUATION, evaluate_run, predict_all, read_evaluation, write_evaluation
 from .experiment import (
     Experiment,
     build_experiment,
@@ -28,6 +28,7 @@ from .in_memory import InMemoryInputs
 from .record import (
     DATA_FILE,
     ENVIRONMENT_FILE,
+    INITIAL_SCORES_FILE,
     data_record,
     environment_changes,
     read_data_record,

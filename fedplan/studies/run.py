@@ -18,6 +18,7 @@ from fedplan.data.metrics import metric_direction
 from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import load_client_state
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState
 from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
 from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_rows
@@ -215,10 +216,9 @@ class RunReader:
             raise ConfigError(f"there is no client {client!r}; there are {names}")
         journal = self.journal(client)
         next_request = self.agreement.request_name(self.round + 1, client)
-        state = journal.client_state(next_request)
+        answered_round = self.global_state.last_round_of(client) if self.round else 0
+        state = load_client_state(journal, client, answered_round, next_request)
         last_request = journal.last_request(next_request)
-        if not last_request and self.round and self.global_state.last_round_of(client):
-            raise ConfigError(f"{client}'s state is lost: restore {journal.folder} from a backup")
         if last_request and last_request not in self.request_names(client):
             self.require_current()
             raise ConfigError(f"{journal.folder} belongs to another run: restore it from a backup")

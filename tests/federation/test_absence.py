@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.messages import OutdatedClientState
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
@@ -80,13 +81,10 @@ def test_an_absentee_keeps_its_own_and_gets_what_it_missed(whole: Federation) ->
     assert not faults(whole)
 
 
-def test_a_lost_home_is_a_newcomers_and_the_ledger_shows_it(whole: Federation) -> None:
+def test_a_lost_client_state_is_refused_before_it_is_trained(whole: Federation) -> None:
     for _ in range(2):
         play(whole)
     shutil.rmtree(client_state_folder(whole.server.folder, "ann"))
-    start = whole.personal_values("ann")
-    assert all(torch.equal(start[k], whole.server.start[k]) for k in own(whole))
-    play(whole)
-    assert set(home(whole, "ann")) == own(whole)
-    found = faults(whole)
-    assert found and all("round 3, ann" in f and "from its last value" in f for f in found)
+    for act in (lambda: whole.personal_values("ann"), lambda: play(whole)):
+        with pytest.raises(OutdatedClientState, match=r"for round 2.*ends with round 0"):
+            act()

@@ -242,11 +242,25 @@ def test_two_threads_share_an_account(tmp_path: Path) -> None:
 def test_a_line_that_a_kill_cut_off_is_cut_off(tmp_path: Path) -> None:
     account = Account(tmp_path, Limits(rounds=2))
     account.charge(Answer("update", "r1", "a", 1))
-    whole = (tmp_path / "replies.jsonl").read_bytes()
+    whole, head = ((tmp_path / f"replies.jsonl{end}").read_bytes() for end in ("", ".head"))
     for length in range(len(whole)):
         (tmp_path / "replies.jsonl").write_bytes(whole + whole[:length])
+        (tmp_path / "replies.jsonl.head").write_bytes(head)
         account.charge(Answer("update", "r1", "a", 1))
         assert [line["request"] for line in read_replies(tmp_path)] == ["r1", "r1"]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "emptied", "shortened", "a bit"])
+def test_a_damaged_account_admits_nothing(tmp_path: Path, damage: str) -> None:
+    account, file = Account(tmp_path, Limits(rounds=1)), tmp_path / "replies.jsonl"
+    for content in ("a", "a"):
+        account.charge(Answer("update", "r1", content, 1))
+    whole = file.read_bytes()
+    flipped = bytes([*whole[:20], whole[20] ^ 1, *whole[21:]])
+    changed = {"emptied": b"", "shortened": whole[: len(whole) // 2], "a bit": flipped}
+    file.write_bytes(changed[damage]) if damage in changed else file.unlink()
+    with pytest.raises(FedplanError):
+        Account(tmp_path, Limits(rounds=1)).charge(Answer("update", "r2", "b", 1))
 
 
 def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:

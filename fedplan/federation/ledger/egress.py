@@ -257,7 +257,7 @@ class Account:
     ) -> None:
         self.folder, self.limits, self.encryption = folder, limits or Limits(), encryption
         make_folder(folder)
-        self._log = AppendLog(folder / REPLIES)
+        self._log = AppendLog(folder / REPLIES, chained=True)
         self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
 
     def charge(self, answer: Answer) -> None:
@@ -310,4 +310,4 @@ def read_replies(folder: Path) -> list[dict[str, Any]]:
     cannot be read, DamagedLog if a line was edited.
     """
     with wrap_disk_errors(f"{folder / REPLIES} cannot be read", "restore a copy of it"):
-        return AppendLog(folder / REPLIES).read()
+        return AppendLog(folder / REPLIES, chained=True).read()

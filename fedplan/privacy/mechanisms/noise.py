@@ -33,14 +33,16 @@ _ABOUT = "secret"
 def load_or_create_secret(file: Path, encryption: Encryption | None = None) -> bytes:
     """Read the secret in a file; if there is no file, write a new random secret first.
 
-    encryption: encrypts the file's content; None: plain bytes. The folder must exist. Creation is
-    atomic: of several processes, all get the same secret. Raises a PrivacyError if the file cannot
-    be written, and as `read_secret` does.
+    encryption: encrypts the file's content; None: plain bytes, with a checksum. The folder must
+    exist. Creation is atomic: of several processes, all get the same secret. Raises a PrivacyError
+    if the file cannot be written, and as `read_secret` does.
     """
     try:
         if not file.exists():
             secret = os.urandom(SECRET_SIZE)
-            content = secret if encryption is None else encryption.encrypt(secret, _ABOUT)
+            content = secret + hashlib.sha256(secret).digest()
+            if encryption is not None:
+                content = encryption.encrypt(secret, _ABOUT)
             descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
             try:
                 os.write(descriptor, content)
@@ -69,11 +71,13 @@ def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise PrivacyError(f"others may read the secret {file}: chmod 600 it, or start a new run")
-    secret = content if encryption is None else encryption.decrypt(content, _ABOUT)
-    if len(secret) != SECRET_SIZE:
-        raise PrivacyError(
-            f"{file} must have {SECRET_SIZE} bytes, not {len(secret)}: restore a copy"
-        )
+    if encryption is not None:
+        content = encryption.decrypt(content, _ABOUT)
+    secret, checksum = content[:SECRET_SIZE], content[SECRET_SIZE:]
+    # An encrypted secret, and one of an older version, has no checksum.
+    intact = checksum in (b"", hashlib.sha256(secret).digest())
+    if len(secret) != SECRET_SIZE or not intact:
+        raise PrivacyError(f"the secret {file} is damaged: restore a copy of it")
     return secret
 
 

@@ -261,6 +261,7 @@ class PoolExecutor:
             message["open"] = total_sum.describe()
         if task.do == "turn":
             self.events.emit(ClientChanged(task.client, SiteState.REQUESTED))
+        message["answered_round"] = state.last_round_of(task.client)
         if task.request is not None:
             versions = state.versions_of(task.client).items()
             message["received"] = [key for key, n in versions if n == state.versions[key]]

@@ -14,7 +14,7 @@ from fedplan.data.examples import first_examples
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.federation.client import Client, TrainSetup
+from fedplan.federation.client import Client, TrainSetup, load_client_state
 from fedplan.federation.client_round import score_layers, train_round
 from fedplan.federation.evaluation import evaluate_client
 from fedplan.federation.global_state import GlobalState, personal_values
@@ -110,7 +110,7 @@ class Worker:
                     request, client = self._make_request(message), self._make_client(message)
                     return {}, {"scores": evaluate_client(self.agreement, client, request)}
                 case "personal_scores":
-                    return {}, {"scores": self._personal_scores(message["client"])}
+                    return {}, {"scores": self._personal_scores(message)}
                 case "sum":
                     assert self.round_state is not None
                     partial_sum = self.round_state.aggregator.state()
@@ -208,13 +208,14 @@ class Worker:
             "overflow": fits_alone,
         }
 
-    def _personal_scores(self, name: str) -> dict[str, dict[str, float]]:
+    def _personal_scores(self, message: JsonObject) -> dict[str, dict[str, float]]:
         """Return the metrics of a client's personal model on its "test" and "validation" examples.
 
         The model has the client's stored personal values over the present global values.
         """
-        experiment, state = self.experiment, self.global_state
-        client_state, _ = self.clients.journal(name).client_state()
+        experiment, state, name = self.experiment, self.global_state, message["client"]
+        journal = self.clients.journal(name)
+        client_state, _ = load_client_state(journal, name, message["answered_round"])
         turn = Turn(state.round, name, state.phase, self.study.clients.traits.get(name, {}))
         start = experiment.initial_values
         values = personal_values(self.agreement, state, start, turn, client_state)

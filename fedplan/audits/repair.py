@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repair a simulation's folder: rounds are run again, and the files that they write restored."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fedplan.audits.run import audit_run
+from fedplan.errors import FedplanError, StoreError
+from fedplan.federation.client import KEY
+from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS
+from fedplan.federation.identity import RUN_FILE
+from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
+from fedplan.federation.server import STUDY, WRITE_ONCE_FILES
+from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
+from fedplan.runners.simulation import Simulation
+from fedplan.storage.append_log import AppendLog, DamagedLog, head_file
+from fedplan.storage.files import wrap_disk_errors, write_atomic
+from fedplan.storage.locks import acquire_folder_lock, sync_folder
+from fedplan.storage.store import Store
+from fedplan.studies.evaluation import EVALUATION
+from fedplan.studies.record import DATA_FILE, INITIAL_SCORES_FILE
+from fedplan.studies.run import read_run_study
+from fedplan.studies.stored_model import MODEL_FOLDER
+
+CLIENTS, PRIVACY = "clients", "privacy"
+"""Folders in a run's folder: states of clients, and the files of privacy budgets."""
+IRREPLACEABLE = f"{STUDY}, {RUN_FILE}, the keys in {CLIENTS} and the secrets in {PRIVACY}"
+"""The files that no repetition of rounds can write again, as a text."""
+
+
+def repair_run(folder: Path) -> list[str]:
+    """Restore the damaged and lost files of a simulation; return their paths in `folder`, sorted.
+
+    Runs the last round again from the one before, or else all rounds from the start, in a folder
+    beside the run's. The rounds must repeat the run: the new ledger, or if the old one is damaged
+    the new global state, must have the same bytes as the old; else nothing is changed. Returns []
+    if the run has no faults. Raises FedplanError if the run cannot be repeated, or is open.
+    """
+    with suppress(FedplanError):
+        if not audit_run(folder).faults:
+            return []
+    with wrap_disk_errors(f"{folder} cannot be locked", "name the folder of a run"):
+        lock = acquire_folder_lock(folder)
+    replica = folder.absolute().with_name(f".{folder.absolute().name}.repair")
+    number, failures = _last_round(folder), list[str]()
+    try:
+        for prepare in (_copy_before_last_round, _copy_inputs):
+            shutil.rmtree(replica, ignore_errors=True)
+            try:
+                prepare(folder, replica, number)
+                _repeat_rounds(replica, number)
+                _require_same_run(folder, replica)
+            except (FedplanError, OSError) as error:
+                failures.append(str(error).splitlines()[0])
+                continue
+            return sorted(_take_files(replica, folder))
+    finally:
+        shutil.rmtree(replica, ignore_errors=True)
+        del lock
+    raise FedplanError(
+        f"{folder} cannot be repaired: {failures[-1]}. A repair needs the run's data, and these "
+        f"files: {IRREPLACEABLE}; restore what is damaged from a backup"
+    )
+
+
+def _last_round(folder: Path) -> int:
+    """Return the last committed round, by the global state or, if that is damaged, the ledger."""
+    with suppress(StoreError):
+        if checkpoint := Store(folder / GLOBAL_FOLDER, read_only=True).peek():
+            newest = max(Store(folder / GLOBAL_FOLDER, read_only=True).numbers())
+            return max(checkpoint.number, newest)
+    return last_ledger_round(newest_segment(folder))
+
+
+def _copy_before_last_round(folder: Path, replica: Path, number: int) -> None:
+    """Copy a run without round `number`, its last one, and without damaged states of clients."""
+    shutil.copytree(folder, replica, ignore=shutil.ignore_patterns("*.tmp", "log.jsonl"))
+    (replica / GLOBAL_FOLDER / f"{number}.json").unlink(missing_ok=True)
+    for manifest in (replica / CLIENTS).rglob("*.json"):
+        store = Store(manifest.parent, read_only=True)
+        if any(f"checkpoint {manifest.stem}:" in damage for damage in store.find_damage()):
+            manifest.unlink()
+
+
+def _copy_inputs(folder: Path, replica: Path, number: int) -> None:
+    """Copy the files of a run that no round writes: study, identity, secrets, initial model."""
+    del number
+    replica.mkdir(mode=0o700)
+    inputs = [folder / STUDY, folder / RUN_FILE, *(folder / CLIENTS).rglob(KEY)]
+    inputs += [*(folder / PRIVACY).rglob(SECRET_FILE), *(folder / MODEL_FOLDER).rglob("*")]
+    for file in inputs:
+        target = replica / file.relative_to(folder)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if file.is_file():
+            shutil.copy2(file, target)
+
+
+def _repeat_rounds(replica: Path, number: int) -> None:
+    """Run the rounds of the run in a folder up to round `number`."""
+    rounds = Simulation(read_run_study(replica), replica).rounds()
+    for committed in rounds:
+        if committed.round >= number and number < committed.total_rounds:
+            break
+    rounds.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _require_same_run(folder: Path, replica: Path) -> None:
+    """Raise FedplanError unless the replica's ledger, or its global state, is that of the run."""
+    ledgers = sorted(file.name for file in replica.glob("ledger*.jsonl"))
+    newest = max(Store(replica / GLOBAL_FOLDER, read_only=True).numbers(), default=0)
+    evidence: tuple[list[str], ...] = (ledgers, [f"{GLOBAL_FOLDER}/{newest}.json"])
+    if not any(
+        names and not any(filecmp.cmpfiles(folder, replica, names, shallow=False)[1:])
+        for names in evidence
+    ):
+        raise FedplanError(
+            "its rounds gave other results when they were run again, as with other data or "
+            "versions of packages"
+        )
+
+
+def _take_files(replica: Path, folder: Path) -> Iterator[str]:
+    """Copy files of the replica that differ into the run's folder; yield their relative paths.
+
+    Removes checkpoints that the replica does not have: they are damaged, or of a round that is not
+    committed and is run again. A log that goes on after the replica's end stays.
+    """
+    names = {*WRITE_ONCE_FILES, METRICS, DATA_FILE, INITIAL_SCORES_FILE, EVALUATION}
+    files = [file for file in replica.iterdir() if file.name in names]
+    files += replica.glob("ledger*.jsonl")
+    for part in (CLIENTS, PRIVACY, GLOBAL_FOLDER, BEST):
+        files += [file for file in (replica / part).rglob("*") if file.is_file()]
+    for file in files:
+        name = file.relative_to(replica)
+        if not _is_intact(folder / name, file):
+            (folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomic(folder / name, file.read_bytes())
+            yield str(name)
+    for part in (CLIENTS, GLOBAL_FOLDER, BEST):
+        for file in (folder / part).rglob("*.json"):
+            if not (replica / file.relative_to(folder)).exists():
+                file.unlink()
+                sync_folder(file.parent)
+
+
+def _is_intact(file: Path, expected: Path) -> bool:
+    """Whether a file has the expected content, or is a charges log that only goes on after it."""
+    if not file.is_file():
+        return False
+    name = file.name.removesuffix(".head")
+    if name == CHARGES_FILE:  # a charge must never be forgotten
+        with suppress(DamagedLog):
+            lines = AppendLog(file.with_name(name), chained=True).read()
+            replayed = AppendLog(expected.with_name(name), chained=True).read()
+            return head_file(file.with_name(name)).exists() and lines[: len(replayed)] == replayed
+    return filecmp.cmp(file, expected, shallow=False)

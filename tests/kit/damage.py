@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of runs with one damaged file, and what becomes of them when they are resumed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from commands import STUDY
+
+from fedplan.audits.repair import repair_run
+from fedplan.errors import FedplanError
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.resume import open_study
+from fedplan.studies.schema import read_study
+
+PRIVATE = ("epsilon=900.0", "delta=1e-5", "clipping_norm=1.0", "noise_multiplier=1.0")
+KINDS: dict[str, list[str]] = {
+    "personal": [],
+    "best": ["evaluate.keep_best=personal", "data.validation_fraction=0.2"],
+    "client": [f"privacy.{each}" for each in ("unit=client", *PRIVATE)],
+    "example": [f"privacy.{each}" for each in ("unit=example", *PRIVATE)],
+    "secure": ["aggregation.kind=secure"],
+}
+"""Further settings of a study, by kind of run."""
+FREE = ("environment.json", "log.jsonl", "status.json", ".lock")
+"""Files with times, or without content: no result follows from them."""
+DONE, LEFT = 3, 2
+"""Rounds of a folder before it is damaged, and those that a resume adds."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a run that a repetition writes with the same bytes, by name."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in FREE and not file.name.endswith(".tmp")
+    }
+
+
+@dataclass
+class Workshop:
+    """A folder that stopped after DONE rounds, and the contents that an undisturbed run ends with."""
+
+    folder: Path
+    expected: dict[str, bytes]
+
+    @staticmethod
+    def build(kind: str, place: Path) -> Workshop:
+        """Run a study of a kind in a folder, and go on with a copy of it."""
+        place.mkdir(parents=True)
+        rng = np.random.default_rng(0)
+        images, labels = rng.integers(0, 255, (60, 8, 8), dtype=np.uint8), np.arange(60) % 3
+        tables = {"image_train": images[:45], "digit_train": labels[:45]}
+        tables |= {"image_test": images[45:], "digit_test": labels[45:]}
+        np.savez(place / "digits.npz", **tables)
+        text = STUDY.replace('"digits.npz"', f'"{place}/digits.npz"')
+        text = text.replace("dropout_fraction = 0.1", "")
+        text = text.replace('partition = "dirichlet"\nalpha = 0.5', 'partition = "iid"')
+        (place / "study.toml").write_text(text)
+        rounds = f"train.rounds={DONE + LEFT}"
+        study = read_study(place / "study.toml", [rounds, *KINDS[kind]])
+        folder = place / "run"
+        rounds = Simulation(study, folder).rounds()
+        for committed in rounds:
+            if committed.round == DONE:
+                break
+        rounds.close()
+        del rounds, committed
+        shutil.copytree(folder, place / "whole")
+        resume(place / "whole")
+        return Workshop(folder, contents(place / "whole"))
+
+    def files(self) -> list[Path]:
+        """All files of the folder, relative to it."""
+        every = sorted(self.folder.rglob("*"))
+        return [f.relative_to(self.folder) for f in every if f.is_file() and f.name not in FREE]
+
+    def damage(
+        self,
+        name: Path,
+        how: str,
+        rng: random.Random,
+        repair: Callable[[Path], object] = repair_run,
+    ) -> str:
+        """Damage one file of a copy, and resume the copy; return the outcome.
+
+        "same": the run ends with the bytes of the undisturbed one. "repaired": the resume was
+        refused, and after a repair the run ended so. "refused": it cannot be repaired either.
+        "SILENT": it ended with other bytes.
+        """
+        copy = self.folder.with_name("copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.folder, copy)
+        content = bytearray((copy / name).read_bytes())
+        if how == "deleted" or not content:
+            (copy / name).unlink()
+        else:
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            (copy / name).write_bytes(content)
+        try:
+            resume(copy)
+        except FedplanError as error:
+            reason = str(error).splitlines()[0]
+            try:
+                repair(copy)
+                resume(copy)
+            except FedplanError as second:
+                return f"refused: {reason} | {second}"
+            return (
+                f"repaired: {reason}" if not self.differences(copy) else f"SILENT repair: {reason}"
+            )
+        different = self.differences(copy)
+        return "same" if not different else f"SILENT: {', '.join(different[:5])}"
+
+    def differences(self, copy: Path) -> list[str]:
+        """Names of files that are not as in the undisturbed run."""
+        ended = contents(copy)
+        names = self.expected.keys() | ended.keys()
+        return sorted(n for n in names if self.expected.get(n) != ended.get(n))
+
+
+def resume(folder: Path) -> None:
+    """Go on with the run in a folder to its end."""
+    study, _ = open_study(folder, [], None, resume=True)
+    Simulation(study, folder).run()
