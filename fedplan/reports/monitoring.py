@@ -206,6 +206,7 @@ def _handler(events: EventStream) -> type[BaseHTTPRequestHandler]:
             elif self.path == "/health":
                 now, healthy = events.status, events.healthy
                 health = {"healthy": healthy, "state": now.state, "round": now.round}
+                health |= {"reason": now.reason} if now.reason else {}
                 text = json.dumps(health) + "\n"
                 self._answer(200 if healthy else 503, "application/json", text)
             else:

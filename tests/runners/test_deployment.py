@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -12,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from commands import STUDY, run
-from deployment import BIN, Deployment, free_ports
+from deployment import BIN, Deployment, free_ports, until_open
 from proxy import Proxy
 
 from fedplan.federation.endpoint import open_journal
@@ -310,6 +313,48 @@ def test_while_the_superlink_is_gone_a_run_says_so_and_stops_when_it_is_asked_to
         assert run("stop", str(here / "fed/run"), "--now")[0] == 0
         said, _ = begun.communicate(timeout=90)
     assert '"stopped"' in (here / "fed/run/status.json").read_text(), said
+
+
+LEASE = 60.0
+"""Seconds of silence after which a SuperLink takes the task of a run for lost."""
+
+
+@pytest.mark.nightly
+def test_a_superlink_that_is_away_for_longer_than_its_lease_costs_a_run_nothing(
+    here: Path,
+) -> None:
+    """First a site is killed meanwhile, then the site and the driver, which is started again."""
+    study = study_from_dict(here, "fedper", rounds=8)
+    rows, expected = rows_of(here), whole(here, study, "fedper")
+    ledger, (port,) = here / "fed/run/ledger.jsonl", free_ports(1)
+    with Deployment(here / "fed", SITES, rows, more=MORE) as deployed:
+        begun = deployed.begin(study, "run", "--metrics-port", str(port))
+        until_round(ledger, 2)
+        deployed.stop("link")
+        time.sleep(LEASE / 2)
+        deployed.kill("client-01")
+        time.sleep(LEASE / 2 + 15)
+        away = re.compile("the SuperLink does not answer since [0-9:]+ UTC; trying again")
+        assert away.search(deployed.command("fedplan", "status", "run"))
+        with pytest.raises(HTTPError) as told:
+            urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+        assert told.value.code == 503 and away.search(told.value.read().decode())
+        deployed.keep("link", "server/link.sh")
+        until_round(ledger, 5, seconds=300)
+        assert begun.poll() is None
+        deployed.stop("link")
+        os.killpg(begun.pid, signal.SIGKILL)
+        with begun:  # its pipe is closed
+            begun.wait()
+        deployed.kill("client-02")
+        time.sleep(LEASE + 15)
+        deployed.keep("link", "server/link.sh")
+        until_open(deployed.inner)
+        out = deployed.run(study, "run", "--resume")
+        log = (out / "log.jsonl").read_text()
+    require_same(out, expected)
+    require_same_homes(here / "fed", here, "fedper")
+    assert "Flower has ended its run; another one is started" in log
 
 
 @pytest.mark.nightly

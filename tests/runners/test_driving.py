@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import zoo
 from clients import few, loss
@@ -38,13 +42,15 @@ from fedplan.federation.server import Server
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
-from fedplan.runners.flower import supernode
+from fedplan.runners.flower import rpc, supernode
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.rpc import FlowerRunEnded
+from fedplan.runners.flower.rpc import FlowerRunEnded, LinkUnreachable
 from fedplan.runners.flower.server import ServerLoop
+from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.logs import read_log
 from fedplan.tensors.message import Message
+from fedplan.tensors.named import digests
 from fedplan.tensors.serialization import pack_message
 from fedplan.training.fit import TrainArguments
 
@@ -97,8 +103,14 @@ class Driven:
         )
         return Endpoint(self.server.agreement, site, self.folder / "sites" / name)
 
-    def drive(self, quorum: int = 1, patience: Timeouts = SOON) -> RunStatus:
+    def drive(
+        self,
+        quorum: int = 1,
+        patience: Timeouts = SOON,
+        renew: Callable[[], InProcess] | None = None,
+    ) -> RunStatus:
         carrier = ServerLoop(self.grid, self.server, patience, quorum=quorum, events=self.stream)
+        carrier.rpc.renew_grid = renew
         with self.stream.track_run(self.server, "driven", patience, has_examples=False):
             carrier.run()
         found = read_status(self.folder)
@@ -178,26 +190,148 @@ def test_while_the_link_is_in_trouble_a_run_says_so_and_can_be_stopped(
     monkeypatch.setattr(driven.grid, "pull_messages", down)
     found = driven.drive(patience=replace(SOON, sites=60.0))
     assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.reason
-    assert told[1:] == ["the SuperLink does not answer; trying again"] * 2
+    assert all(re.fullmatch(AWAY, each) for each in told[1:])
 
 
-def test_a_run_that_flower_ends_is_no_end_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+AWAY = "the SuperLink does not answer since ..:.. UTC; trying again"
+
+
+def status_error(code: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://link")
+    return httpx.HTTPStatusError("told", request=request, response=httpx.Response(code))
+
+
+class Clock:
+    """Virtual time: an hour of waiting passes at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(rpc, "time", made := Clock())
+    return made
+
+
+class Broken(InProcess):
+    """The grid of a driven federation, whose calls fail while `fails` says so.
+
+    The first site's answer is there at the first pull, the second's at the second, and so on.
+    """
+
+    def __init__(self, grid: InProcess, error: BaseException, fails: Callable[[], bool]) -> None:
+        super().__init__(grid.app, [dict(each.node_config) for each in grid.contexts.values()])
+        self.error, self.fails, self.pulls = error, fails, Counter[str]()
+
+    def _check(self) -> None:
+        if self.fails():
+            raise self.error
+
+    def get_node_ids(self) -> list[int]:
+        self._check()
+        return super().get_node_ids()
+
+    def push_messages(self, messages: Any) -> list[str]:
+        self._check()
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Any) -> list[Any]:
+        self._check()
+        (number,) = message_ids
+        self.pulls[number] += 1
+        is_ready = number in self.sent and self.pulls[number] + 99 >= (
+            self.sent[number].metadata.dst_node_id
+        )
+        return super().pull_messages([number] if is_ready else [])
+
+
+def require_undisturbed(driven: Driven, expected: Driven) -> None:
+    ours, theirs = (each.server for each in (driven, expected))
+    assert digests(ours.global_state.values) == digests(theirs.global_state.values)
+    assert read_json_lines(ours.ledger.file) == read_json_lines(theirs.ledger.file)
+
+
+@pytest.mark.parametrize(
+    "error", [RunNotRunningException(), status_error(401), status_error(403)], ids=repr
+)
+def test_a_run_that_flower_ends_goes_on_with_another(
+    tmp_path: Path, clock: Clock, error: BaseException
 ) -> None:
-    """What Flower raises then is no Exception; whoever drives begins another run of Flower's."""
-    driven = Driven(tmp_path, NAMES)
+    """Flower ends each of its runs, at whichever call; some begin when the SuperLink is away."""
+    expected = Driven(tmp_path / "whole", NAMES)
+    assert expected.drive(quorum=3).state == RunState.DONE
+    driven, runs, told = Driven(tmp_path / "ended", NAMES), list[Broken](), list[str]()
+    whole, away = driven.grid, [True, False] * 20
 
-    def over(numbers: Any) -> list[Any]:
-        raise RunNotRunningException
+    def next_grid() -> InProcess:
+        if away.pop():
+            raise LinkUnreachable("no SuperLink answers")
+        calls = count()
+        over = 2 + 3 * len(runs)
+        runs.append(Broken(whole, error, lambda: next(calls) >= over))
+        return runs[-1]
 
-    monkeypatch.setattr(driven.grid, "pull_messages", over)
-    with (
-        pytest.raises(FlowerRunEnded),
-        driven.stream.track_run(driven.server, "driven", retried_errors=FlowerRunEnded),
-    ):
-        ServerLoop(driven.grid, driven.server, SOON, events=driven.stream).run()
+    driven.grid = next_grid()
+    driven.stream.subscribe(lambda _, now: told.append(now.reason))
+    assert driven.drive(3, Timeouts(), next_grid).state == RunState.DONE
+    require_undisturbed(driven, expected)
+    assert len(runs) > 4
+    assert "the SuperLink has ended Flower's run; another one is started" in told
+    assert any(re.fullmatch(AWAY, each) for each in told) and told[-1] == ""
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), status_error(503)], ids=repr)
+def test_time_without_the_superlink_costs_no_site_its_place(
+    tmp_path: Path, clock: Clock, error: BaseException
+) -> None:
+    """Away for an hour, after the first of three updates of a round that waits for a minute."""
+    expected = Driven(tmp_path / "whole", NAMES)
+    assert expected.drive(quorum=3).state == RunState.DONE
+    driven, told = Driven(tmp_path / "away", NAMES), list[tuple[bool, str]]()
+    stream = driven.stream
+    stream.subscribe(lambda *_: told.append((stream.healthy, stream.status.reason)))
+    ends = list[float]()
+
+    def fails() -> bool:
+        if stream.status.responded == 1 and not ends:
+            ends.append(clock.now + 3600.0)
+        return bool(ends) and clock.now < ends[0]
+
+    driven.grid = Broken(driven.grid, error, fails)
+    timeouts = Timeouts(sites=7200.0, updates=60.0, reconnect=60.0)
+    assert driven.drive(1, timeouts).state == RunState.DONE
+    require_undisturbed(driven, expected)
+    assert ends and clock.now > 3600.0
+    away = [healthy for healthy, reason in told if reason]
+    assert away and not any(away) and any(healthy for healthy, _ in told)
+
+
+def test_a_superlink_that_stays_away_ends_the_run_with_one_sentence(
+    tmp_path: Path, clock: Clock
+) -> None:
+    driven, calls = Driven(tmp_path, NAMES), count()
+    driven.grid = Broken(driven.grid, httpx.ConnectError("refused"), lambda: next(calls) > 8)
+    sentence = "the SuperLink does not answer since ..:.. UTC, for longer than timeouts.sites "
+    sentence += r"\(600 s\): start it, then run the same command with --resume"
+    with pytest.raises(LinkUnreachable, match=f"^{sentence}$"):
+        driven.drive(patience=Timeouts())
+    assert 600.0 < clock.now < 700.0
     found = read_status(tmp_path)
-    assert found is not None and found.state not in (RunState.STOPPED, RunState.FAILED)
+    assert found is not None and found.state == RunState.FAILED and re.match(sentence, found.reason)
+
+
+def test_a_run_that_flower_itself_drives_ends_with_flowers(tmp_path: Path) -> None:
+    driven, calls = Driven(tmp_path, NAMES), count()
+    driven.grid = Broken(driven.grid, RunNotRunningException(), lambda: next(calls) > 8)
+    with pytest.raises(FlowerRunEnded, match="start it again"):
+        driven.drive()
 
 
 def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) -> None:

@@ -192,9 +192,10 @@ class EventStream:
 
     @property
     def healthy(self) -> bool:
-        """Whether the run is live, and made progress within the timeouts `updates` + `sites`."""
-        limit = self._timeouts.updates + self._timeouts.sites
-        return self.status.state in LIVE and time.monotonic() - self._progress < limit
+        """Whether the run is live, not stalled, and made progress within `updates` + `sites`."""
+        limit, is_stalled = self._timeouts.updates + self._timeouts.sites, bool(self.status.reason)
+        is_live = self.status.state in LIVE and not is_stalled
+        return is_live and time.monotonic() - self._progress < limit
 
     @contextmanager
     def track_run(
@@ -204,14 +205,13 @@ class EventStream:
         timeouts: Timeouts | None = None,
         *,
         has_examples: bool = True,
-        retried_errors: type[Exception] | tuple[()] = (),
     ) -> Generator[None]:
         """Emit that a run has started, and after the body how the run ended; close the trackers.
 
         `server`: the opened run. `study`: name of the study. `timeouts`: for `healthy`.
         StopRequested in the body is suppressed; other errors are reported and raised again.
         `has_examples`: this machine has training data, so errors are reported by code only, and
-        warnings are not logged. `retried_errors`: not reported, since the driver starts again.
+        warnings are not logged.
         """
         if self.folder is not None and self._server is None:
             (self.folder / STOP_REQUEST).unlink(missing_ok=True)
@@ -235,11 +235,10 @@ class EventStream:
             self.stop_text = str(error)
             end_normally()
         except Exception as error:
-            if not isinstance(error, retried_errors):
-                # Texts of other errors than FedplanError may leak data.
-                is_ours, name = isinstance(error, FedplanError), type(error).__name__
-                text = (str(error) if is_ours else name).partition("\n")[0][:500]
-                end(RunState.FAILED, encode_code(error_code_of(error)) if has_examples else text)
+            # Texts of other errors than FedplanError may leak data.
+            is_ours, name = isinstance(error, FedplanError), type(error).__name__
+            text = (str(error) if is_ours else name).partition("\n")[0][:500]
+            end(RunState.FAILED, encode_code(error_code_of(error)) if has_examples else text)
             raise
         except GeneratorExit:
             end(RunState.STOPPED, "the iterator over its rounds was closed")

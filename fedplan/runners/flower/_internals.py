@@ -40,16 +40,14 @@ from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,  # runtime API: take a task
     PullTaskInputRequest,  # runtime API: the run of a server task
     PushTaskOutputRequest,  # runtime API: how a server task ended
+    SendTaskHeartbeatRequest,  # runtime API: one heartbeat of a task
 )
 from flwr.supercore.auth.typing import AccountInfo  # the account that the plugin returns
 from flwr.supercore.constant import TaskType  # which tasks are taken: of a server or a client
 from flwr.supercore.control import ControlHttpClient  # client of the control API
 from flwr.supercore.error import ApiErrorCode  # tells a registered key from an unknown one
 from flwr.supercore.fab import Fab  # the empty app
-from flwr.supercore.heartbeat import (
-    HeartbeatSender,  # keeps a task alive during a round
-    make_task_heartbeat_fn_http,  # one heartbeat of a task
-)
+from flwr.supercore.heartbeat import HeartbeatSender  # keeps a task alive during a round
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,  # authenticates calls for one task
     RuntimeVersionHttpInterceptor,  # tells the server our version of Flower
@@ -90,7 +88,7 @@ ATTRIBUTES = {
     "ControlHttpClient.from_server_address": "makes the client, with TLS and interceptors",
     "FleetHttpClient.ActivateNode": "asks whether a key is registered",
     "FleetHttpClient.from_server_address": "makes the client, with TLS and interceptors",
-    "HttpGrid._retry_invoker": "limited in time, or a request to stop would go unnoticed",
+    "HttpGrid._retry_invoker": "limited: Flower repeats for ever, or interrupts this process",
     "HttpGrid.get_nodes": "registered names of nodes, and when each came online",
     "HttpGrid.set_run": "the run that messages belong to",
     "NoOpControlAuthnPlugin.validate_tokens_in_metadata": "admits the operator alone",
@@ -98,6 +96,7 @@ ATTRIBUTES = {
     "RuntimeHttpClient.PullObject": "wrapped, to give up a message whose rest never comes",
     "RuntimeHttpClient.PullTaskInput": "the run of a server task",
     "RuntimeHttpClient.PushTaskOutput": "how a server task ended",
+    "RuntimeHttpClient.SendTaskHeartbeat": "keeps a task alive",
     "RuntimeHttpClient.from_server_address": "makes the client, with TLS and interceptors",
     "SubStatus.COMPLETED": "a task that ended well",
     "SubStatus.FAILED": "a task that failed",

@@ -21,7 +21,6 @@ from fedplan.federation.server import Server
 from fedplan.models.values import set_values
 from fedplan.runners.clients import study_faults
 from fedplan.runners.flower.records import make_reply
-from fedplan.runners.flower.rpc import FlowerRunEnded
 from fedplan.runners.flower.server import GlobalTest, ServerLoop
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime
@@ -49,14 +48,16 @@ def run_server(
     callbacks: Sequence[Callback] = (),
     events: EventStream | None = None,
     registered_names: Callable[[], Iterable[str]] | None = None,
+    renew_grid: Callable[[], Grid] | None = None,
 ) -> None:
     """Run all rounds of a study's server with the sites on `grid`, or continue the run in `folder`.
 
     Builds the model, locks the folder, and blocks until the last round or a stop. `callbacks` are
     called after each round, before the study's own. `events` receives progress (default: an
     EventStream of the folder). `registered_names` returns the names of registered sites; a
-    continued run waits for no others. Raises ConfigError if the folder has another study,
-    FlowerRunEnded if Flower ends its run, FedplanError if too few sites take part.
+    continued run waits for no others. `renew_grid` returns the grid of another Flower run, if
+    Flower ends the first. Raises ConfigError if the folder has another study, FlowerRunEnded if
+    Flower ends its run and there is no `renew_grid`, FedplanError if too few sites take part.
     """
     prepare_folder(folder, study, resume=True)
     experiment = build_experiment(study)
@@ -97,9 +98,8 @@ def run_server(
         events=events,
     )
     loop.rpc.registered_names = registered_names if server.global_state.round else None
-    with events.track_run(
-        server, study.name, timeouts, has_examples=False, retried_errors=FlowerRunEnded
-    ):
+    loop.rpc.renew_grid = renew_grid
+    with events.track_run(server, study.name, timeouts, has_examples=False):
         loop.run()
     del folder_lock
 

@@ -2,7 +2,7 @@
 """Requests to sites over Flower's grid, repeated until they have a reply or are given up.
 
 Requests are idempotent: a site gives the same reply to the same request, so a request that may be
-lost is sent again.
+lost is sent again: to a node that came back, and on a new Flower run after Flower ended the last.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from math import inf
 from typing import TypeVar, cast
 
+import httpx
 from flwr.app import ArrayRecord
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
@@ -40,6 +42,9 @@ HELLO = "query.hello"
 """Kind of the message that introduces server and site."""
 HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
+ENDED_STATUS = (401, 403)
+"""HTTP status of calls for a task that has expired, or whose Flower run has ended."""
+ENDED = "Flower has ended its run: start it again, to go on with this round"
 
 
 @dataclass(frozen=True)
@@ -67,21 +72,26 @@ class _PendingCall:
     """A request to a site that has no reply yet.
 
     `make_message` makes the message for each sending. `message_ids` are the Flower messages sent so
-    far, with their nodes. `node` is the node of the last sending, `since` the time when the node
-    came online. `failures` counts error replies; after one, the request is not sent again before
-    the monotonic time `after`.
+    far on `grid`, with their nodes. `node` is the node of the last sending, `since` the time when
+    the node came online. `failures` counts error replies; after one, the request is not sent again
+    before the monotonic time `after`.
     """
 
     make_message: MessageFactory
     message_ids: dict[str, int] = field(default_factory=dict[str, int])
+    grid: Grid | None = None
     node: int = 0
     since: str = ""
     failures: int = 0
     after: float = 0.0
 
 
-class FlowerRunEnded(Exception):
-    """Flower has ended its run; the caller may start another."""
+class FlowerRunEnded(FedplanError):
+    """Flower has ended its run, as after a long silence of the SuperLink."""
+
+
+class LinkUnreachable(FedplanError):
+    """The SuperLink does not answer, or not now."""
 
 
 class SiteRpc:
@@ -93,7 +103,9 @@ class SiteRpc:
     not connected; these get the hello again until accepted. A site's name is the registered name of
     the node; for a node without one (on one machine only), the name in the reply is accepted.
     `registered_names`, if set, returns the names of registered nodes; `wait_for_sites` then waits
-    for no other site. `events` receives progress.
+    for no other site. `renew_grid`, if set, starts another Flower run after Flower ended the last
+    one, and returns its grid. `events` receives progress. Time in which the SuperLink does not
+    answer counts in no timeout but that of the SuperLink itself.
     """
 
     def __init__(
@@ -109,6 +121,8 @@ class SiteRpc:
         self._pending_hellos: dict[str, int] = {}
         self._gone_since: dict[str, float] = {}
         self.registered_names: Callable[[], Iterable[str]] | None = None
+        self.renew_grid: Callable[[], Grid] | None = None
+        self._outage_seconds = 0.0
         self.events = EventStream()
         self._reported: dict[str, tuple[str, str]] = {}
 
@@ -119,7 +133,7 @@ class SiteRpc:
         missing sites is in `registered_names`. After the timeout, raises FedplanError if fewer than
         `enough` sites are connected and not away, except while a missing site waits for approval.
         """
-        deadline = time.monotonic() + self.timeouts.sites
+        deadline = self._now() + self.timeouts.sites
         while missing := [name for name in self.names if name not in self.sites]:
             self.poll_nodes()
             if self.events.stop_reason():
@@ -130,7 +144,7 @@ class SiteRpc:
                     registered = set(self.registered_names()) - {""}
                     if registered and not registered.intersection(missing) - self.sites.keys():
                         return
-            if time.monotonic() > deadline:
+            if self._now() > deadline:
                 if len([name for name in self.sites if not self.is_away(name)]) >= enough:
                     return
                 # A person may take days to approve a study.
@@ -145,24 +159,15 @@ class SiteRpc:
         """Send a hello to new nodes, and take the replies to earlier hellos that have arrived.
 
         Updates `sites`, `refusals` and the status. Returns the online nodes by id, each with the
-        time (a text) when the node came online. Waits only while the SuperLink does not answer.
+        time (a text) when the node came online. Waits only while the SuperLink does not answer. If
+        Flower has ended its run, starts another, and returns no nodes.
         """
-        online = self._online_nodes()
-        for node, since in online.items():
-            is_new = self._hello_since.get(node) != since
-            if is_new or self._hello_after.get(node, inf) < time.monotonic():
-                self._hello_since[node] = since
-                self._hello_after.pop(node, None)
-                for message_id in self._push(node, HELLO, self.hello, None):
-                    self._pending_hellos[message_id] = node
-        for message_id, node in list(self._pending_hellos.items()):
-            for reply in self._retry(lambda i=message_id: self.grid.pull_messages([i])):
-                self._pending_hellos.pop(message_id, None)
-                if reply.has_error():
-                    self._refuse(node, "", _error_text(reply))
-                else:
-                    self._connect(node, reply)
-        now = time.monotonic()
+        try:
+            online = self._greet_nodes()
+        except FlowerRunEnded as error:
+            self._start_flower_run(error)
+            return {}
+        now = self._now()
         for name, site in self.sites.items():
             if site.node in online:
                 self._gone_since.pop(name, None)
@@ -180,11 +185,30 @@ class SiteRpc:
         self.events.heartbeat()
         return online
 
+    def _greet_nodes(self) -> dict[int, str]:
+        """Send hellos that are due, take replies to earlier ones, and return the online nodes."""
+        online = self._online_nodes()
+        for node, since in online.items():
+            is_new = self._hello_since.get(node) != since
+            if is_new or self._hello_after.get(node, inf) < time.monotonic():
+                self._hello_since[node] = since
+                self._hello_after.pop(node, None)
+                for message_id in self._push(node, HELLO, self.hello, None):
+                    self._pending_hellos[message_id] = node
+        for message_id, node in list(self._pending_hellos.items()):
+            for reply in self._retry(lambda i=message_id: self.grid.pull_messages([i])):
+                self._pending_hellos.pop(message_id, None)
+                if reply.has_error():
+                    self._refuse(node, "", _error_text(reply))
+                else:
+                    self._connect(node, reply)
+        return online
+
     def is_away(self, name: str) -> bool:
         """Whether a site is not connected, or offline for longer than the timeout."""
         since = self._gone_since.get(name)
         missing = name not in self.sites
-        return missing or (since is not None and time.monotonic() - since > self.timeouts.reconnect)
+        return missing or (since is not None and self._now() - since > self.timeouts.reconnect)
 
     def present_sites(self) -> list[str]:
         """Poll the nodes, and return the names of the sites that are online."""
@@ -208,19 +232,22 @@ class SiteRpc:
         replaces an entry of `requests` after the reply, the new request is sent.
         """
         pending = {name: _PendingCall(request) for name, request in requests.items()}
-        soft = time.monotonic() + (self.timeouts.updates if timeout is None else timeout)
+        soft = self._now() + (self.timeouts.updates if timeout is None else timeout)
         hard = soft + self.timeouts.sites
         while pending:
             online = self.poll_nodes()
-            for name, call in pending.items():
-                self._send(kind, name, call, online)
-            for name, reply in self._receive(pending):
-                request = requests.get(name)
-                yield name, reply
-                del reply
-                if requests.get(name) is not request:
-                    pending[name] = _PendingCall(requests[name])
-            now = time.monotonic()
+            try:
+                for name, call in pending.items():
+                    self._send(kind, name, call, online)
+                for name, reply in self._receive(pending):
+                    request = requests.get(name)
+                    yield name, reply
+                    del reply
+                    if requests.get(name) is not request:
+                        pending[name] = _PendingCall(requests[name])
+            except FlowerRunEnded as error:
+                self._start_flower_run(error)
+            now = self._now()
             if is_enough() and (now > soft or all(map(self.is_away, pending))):
                 return
             if now > hard:
@@ -289,8 +316,11 @@ class SiteRpc:
         """Send a pending call of a kind to the site `name`, if the site is online.
 
         Does nothing before `call.after`, or if the site's node has the request; a node that went
-        offline and came back gets the request again. `online` are the nodes of `poll_nodes`.
+        offline and came back, or is on a new grid, gets the request again. `online` are the nodes
+        of `poll_nodes`.
         """
+        if call.grid is not self.grid:
+            call.grid, call.message_ids = self.grid, {}
         site = self.sites.get(name)
         if site is None or site.node not in online or time.monotonic() < call.after:
             return
@@ -314,29 +344,65 @@ class SiteRpc:
         """Return the items of a call to the grid; repeat the call while the SuperLink fails.
 
         Emits RunStalled meanwhile. Raises FlowerRunEnded if Flower has ended the run, and
-        the last error after the timeout for sites; errors in the call itself are raised at once.
+        LinkUnreachable after the timeout for sites; errors in the call itself are raised at once.
         """
-        deadline, pause = time.monotonic() + self.timeouts.sites, self.timeouts.poll_interval
+        start, pause = time.monotonic(), self.timeouts.poll_interval
+        since = f"since {datetime.now(UTC):%H:%M} UTC"
         while True:
+            attempt, symptom = time.monotonic(), "does not answer"
             try:
                 items = list(call())
-            except (FedplanError, NotImplementedError, TypeError, ValueError, AttributeError):
-                raise
             except RunNotRunningException as error:  # no subclass of Exception
-                raise FlowerRunEnded(str(error)) from error
+                raise FlowerRunEnded(ENDED) from error
+            except (NotImplementedError, TypeError, ValueError, AttributeError):
+                raise
             except Exception as error:
-                if time.monotonic() > deadline:
+                if isinstance(error, httpx.HTTPStatusError):
+                    if error.response.status_code in ENDED_STATUS:
+                        raise FlowerRunEnded(ENDED) from error
+                    symptom = f"answers {error.response.status_code}"
+                elif isinstance(error, FedplanError) and not isinstance(error, LinkUnreachable):
                     raise
-                log.warning("the SuperLink does not answer; trying again: %r", error)
+                if time.monotonic() - start > self.timeouts.sites:
+                    raise LinkUnreachable(
+                        f"the SuperLink {symptom} {since}, for longer than timeouts.sites "
+                        f"({self.timeouts.sites:.0f} s): start it, then run the same command with "
+                        "--resume"
+                    ) from error
+                if pause == self.timeouts.poll_interval:
+                    log.warning("the SuperLink %s %s; trying again: %r", symptom, since, error)
             else:
                 self.events.emit(RunStalled(""))
                 return items
-            self.events.emit(RunStalled("the SuperLink does not answer; trying again"))
-            resume = time.monotonic() + pause
-            while (left := resume - time.monotonic()) > 0:
-                self.events.heartbeat()
-                time.sleep(min(left, 1.0))
+            self.events.emit(RunStalled(f"the SuperLink {symptom} {since}; trying again"))
+            self._wait(pause)
+            self._outage_seconds += time.monotonic() - attempt
             pause = min(30.0, 2 * pause)
+
+    def _start_flower_run(self, error: FlowerRunEnded) -> None:
+        """Go on with another Flower run, on which all sites are greeted again.
+
+        Waits for the SuperLink as `_retry`, and raises its errors; raises `error` if no Flower run
+        can be started from here.
+        """
+        if (renew := self.renew_grid) is None:
+            raise error
+        log.warning("Flower has ended its run; another one is started")
+        self.events.emit(RunStalled("the SuperLink has ended Flower's run; another one is started"))
+        self._wait(min(5.0, 10 * self.timeouts.poll_interval))
+        (self.grid,) = self._retry(lambda: [renew()])
+        self._pending_hellos, self._hello_since, self._hello_after = {}, {}, {}
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep, with heartbeats of the run."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.events.heartbeat()
+            time.sleep(min(left, 1.0))
+
+    def _now(self) -> float:
+        """Return monotonic seconds without those in which the SuperLink did not answer."""
+        return time.monotonic() - self._outage_seconds
 
     def _receive(self, pending: dict[str, _PendingCall]) -> Iterator[tuple[str, Message | str]]:
         """Yield (name, reply) for the replies that have arrived, pulled one at a time.

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,6 @@ from fedplan.runners.flower._internals import (
     AcquireTaskRequest,
     ControlHttpClient,
     Fab,
-    HeartbeatSender,
     HttpGrid,
     ListNodesRequest,
     NodeInfo,
@@ -56,13 +55,17 @@ from fedplan.runners.flower._internals import (
     UnregisterNodeRequest,
     build_fab_from_disk,
     fab_to_proto,
-    make_task_heartbeat_fn_http,
     run_flower_superlink,
     run_from_proto,
 )
 from fedplan.runners.flower.apps import run_server
-from fedplan.runners.flower.rpc import FlowerRunEnded
-from fedplan.runners.flower.supernode import FLOWER_ENVIRONMENT, RuntimeApi
+from fedplan.runners.flower.rpc import LinkUnreachable
+from fedplan.runners.flower.supernode import (
+    FLOWER_ENVIRONMENT,
+    PROXY_ERRORS,
+    RuntimeApi,
+    send_heartbeats,
+)
 from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.schema import Study, parse_toml
@@ -75,8 +78,6 @@ APP = Path(__file__).parent / "templates" / "app"
 """An empty app: Flower starts no run without one."""
 TASK_TIMEOUT = 120.0
 """Seconds to wait for the task of a new Flower run."""
-ATTEMPTS = 10
-"""How many Flower runs are started for one study, if Flower ends them."""
 RETRY_SECONDS = 5.0
 """Seconds for which Flower's client repeats a failed call."""
 
@@ -119,7 +120,7 @@ class SuperLink:
     def control(self) -> Generator[ControlHttpClient]:
         """Yield a client of the control API, with the operator's token; closed after the body.
 
-        HTTP errors in the body are raised as FedplanError.
+        HTTP errors in the body are raised as by `wrap_http_errors`.
         """
         client = ControlHttpClient.from_server_address(
             server_address=self.address,
@@ -128,16 +129,27 @@ class SuperLink:
             interceptors=[_BearerToken(read_token(self.folder))],
         )
         try:
-            yield client
-        except httpx.HTTPStatusError as error:
-            code = error.response.status_code
-            reason = "wrong operator token" if code == 401 else error.response.text[:200]
-            text = f"the SuperLink at {self.address} answers {code}: {reason}"
-            raise FedplanError(text) from error
-        except httpx.HTTPError as error:
-            raise FedplanError(f"no SuperLink answers at {self.address}: {error!r}") from error
+            with self.wrap_http_errors("wrong operator token"):
+                yield client
         finally:
             client.close()
+
+    @contextmanager
+    def wrap_http_errors(self, unauthorized: str = "") -> Generator[None]:
+        """Raise HTTP errors of the body as FedplanError; as LinkUnreachable if they may pass.
+
+        `unauthorized` says what status 401 means.
+        """
+        try:
+            yield
+        except httpx.HTTPStatusError as error:
+            code = error.response.status_code
+            reason = (unauthorized if code == 401 else "") or error.response.text[:200]
+            text = f"the SuperLink at {self.address} answers {code}: {reason}"
+            raise (LinkUnreachable if code >= 500 else FedplanError)(text) from error
+        except httpx.HTTPError as error:
+            text = f"no SuperLink answers at {self.address}: {error!r}; start it first"
+            raise LinkUnreachable(text) from error
 
     def start_run(self) -> int:
         """Start a Flower run with the empty app, and return its id."""
@@ -292,24 +304,25 @@ def run_on_superlink(
 ) -> None:
     """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
-    Blocks until the study ends. `events` receives progress
-    (default: an EventStream of the folder). If Flower ends its run, as after a long silence of
-    the SuperLink, another Flower run is started and the study continued; FlowerRunEnded is raised
-    after ATTEMPTS Flower runs. Raises FedplanError if the SuperLink gives no task, and the errors
-    of `run_server`.
+    Blocks until the study ends. `events` receives progress (default: an EventStream of the folder).
+    If Flower ends its run, as after a long silence of the SuperLink, another Flower run is started,
+    and the open round goes on. Raises FedplanError if the SuperLink gives no task at the start, or
+    does not answer for longer than the timeout for sites, and the errors of `run_server`.
     """
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            with acquire_grid(link) as grid:
-                return run_server(
-                    grid, study, folder, events=events, registered_names=link.site_names
-                )
-        except FlowerRunEnded as error:
-            if not left:
-                raise
-            log.warning("Flower has ended its run, and another one is started: %r", error)
-            time.sleep(5.0)
-    raise AssertionError
+    with ExitStack() as flower_run:
+
+        def renew_grid() -> Grid:
+            flower_run.close()
+            return flower_run.enter_context(acquire_grid(link))
+
+        run_server(
+            renew_grid(),
+            study,
+            folder,
+            events=events,
+            registered_names=link.site_names,
+            renew_grid=renew_grid,
+        )
 
 
 @contextmanager
@@ -317,7 +330,7 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     """Start a Flower run on the SuperLink `link`, take the run's server task, and yield the grid.
 
     Sends heartbeats during the body; at the end reports the task as completed, or as failed if the
-    body raises. Raises FedplanError if the SuperLink gives no task in TASK_TIMEOUT seconds.
+    body raises. Raises LinkUnreachable if the SuperLink gives no task in TASK_TIMEOUT seconds.
     """
     # Two processes must not take each other's task.
     with locked_folder(link.folder, timeout=TASK_TIMEOUT):
@@ -329,46 +342,45 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
         root_certificates=api.certificate.read_bytes() if api.certificate else None,
         token=token,
     )
-    # By default Flower repeats calls for ever, and a request to stop would go unnoticed.
-    grid._retry_invoker.max_time = RETRY_SECONDS  # pyright: ignore[reportPrivateUsage]
+    # By default Flower repeats calls for ever, so that a request to stop would go unnoticed; and
+    # when the task has expired, it interrupts this process.
+    invoker = grid._retry_invoker  # pyright: ignore[reportPrivateUsage]
+    invoker.max_time, invoker.should_giveup = RETRY_SECONDS, _is_final
     client = api.task_client(token)
-    send_heartbeat = make_task_heartbeat_fn_http(client)
-
-    def try_heartbeat() -> bool:
-        try:
-            return send_heartbeat()
-        except httpx.HTTPStatusError:
-            return False
-
-    heartbeats = HeartbeatSender(try_heartbeat)
-    heartbeats.start()
     status, details = SubStatus.FAILED, "the server ended"
     try:
-        task = client.PullTaskInput(PullTaskInputRequest())
+        with link.wrap_http_errors():
+            task = client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
         TaskIdentity.node_id = task.context.node_id
         grid.set_run(run_from_proto(task.run))
-        yield grid
+        with send_heartbeats(client):
+            yield grid
         status, details = SubStatus.COMPLETED, ""
     finally:
-        if heartbeats.is_running:
-            heartbeats.stop()
         _end_task(client, details, status)
         grid.close()
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether a failed call needs no repetition: the SuperLink itself has answered."""
+    is_answer = isinstance(error, httpx.HTTPStatusError)
+    return is_answer and error.response.status_code not in PROXY_ERRORS
 
 
 def _acquire_task(link: SuperLink, run_id: int) -> str:
     """Wait for the server task of the Flower run `run_id`, and return the task's token.
 
     Tasks of other runs, left by killed processes, are taken and ended as failed. Raises
-    FedplanError after TASK_TIMEOUT seconds, or if the SuperLink `link` cannot be reached.
+    LinkUnreachable after TASK_TIMEOUT seconds, or if the SuperLink `link` cannot be reached.
     """
     deadline = time.monotonic() + TASK_TIMEOUT
     client = link.runtime_api.acquire_client()
     try:
         while time.monotonic() < deadline:
             request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-            response = client.AcquireTask(request)
+            with link.wrap_http_errors("wrong executor secret"):
+                response = client.AcquireTask(request)
             if response.HasField("task") and response.task.run_id == run_id:
                 return response.token
             if response.HasField("task"):
@@ -376,11 +388,9 @@ def _acquire_task(link: SuperLink, run_id: int) -> str:
                 log.warning("run %s was left by another process, and is ended", other)
                 _end_task(link.runtime_api.task_client(response.token), "nobody runs this app")
             time.sleep(0.2)
-    except httpx.HTTPError as error:
-        raise FedplanError(f"{link.address} gives no task: {error!r}") from error
     finally:
         client.close()
-    raise FedplanError(f"the SuperLink at {link.address} does not give the task of its new run")
+    raise LinkUnreachable(f"the SuperLink at {link.address} does not give the task of its new run")
 
 
 def _end_task(client: RuntimeHttpClient, details: str, status: str = SubStatus.FAILED) -> None:

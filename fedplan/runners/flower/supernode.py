@@ -42,10 +42,10 @@ from fedplan.runners.flower._internals import (
     RuntimeHttpClient,
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
+    SendTaskHeartbeatRequest,
     SubStatus,
     SuperExecAuthHttpInterceptor,
     TaskType,
-    make_task_heartbeat_fn_http,
     public_key_to_bytes,
     pull_task_input,
     push_message,
@@ -120,6 +120,29 @@ class RuntimeApi:
     def task_client(self, token: str) -> RuntimeHttpClient:
         """Return a client for one task, authenticated by its token."""
         return self.client(RuntimeTokenHttpInterceptor(token))
+
+
+@contextmanager
+def send_heartbeats(client: RuntimeHttpClient) -> Generator[None]:
+    """Keep the task of a client alive during the body; failed heartbeats are repeated.
+
+    Flower's own heartbeats interrupt the process when the task has ended.
+    """
+
+    def send() -> bool:
+        try:
+            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        except httpx.HTTPError:
+            return False
+        return True
+
+    heartbeats = HeartbeatSender(send)
+    heartbeats.start()
+    try:
+        yield
+    finally:
+        if heartbeats.is_running:
+            heartbeats.stop()
 
 
 @contextmanager
@@ -258,15 +281,13 @@ def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGua
         with closing(api.task_client(token)) as client:
             # The instance's attribute overrides the method of its class.
             vars(client)["PullObject"] = guard.wrap(client.PullObject)
-            heartbeats = HeartbeatSender(make_task_heartbeat_fn_http(client))
-            heartbeats.start()
             context: Context | None = None
-            try:
-                envelope, context, _, _ = pull_task_input(client)
-                push_message(client, make_reply(envelope, answer), context)
-            finally:
-                push_task_output(client, context, SubStatus.COMPLETED, "")
-                heartbeats.stop()
+            with send_heartbeats(client):
+                try:
+                    envelope, context, _, _ = pull_task_input(client)
+                    push_message(client, make_reply(envelope, answer), context)
+                finally:
+                    push_task_output(client, context, SubStatus.COMPLETED, "")
     except httpx.HTTPError:
         raise
     except Exception as error:
