@@ -43,7 +43,8 @@ class _LedgerChecker:
 
     Both yield faults as sentences, and `check` changes the state while its iterator is consumed.
     versions: the round in which each global value last changed; client_versions: the versions that
-    each client has downloaded; turns: those of the round whose own line is still to come.
+    each client has downloaded; turns: those of the round whose own line is still to come; uploads:
+    bytes of one update of each of these turns, by the plan.
     """
 
     def __init__(self, agreement: Agreement, start: str) -> None:
@@ -56,7 +57,7 @@ class _LedgerChecker:
         self.client_versions: dict[str, dict[str, int]] = {}
         self.personal_bits: dict[str, int] = {}
         self.scores: tuple[int, Any] = (0, None)
-        self.round, self.turns = 0, dict[str, TurnRecord]()
+        self.round, self.turns, self.uploads = 0, dict[str, TurnRecord](), dict[str, int]()
         self.drifts = recent_drifts(())
 
     def check(self, line: object) -> Iterator[str]:
@@ -120,9 +121,8 @@ class _LedgerChecker:
             self.scores = (record.round, record.scores)
         if self.agreement.method.joint_choice and record.scores != self.scores[1]:
             yield f"{where}: it chose blocks by other scores than the other clients"
-        up = sum(self.agreement.upload_bytes(p) for p in self.agreement.sent_params(turn, roles))
-        if record.upload_bytes != up:
-            yield f"{where}: {record.upload_bytes} bytes were uploaded, and the plan explains {up}"
+        sent = self.agreement.sent_params(turn, roles)
+        self.uploads[record.client] = sum(map(self.agreement.upload_bytes, sent))
         down, recorded = self._download_bytes(record, turn), record.download_bytes
         if recorded != down:
             yield f"{where}: {recorded} bytes were downloaded, and the plan explains {down}"
@@ -161,6 +161,17 @@ class _LedgerChecker:
             dropped = secagg.active and client in record.rejected
             if record.rejected.get(client) != "late" and not dropped:
                 yield f"{where}, {client}: its turn is recorded, and it was not aggregated"
+        uploads, self.uploads = self.uploads, {}
+        discarded = masked.discarded if masked is not None else {}
+        for client in sorted(discarded.keys() - turns.keys()):
+            yield f"{where}, {client}: its input arrived, and its turn is not recorded"
+        for client, upload in uploads.items():
+            # A client that dropped out before its masked input has uploaded nothing.
+            arrived = 1 if masked is None else client in record.aggregated
+            explained = (arrived + discarded.get(client, 0)) * upload
+            if (uploaded := turns[client].upload_bytes) != explained:
+                told = f"{uploaded} bytes were uploaded"
+                yield f"{where}, {client}: {told}, and the plan explains {explained}"
         if sum(turn.upload_bytes for turn in turns.values()) != record.upload_bytes:
             total = f"{record.upload_bytes} bytes were uploaded in all"
             yield f"{where}: {total}, and its turns say another number"

@@ -175,6 +175,8 @@ def accept_update(
     round_state.records[client] = record
     if is_late:
         round_state.rejected[client] = "late"
+        if agreement.secagg.active:  # between machines no masked input is asked of it
+            round_state.records[client] = replace(record, upload_bytes=0)
     else:
         round_state.aggregated.append(client)
     failpoint("round.pulled")

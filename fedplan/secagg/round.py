@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -60,6 +61,7 @@ class SecAggCheckpoint:
     `encrypted_shares`: by client, as JSON. `survivors`: clients with masked input that arrived in
     time. An empty field: the server has not sent this message yet. `excluded`: clients that take no
     part in this attempt, since they dealt wrong shares in an earlier one, with the reason.
+    `discarded`: by client, the number of masked inputs that arrived in attempts that failed.
     """
 
     round: int
@@ -68,6 +70,7 @@ class SecAggCheckpoint:
     encrypted_shares: Mapping[str, Any] = field(default_factory=dict[str, Any])
     survivors: tuple[str, ...] = ()
     excluded: Mapping[str, str] = field(default_factory=dict[str, str])
+    discarded: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
@@ -113,7 +116,7 @@ class SecureRound:
         self._attempts_left = ATTEMPTS
         self.unmasked: UnmaskedSums | None = None
         self.failure, self.dropouts = "", dict[str, str]()
-        self.earlier_faults = dict[str, str]()
+        self.earlier_faults, self._arrived = dict[str, str](), set[str]()
 
     @property
     def attempt(self) -> int:
@@ -124,6 +127,11 @@ class SecureRound:
     def survivors(self) -> tuple[str, ...]:
         """Clients whose masked input has arrived in the attempt."""
         return self._checkpoint.survivors
+
+    @property
+    def discarded(self) -> dict[str, int]:
+        """By client, the number of masked inputs that arrived in attempts that failed."""
+        return dict(self._checkpoint.discarded)
 
     def begin_attempt(self) -> bool:
         """Write the checkpoint of an attempt; False if the sum is done or no attempt is left."""
@@ -142,7 +150,7 @@ class SecureRound:
         """
         excluded = dict(self._checkpoint.excluded)
         self.earlier_faults = self.dropouts | self.earlier_faults
-        self.dropouts = dict(excluded)
+        self.dropouts, self._arrived = dict(excluded), set[str]()
         server = ProtocolServer(self._make_terms(self.attempt), directory)
         try:
             self._collect_adverts(server, adverts)
@@ -168,8 +176,10 @@ class SecureRound:
             failures = [self.failure] if self.failure else []
             self.failure = "; then: ".join([*failures, str(error)])
             excluded |= server.false_dealers()
-            number = self.attempt + 1
-            self._checkpoint = SecAggCheckpoint(self._number, number, excluded=excluded)
+            discarded = dict(Counter(self.discarded) + Counter(self._arrived))
+            self._checkpoint = SecAggCheckpoint(
+                self._number, self.attempt + 1, excluded=excluded, discarded=discarded
+            )
         false_dealers = server.false_dealers()
         for dealer, reason in false_dealers.items():
             self.dropouts.setdefault(dealer, reason)
@@ -185,7 +195,10 @@ class SecureRound:
         """Write the checkpoint, with changed fields, to disk; call before sending messages."""
         self._checkpoint = replace(self._checkpoint, **changes)
         if self._file is not None:
-            write_atomic(self._file, json.dumps(asdict(self._checkpoint)))
+            fields = asdict(self._checkpoint)
+            if not fields["discarded"]:
+                del fields["discarded"]
+            write_atomic(self._file, json.dumps(fields))
 
     def _collect_adverts(self, server: ProtocolServer, replies: Mapping[str, Any]) -> None:
         """Give the protocol's server the key adverts, and write them to the checkpoint.
@@ -243,6 +256,7 @@ class SecureRound:
                 masked = decode(MaskedInput, reply)
                 if self._is_sender(name, masked.client):
                     server.add_masked_input(masked)
+                    self._arrived.add(name)
             del reply, masked  # else they would stay in memory while the next reply is fetched
         survivors = server.survivor_list().clients
         if earlier and earlier != survivors:

@@ -88,11 +88,12 @@ class SecureSum:
     """A secure sum of round `round_number`: of updates, of layer scores, or of score counts.
 
     The transport runs the protocol with `terms`, and sets `unmasked` (the sums) and `sites` (the
-    clients in the sums), or `failure` (why the sums could not be unmasked), and `faults` (by
-    client, what it did wrong). `base`: global values before the round. `threshold`: clients that
-    are needed to unmask. `slots`: of layer scores before the round, with `scores` as the result, or
-    of score counts after the round, with `counts`; empty for updates. `agreement`: settings that
-    server and clients fixed before round 1.
+    clients in the sums), or `failure` (why the sums could not be unmasked), `faults` (by client,
+    what it did wrong), and `discarded` (by client, its masked inputs in attempts that failed).
+    `base`: global values before the round. `threshold`: clients that are needed to unmask. `slots`:
+    of layer scores before the round, with `scores` as the result, or of score counts after the
+    round, with `counts`; empty for updates. `agreement`: settings that server and clients fixed
+    before round 1.
     """
 
     agreement: Agreement
@@ -104,6 +105,7 @@ class SecureSum:
     sites: tuple[str, ...] = ()
     failure: str = ""
     faults: dict[str, str] = field(default_factory=dict[str, str])
+    discarded: dict[str, int] = field(default_factory=dict[str, int])
 
     @cached_property
     def base_digests(self) -> dict[str, str]:
@@ -214,14 +216,14 @@ class SecureAggregator(Aggregator):
             raise
         except FedplanError as error:  # invalid input of one site ends the round, not the run
             reason = {WHOLE_SUM: str(error)}
-            record = SecAggRecord(self.threshold, sites, reason, total.faults)
+            record = SecAggRecord(self.threshold, sites, reason, total.faults, total.discarded)
             return AggregationResult({}, secagg=record)
         reasons = {
             name.removeprefix(VALUE_PREFIX): reason
             for name, reason in sorted(unmasked.withheld.items())
         }
         withheld = {n: reason for n, reason in reasons.items() if n in self.base or n == WHOLE_SUM}
-        record = SecAggRecord(self.threshold, sites, withheld, total.faults)
+        record = SecAggRecord(self.threshold, sites, withheld, total.faults, total.discarded)
         return replace(result, secagg=record)
 
     def _aggregate(self, unmasked: UnmaskedSums) -> AggregationResult:

@@ -29,6 +29,8 @@ OPTIONAL_FIELDS: dict[str, object] = {
     "warnings": [],
 }
 """Fields that a round's line may omit, with the value that this means."""
+SECAGG_OPTIONAL = ("faults", "discarded")
+"""Fields that its `secagg` may omit: then they are empty."""
 MAX_INT = 2**53
 """Integers in a record are below it, so that every JSON parser reads them exactly."""
 MAX_SCORE = 1e150
@@ -53,7 +55,8 @@ class TurnRecord:
     `round`, `client`, `phase`, `traits`: as in the server's request. `roles`: one letter of
     ROLE_LETTERS for each param. `before`, `after`: 16 hex digits for each param, before and after
     training; digests of personal params are keyed, so that only the client can compute them.
-    `download_bytes`, `upload_bytes`: bytes received and sent. `weight`: number of examples, or 1.
+    `download_bytes`, `upload_bytes`: bytes received and sent; under secure aggregation, the bytes
+    of masked inputs that the server has received. `weight`: number of examples, or 1.
     `steps`: optimizer steps. `loss`: mean training loss; None if private or not finite. `scores`:
     block scores behind the choice of layers. `full`: the request had all values. `missed`: earlier
     turns with an update that the server did not receive.
@@ -116,13 +119,16 @@ class SecAggRecord:
     `threshold`: clients needed to unmask. `clients`: clients in the sum. `not_unmasked`: by param
     key, or for WHOLE_SUM, the reason why a sum was not unmasked; empty if all sums were unmasked.
     `faults`: by client, what it did wrong in the protocol, or that it was silent, after its input
-    was in the sum, or in the attempts at a sum that failed. A line without faults leaves it out.
+    was in the sum, or in the attempts at a sum that failed. `discarded`: by client, the number of
+    masked inputs that arrived in attempts that failed. A line without faults, or without discarded
+    inputs, leaves the field out.
     """
 
     threshold: int
     clients: tuple[str, ...]
     not_unmasked: dict[str, str] = field(default_factory=dict[str, str])
     faults: dict[str, str] = field(default_factory=dict[str, str])
+    discarded: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True)
@@ -158,8 +164,9 @@ class RoundRecord:
         for name in OPTIONAL_FIELDS:
             if values[name] is None or values[name] == ():
                 del values[name]
-        if self.secagg is not None and not self.secagg.faults:
-            del values["secagg"]["faults"]
+        for name in SECAGG_OPTIONAL if self.secagg is not None else ():
+            if not values["secagg"][name]:
+                del values["secagg"][name]
         line = json.dumps({"kind": ROUND, "version": VERSION, **values})
         return cast("dict[str, Any]", json.loads(line))
 
@@ -207,9 +214,11 @@ def read_round(line: object) -> RoundRecord:
             raise RecordError(f"{name} is empty: such a line leaves it out")
         values[name] = default if values[name] is ... else values[name]
     if isinstance(values["secagg"], dict):
-        if values["secagg"].get("faults") == {}:
-            raise RecordError("faults is empty: such a line leaves it out")
-        values["secagg"] = {"faults": {}, **cast("dict[str, Any]", values["secagg"])}
+        secagg = cast("dict[str, Any]", values["secagg"])
+        for name in SECAGG_OPTIONAL:
+            if secagg.get(name) == {}:
+                raise RecordError(f"{name} is empty: such a line leaves it out")
+        values["secagg"] = {name: {} for name in SECAGG_OPTIONAL} | secagg
     record = cast("RoundRecord", _read_dataclass(RoundRecord, values, "a round"))
     _require(record.round >= 1, "round", record.round, "a whole number from 1")
     for text in record.changed.values():

@@ -44,9 +44,13 @@ class Traffic:
     def add_turn(self, record: TurnRecord) -> None:
         """Add the bytes of a turn, and record the versions that the client has after the turn."""
         agreement, client = self.agreement, record.client
-        for param, letter in zip(agreement.params, record.roles, strict=True):
-            if ROLE_BY_LETTER[letter] is Role.SHARE:
-                self.up[str(param.kind)] += agreement.upload_bytes(param)
+        letters = zip(agreement.params, record.roles, strict=True)
+        shared = [param for param, letter in letters if ROLE_BY_LETTER[letter] is Role.SHARE]
+        # A client may drop out before its masked input arrives, or send it in two attempts.
+        update = sum(map(agreement.upload_bytes, shared))
+        updates = record.upload_bytes // update if update else 0
+        for param in shared:
+            self.up[str(param.kind)] += updates * agreement.upload_bytes(param)
         if record.full:
             self.client_versions.pop(client, None)
             self.personal_bits.pop(client, None)

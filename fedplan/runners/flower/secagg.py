@@ -95,6 +95,7 @@ class SecAggTransport:
         on_time = {name: fields for name, fields in adverts.items() if name not in self._late}
         drive.run_attempt(on_time, {name: site.key for name, site in self.rpc.sites.items()})
         total.unmasked, total.failure = drive.unmasked, drive.failure
+        total.discarded = drive.discarded
         if drive.unmasked is None:
             log.warning("round %d: %s", total.round_number, drive.failure)
             total.faults = drive.earlier_faults | drive.dropouts
@@ -150,7 +151,8 @@ def collect_secagg(
 
     `collect_adverts` lets the clients train by the requests in `round_state`, and returns their key
     adverts. Adds the clients in the sum to the round's aggregated clients; other clients that
-    responded are rejected, with the reason of the dropout or failure.
+    responded are rejected, with the reason of the dropout or failure. The record of each counts the
+    bytes of the masked inputs that arrived.
     """
     total = cast("SecureAggregator", round_state.aggregator).secure_sum
     file = server.folder / ROUND_CHECKPOINT
@@ -166,6 +168,9 @@ def collect_secagg(
         else:
             reason = "late" if name in late else secagg.dropouts.get(name, GONE)
             round_state.rejected.setdefault(name, reason)
+        inputs = (name in total.sites) + total.discarded.get(name, 0)
+        record = round_state.records[name]
+        round_state.records[name] = replace(record, upload_bytes=inputs * record.upload_bytes)
 
 
 def open_layer_scoring(rpc: SiteRpc, server: Server, round_state: RoundState) -> SecAggTransport:
