@@ -23,6 +23,7 @@ from .files import (
     validate_study_name,
     wrap_disk_errors,
     write_atomic,
+    write_folder,
     write_if_changed,
 )
 from .journal import Journal, client_state_folder

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import signal
 import time
 import unicodedata
@@ -96,6 +97,36 @@ def write_atomic(file: Path, content: str | bytes, *, mode: int = PRIVATE) -> No
         if not file.parent.is_dir():
             remedy = f"there is no folder {file.parent}: make it, or name another"
         raise StoreError(f"{file} cannot be written: {error}; {remedy}") from error
+
+
+@contextmanager
+def write_folder(folder: Path) -> Generator[Path]:
+    """Yield a new folder for the body to fill, which then becomes `folder`, atomically.
+
+    `folder` must be missing or empty. All files are synced before the rename; if the body raises,
+    they are removed. Also removes what killed processes left over an hour ago. Raises StoreError if
+    the folder cannot be written.
+    """
+    target = folder.resolve()
+    temporary = target.with_name(f".{target.name}.{token_hex(8)}.tmp")
+    problem, remedy = f"{folder} cannot be written", "name a new folder where you may write"
+    with wrap_disk_errors(problem, remedy):
+        temporary.mkdir(parents=True)
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o7777)
+        for leftover in target.parent.glob(f".{escape(target.name)}.*.tmp"):
+            if time.time() - leftover.lstat().st_mtime > STALE:
+                shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        yield temporary
+        with wrap_disk_errors(problem, remedy):
+            for path in (*temporary.rglob("*"), temporary):
+                sync_folder(path)
+            temporary.replace(target)
+            sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def write_if_changed(file: Path, content: str | bytes) -> None:

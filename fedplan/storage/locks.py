@@ -98,7 +98,7 @@ def acquire_folder_lock(folder: Path) -> FolderLock:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of files to disk (fsync)."""
+    """Flush a folder's list of files, or a file, to disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -37,6 +37,7 @@ from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, load_folder, save_folder
 from fedplan.models.values import is_quantized, set_values
 from fedplan.privacy.statement import PRIVACY_FILE
+from fedplan.storage.files import write_folder
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment,
@@ -131,12 +132,15 @@ def export_run(
     `adapter`: write only the peft adapter; by default adapters are merged into the full model.
     `best`: export the global model of the best round, stored by `evaluate.keep_best`. Also writes
     the tokenizer or image processor, a model card, a golden example for `check_export`, and what
-    the model has cost in privacy, which a run that starts from the folder adds to its own. Raises
-    ConfigError if `output` is not empty, or the arguments or the run do not allow the export.
+    the model has cost in privacy, which a run that starts from the folder adds to its own. Killed
+    at any moment, `output` is whole or not there. Raises ConfigError if `output` is not empty, or
+    the arguments or the run do not allow the export.
     """
     folder, output = Path(folder), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is not empty: name another folder")
+    if output.resolve() == Path.cwd().resolve():
+        raise ConfigError(f"{output} is the working folder, which is replaced: name a new folder")
     is_site = (folder / AGREEMENT).exists()
     if best and (client or is_site):
         raise ConfigError(
@@ -150,11 +154,12 @@ def export_run(
     exported.model.eval()
     with no_progress_bars():
         write = _write_adapter if adapter else _write_model
-        loading_code = write(exported, output)
-    # safetensors writes files for their owner alone: they get the mode of the other files.
-    mode = (output / CARD_FILE).stat().st_mode
-    for file in output.glob("*.safetensors"):
-        file.chmod(mode)
+        with write_folder(output) as unfinished:
+            loading_code = write(exported, unfinished, output)
+            # safetensors writes files for their owner alone: they get the mode of the others.
+            mode = (unfinished / CARD_FILE).stat().st_mode
+            for file in unfinished.glob("*.safetensors"):
+                file.chmod(mode)
     return loading_code
 
 
@@ -413,16 +418,19 @@ def _load_experiment(folder: Path, agreement: Agreement) -> Experiment:
     return experiment
 
 
-def _write_model(exported: _ExportedModel, output: Path) -> str:
-    """Write the whole model, with merged adapters and dequantized; return the loading code."""
+def _write_model(exported: _ExportedModel, output: Path, final: Path) -> str:
+    """Write the whole model, with merged adapters and dequantized; return the loading code.
+
+    `final` is the folder that the code names.
+    """
     model, task = exported.model, exported.task
     if isinstance(model, ModelValues):
-        return _write_values(exported, output)
+        return _write_values(exported, output, final)
     if isinstance(model, DualEncoder):
         save_folder(model, output, preprocessing=image_preprocessing(task, model))
         loading_code = "from fedplan.models.folder import predict\n\npredict({}, [image, ...])"
         _write_card(exported, output, loading_code)
-        return f"fedplan.models.folder.predict({str(output)!r}, [image, ...])"
+        return f"fedplan.models.folder.predict({str(final)!r}, [image, ...])"
     quantized, merged = is_quantized(model), merge_and_dequantize(model)
     cast("Any", merged).save_pretrained(output)
     write_processor(task, output)
@@ -430,12 +438,11 @@ def _write_model(exported: _ExportedModel, output: Path) -> str:
     card_code = f"import transformers\n\nmodel = {code}{_processor_code(task)}"
     _write_card(replace(exported, model=merged), output, card_code)
     note = "  # dequantized: the base was quantized in the run" if quantized else ""
-    return code.format(repr(str(output))) + note
+    return code.format(repr(str(final))) + note
 
 
-def _write_values(exported: _ExportedModel, output: Path) -> str:
+def _write_values(exported: _ExportedModel, output: Path, final: Path) -> str:
     """Write all values of a model whose code is unknown, and its manifest; return the code."""
-    output.mkdir(parents=True, exist_ok=True)
     # Clones, since tied params share their memory, which safetensors refuses.
     values = {name: value.clone() for name, value in exported.model.state_dict().items()}
     save_file(values, output / VALUES_EXPORT)
@@ -446,10 +453,10 @@ def _write_values(exported: _ExportedModel, output: Path) -> str:
     card_code = f"from safetensors.torch import load_file\n\n{code.format(VALUES_EXPORT)}"
     card = replace(exported.card, library="pytorch")
     _write_card(replace(exported, card=card), output, card_code)
-    return code.format(str(output / VALUES_EXPORT))
+    return code.format(str(final / VALUES_EXPORT))
 
 
-def _write_adapter(exported: _ExportedModel, output: Path) -> str:
+def _write_adapter(exported: _ExportedModel, output: Path, final: Path) -> str:
     """Write only the peft adapter; return the code that puts it on a base model."""
     if isinstance(exported.model, ModelValues):
         raise ConfigError(
@@ -465,7 +472,7 @@ def _write_adapter(exported: _ExportedModel, output: Path) -> str:
         f"model = peft.PeftModel.from_pretrained(base, {{}}){_processor_code(exported.task)}"
     )
     _write_card(replace(exported, card=replace(exported.card, adapter=True)), output, card_code)
-    return f"peft.PeftModel.from_pretrained(model, {str(output)!r})"
+    return f"peft.PeftModel.from_pretrained(model, {str(final)!r})"
 
 
 IMAGE_HEADS = ("image-classification", "image-multi-label")

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +29,7 @@ from zoo import TEXT, VISION
 from fedplan.models.folder import image_tensor, load_folder, predict_classes
 from fedplan.models.values import set_values
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.export import check_export
+from fedplan.studies.export import check_export, export_run
 from fedplan.studies.run import read_run_study
 from fedplan.studies.schema import ConfigError
 
@@ -76,6 +81,70 @@ def test_an_exported_classifier_is_the_clients_own(here: Path, client: str, name
         logits = model(pixel_values=pixels(simulation)).logits
     # Merging an adapter rounds once; without one every bit is the same.
     assert torch.allclose(logits, said(client), rtol=0, atol=1e-6 if name else 0)
+
+
+def kill_at(number: int, under: Path) -> None:
+    """Kill this process at its n-th write, rename, or change of a folder under a path."""
+    left = [number]
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (writes or event in ("os.mkdir", "os.rename", "os.chmod", "os.remove", "os.rmdir")):
+            return
+        if isinstance(args[0], str | Path) and str(under) in str(Path(args[0]).absolute()):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def test_an_export_that_is_killed_leaves_nothing_or_all_and_blocks_no_other(here: Path) -> None:
+    assert run("run", "study.toml")[0] == 0
+    target, states = here / "models" / "one", list[bool]()
+    target.parent.mkdir()
+    assert run("export", "runs/tiny", "whole", "--global")[0] == 0
+    whole = {file.name: file.read_bytes() for file in Path("whole").iterdir()}
+    while not states or not states[-1]:
+        if not (child := os.fork()):
+            with suppress(BaseException):
+                kill_at(len(states) + 1, target.parent)
+                export_run(here / "runs/tiny", target, global_model=True)
+            os._exit(0)
+        killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        if target.exists():
+            assert {file.name: file.read_bytes() for file in target.iterdir()} == whole
+            shutil.rmtree(target)
+        states.append(not killed)
+    assert len(states) > 8  # so many writes were the last
+    leftovers = [file.name for file in target.parent.iterdir()]
+    assert leftovers and all(name.startswith(".one.") for name in leftovers)
+    for name in leftovers:
+        os.utime(target.parent / name, (0, 0))
+    assert run("export", "runs/tiny", str(target), "--global")[0] == 0
+    assert [file.name for file in target.parent.iterdir()] == ["one"]
+
+
+def test_every_file_of_an_export_is_on_disk_before_it_has_its_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("run", "study.toml")[0] == 0
+    done, sync, rename = list[str](), os.fsync, Path.replace
+
+    def note_sync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_rename)
+    export_run("runs/tiny", "model", global_model=True)
+    at = done.index("renamed")
+    assert {Path(each).name for each in done[: at - 1]} == {p.name for p in Path("model").iterdir()}
+    assert Path(done[at - 1]).suffix == ".tmp" and done[at + 1 :] == [str(here)]
 
 
 def test_an_exported_personal_prompt_model_predicts(here: Path) -> None:
