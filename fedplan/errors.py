@@ -95,6 +95,8 @@ EXTRAS = {
     "mlflow": "mlflow",
     "peft": "lora",
     "ray": "ray",
+    "rouge_score": "text",
+    "sacrebleu": "text",
     "seqeval": "tokens",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

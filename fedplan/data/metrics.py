@@ -13,6 +13,7 @@ import numpy as np
 
 from fedplan.data.predictions import Predictions
 from fedplan.data.probability_metrics import auprc, auroc, brier, calibration_error
+from fedplan.data.text_metrics import chrf, exact_match, rouge_l
 from fedplan.errors import FedplanError
 from fedplan.naming import Registry
 
@@ -24,8 +25,9 @@ MetricFunction = Callable[[Any, Any], float | None]
 Classes and tokens are indices of the task's labels or of the vocabulary; labels are rows of 0 and
 1. Probabilities have a column for each label. None: the metric is not defined for these rows.
 """
-MetricInput = Literal["labels", "probabilities"]
-"""What a metric takes beside the truth: predicted values, or probabilities of classes or labels."""
+MetricInput = Literal["labels", "probabilities", "texts"]
+"""What a metric takes beside the truth: predicted values, probabilities of classes or labels, or
+generated texts (with the true texts)."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,22 @@ class Metric:
     def __call__(self, predictions: Predictions) -> float | None:
         """Return the metric of predictions; None if it is not defined for these.
 
-        Raises FedplanError if the predictions have no probabilities and the metric needs them, or
-        if the function returns no number.
+        Raises FedplanError if the predictions have no probabilities or texts and the metric needs
+        them, or if the function returns no number.
         """
         if len(predictions.truth) < self.min_rows:
             return None
-        values = predictions.predicted
+        truth, values = predictions.truth, predictions.predicted
         if self.takes == "probabilities":
             values = predictions.probabilities
+        elif self.takes == "texts":
+            truth, values = predictions.texts.T if predictions.texts is not None else (None, None)
         if values is None:
             raise FedplanError(
-                f"the metric {self.name!r} takes probabilities, and this task predicts none: use a "
+                f"the metric {self.name!r} takes {self.takes}, and this task predicts none: use a "
                 "metric of labels"
             )
-        value = self.function(predictions.truth, values)
+        value = self.function(truth, values)
         try:
             return None if value is None else float(value)
         except (TypeError, ValueError) as error:
@@ -219,6 +223,10 @@ _BUILT_IN = (
         for name, summary in _ERRORS.items()
     ),
     Metric("r2", _r2, ("number",), min_rows=2, bounds=(-inf, 1.0)),
+    *(
+        Metric(function.__name__, function, ("tokens",), takes="texts", bounds=(0.0, highest))
+        for function, highest in ((exact_match, 1.0), (rouge_l, 1.0), (chrf, 100.0))
+    ),
     Metric("pearson", _pearson, ("number",), min_rows=2, bounds=(-1.0, 1.0)),
 )
 METRICS = {metric.name: metric for metric in _BUILT_IN}

@@ -19,7 +19,8 @@ class Predictions:
     `truth` and `predicted`: classes or tokens as indices, numbers, or rows of 0 and 1 for any of
     some labels. `probabilities`: a column for each class or label; None for numbers and tokens.
     `losses`: the loss of each prediction. `sizes`: the number of predictions of each example, which
-    is 1 unless an example has a label for each word or token.
+    is 1 unless an example has a label for each word or token. `texts`: of each example the true
+    text and the generated one, if a metric asked for them.
     """
 
     truth: Array
@@ -27,6 +28,7 @@ class Predictions:
     probabilities: Array | None
     losses: Array
     sizes: Array
+    texts: Array | None = None
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -36,12 +38,14 @@ class Predictions:
     def join(parts: Sequence[Predictions]) -> Predictions:
         """Return the predictions of all parts, in order; there must be one part or more."""
         probabilities = [p.probabilities for p in parts if p.probabilities is not None]
+        texts = [p.texts for p in parts if p.texts is not None]
         return Predictions(
             np.concatenate([part.truth for part in parts]),
             np.concatenate([part.predicted for part in parts]),
             np.concatenate(probabilities) if probabilities else None,
             np.concatenate([part.losses for part in parts]),
             np.concatenate([part.sizes for part in parts]),
+            np.concatenate(texts) if texts else None,
         )
 
     def select(self, examples: Array) -> Predictions:
@@ -56,4 +60,5 @@ class Predictions:
             None if self.probabilities is None else self.probabilities[rows],
             self.losses[rows],
             self.sizes[examples],
+            None if self.texts is None else self.texts[examples],
         )

@@ -102,11 +102,14 @@ class RunPredictions:
 
         Columns: client ("" for the common test set), model, example, truth, predicted, and the
         probability of each label, as `p(label)`. Labels of one example are joined by "|". Raises
-        ConfigError for a language task.
+        ConfigError for a language task without generated texts.
         """
         task = self.task
-        if task.answer_kind == "tokens":
-            raise ConfigError(f"{task.kind} predicts each token of a text: there is no table of it")
+        if task.answer_kind == "tokens" and next(iter(self.test.values())).texts is None:
+            raise ConfigError(
+                f"{task.kind} predicts each token of a text: there is no table of it, "
+                "unless evaluate.metrics has a metric of texts, as exact_match"
+            )
         shown = cast("Any", next(iter(self.test.values()))).probabilities
         columns = [f"p({label})" for label in task.labels] if shown is not None else []
         with file.open("w", encoding="utf-8", newline="") as stream:
@@ -121,6 +124,9 @@ class RunPredictions:
 
 def _rows(task: Task, predictions: Predictions) -> Iterator[list[Any]]:
     """Yield example, truth, predicted and probabilities of each prediction."""
+    if predictions.texts is not None:
+        yield from ([i, *texts] for i, texts in enumerate(predictions.texts))
+        return
 
     def text(value: Any) -> Any:
         if task.answer_kind == "labels":

@@ -6,10 +6,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,12 +153,11 @@ def _require_positions(model: nn.Module, data: FederatedData) -> None:
 
     Models with relative positions take texts of any length.
     """
-    tables = [
-        module.num_embeddings - reserved
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and _POSITION_TABLE.fullmatch(name)
-        for reserved in [getattr(module, "offset", (module.padding_idx or -1) + 1)]
-    ]
+    tables = list[int]()
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(module, nn.Embedding) and _POSITION_TABLE.fullmatch(name):
+            reserved = int(getattr(module, "offset", (module.padding_idx or -1) + 1))
+            tables.append(module.num_embeddings - reserved)
     task = data.task
     if not tables or task.kind == CUSTOM_KIND:
         return

@@ -325,18 +325,10 @@ def _load_common_test(study: Study) -> Dataset | None:
     section = study.data
     if not (section.test_path or section.test_split or section.test_filter):
         return None
-    path = section.test_path or section.path
-    if not path:
-        raise DataError(
-            "data.test_filter needs a dataset: set data.test_path, since data.path is empty"
-        )
-    table = filter_rows(load_table(path, split=section.test_split), section.test_filter)
-    table = _filter_values(table, section.filter)
-    if not len(table):
-        raise DataError(
-            f"the common test selects no row of {path!r}: change data.test_filter or data.filter"
-        )
-    limit = section.max_test_examples
+    path, limit = section.test_path or section.path, section.max_test_examples
+    table = _load_common(
+        study, path, section.test_split, section.test_filter, fields="data.test_filter"
+    )
     return sample_rows(table, limit, seed=study.seed) if limit else table
 
 
@@ -346,15 +338,20 @@ def _load_common_validation(study: Study) -> Dataset | None:
     if not section.validation_split:
         return None
     path = section.path or section.test_path
+    return _load_common(study, path, section.validation_split, {}, fields="data.validation_split")
+
+
+def _load_common(
+    study: Study, path: str, split: str, conditions: Mapping[str, str | int], *, fields: str
+) -> Dataset:
+    """Return the rows of a common set; DataError, which names its `fields`, if there are none."""
     if not path:
-        raise DataError(
-            "data.validation_split needs a dataset: set data.test_path, since data.path is empty"
-        )
-    table = _filter_values(load_table(path, split=section.validation_split), section.filter)
+        raise DataError(f"{fields} needs a dataset: set data.test_path, since data.path is empty")
+    table = filter_rows(load_table(path, split=split), conditions)
+    table = _filter_values(table, study.data.filter)
     if not len(table):
         raise DataError(
-            f"the common validation set selects no row of {path!r}: change data.validation_split "
-            "or data.filter"
+            f"{fields} selects no row of {path!r} for a common set: change it, or data.filter"
         )
     return table
 

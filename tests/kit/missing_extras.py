@@ -40,6 +40,7 @@ def calls(folder: Path) -> dict[str, Callable[[], Any]]:
     import fedplan as fp
     from fedplan.data.predictions import Predictions
     from fedplan.data.tasks.kinds import make_task
+    from fedplan.data.text_metrics import chrf, rouge_l
     from fedplan.methods.method import Method
     from fedplan.models.values import quantization_config
     from fedplan.storage.encryption import Encryption
@@ -58,6 +59,8 @@ def calls(folder: Path) -> dict[str, Callable[[], Any]]:
         "bitsandbytes": lambda: quantization_config("nf4", Any),
         "accelerate": lambda: played(Method(fp.share(), loop=attach(trainer))),
         "cryptography": lambda: Encryption(bytes(32)),
+        "rouge_score": lambda: rouge_l(["a"], ["b"]),
+        "sacrebleu": lambda: chrf(["a"], ["b"]),
         "seqeval": entities,
     }
 

@@ -63,6 +63,8 @@ class Task(ABC):
     """The fewest and the most input columns."""
     answer_kind: ClassVar[AnswerKind] = "class"
     """The kind of predictions."""
+    generates: ClassVar[bool] = False
+    """Whether the task has answers, which metrics of texts compare with generated ones."""
     primary: ClassVar[str] = "accuracy"
     """The metric by which models are compared."""
     higher_is_better: ClassVar[bool] = True

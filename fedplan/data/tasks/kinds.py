@@ -184,6 +184,11 @@ def _applicable_metrics(
             raise DataError(
                 f"the metric {metric.name!r} does not apply to {kind}: use one of {names}"
             )
+        if metric.takes == "texts" and not task_class(kind).generates:
+            raise DataError(
+                f"the metric {metric.name!r} compares answers, and {kind} has none: use the task "
+                "instruction or seq2seq-lm"
+            )
         if metric.binary and len(labels) != 2:
             raise DataError(
                 f"the metric {metric.name!r} is of two labels, and the task has {len(labels)}: use "

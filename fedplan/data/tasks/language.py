@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedplan.data.examples import (
     NO_LABEL,
+    Examples,
     MaskedTokens,
     PackedSequences,
     RaggedArray,
@@ -25,6 +26,7 @@ from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
 from fedplan.data.predictions import Predictions
 from fedplan.data.tables import DataError, column_values, select_rows
 from fedplan.data.tasks.definition import Task, pad_token_id, require_tokens
+from fedplan.data.tasks.generation import generate_answer
 from fedplan.tensors.devices import eval_mode, model_device
 
 if TYPE_CHECKING:
@@ -165,6 +167,25 @@ class _Language(Task):
         # They would need the size of the vocabulary for each token.
         return None
 
+    def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
+        """Return predicted tokens; also answers in `texts`, if an extra metric takes these.
+
+        An answer is generated greedily, one after the other, up to `max_length` tokens with its
+        prompt, and ends with the tokenizer's end token. Raises DataError if the model has no
+        `generate`, or if conversations are packed.
+        """
+        predictions = super().predict(model, rows, batch_size=batch_size)
+        if not any(metric.takes == "texts" for metric in self.extra_metrics):
+            return predictions
+        if self.packing or getattr(model, "generate", None) is None:
+            reason = "packed" if self.packing else f"of a {type(model).__name__} without generate"
+            raise DataError(f"a metric of texts cannot be used, since examples are {reason}")
+        with eval_mode(model), torch.no_grad():
+            tokenizer, limit = self.tokenizer, self._max_tokens(self.tokenizer)
+            batches = (rows.batch(torch.tensor([i])) for i in range(len(rows)))
+            texts = [generate_answer(model, tokenizer, batch, limit) for batch in batches]
+        return replace(predictions, texts=np.array(texts, dtype=object))
+
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
         scores = compute_metrics([METRICS["accuracy"]], predictions)
         return {**scores, "perplexity": exp(min(loss, 700.0))}
@@ -245,6 +266,7 @@ class SequenceToSequence(_Language):
     """Generation of a target text (second column) from an input text (first column)."""
 
     input_columns: ClassVar[tuple[int, int]] = (2, 2)
+    generates: ClassVar[bool] = True
 
     def prepare(self, table: Dataset) -> TokenSequences:
         """Return input and target tokens, cut at `max_length`; DataError for an empty text."""
@@ -279,6 +301,7 @@ class Instruction(_Language):
     """
 
     input_columns: ClassVar[tuple[int, int]] = (1, 2)
+    generates: ClassVar[bool] = True
 
     @property
     def notes(self) -> tuple[str, ...]:
