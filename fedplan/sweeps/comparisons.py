@@ -21,6 +21,7 @@ from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes
 from fedplan.reports.groups import group_by_seed
 from fedplan.studies.run_scores import GLOBAL_PREFIXES, SPREAD_PREFIXES, ScoreKind
 from fedplan.sweeps.results import (
+    ON_VALIDATION,
     RoleHistory,
     RunResult,
     choose_scores,
@@ -135,6 +136,11 @@ class Comparison:
             examples = each.score_examples
             on = f", on {examples}" if examples else ""
             texts.append(f"{each.score} is of the last round that has it{on}; {better} is better")
+            if len(self.rows) > 1 and examples:
+                chosen = (
+                    "on validation" if ON_VALIDATION in each.score else "on the test: optimistic"
+                )
+                texts[-1] += f"; the best row is chosen {chosen}"
         texts.append("± is half the width of the 95 % confidence interval over seeds (Student's t)")
         if len(self.rows) > 1:
             texts[-1] += (
@@ -148,6 +154,8 @@ class Comparison:
     def score_examples(self) -> str:
         """On which examples the score is, if all runs have it on the same; else ""."""
         runs = [run for row in self.rows for run in row.group.runs.values()]
+        if self.score.startswith(ON_VALIDATION):
+            return "validation examples"
         if self.score.startswith(SPREAD_PREFIXES):
             return "each client's own test examples"
         scores = [run.scores.find("global") for run in runs]

@@ -176,17 +176,24 @@ def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str
     return list(dict.fromkeys(folders)), notes
 
 
+ON_VALIDATION = "validation."
+"""Prefix of scores on validation examples."""
+
+
 def choose_scores(name: str, results: Sequence[RunResult]) -> list[str]:
     """Return the metrics to compare the runs by: `name` if given, else those that lead their plans.
 
     Plans that keep or hold params are compared by the mean of the personal models, others by the
     global model, and both kinds together by both metrics. If not all runs have a leading metric, it
-    is the first that all have: of the personal models, of the global model, or the loss. Raises
+    is the first that all have: of the personal models, of the global model, or the loss. A score on
+    validation examples is preferred to the same one on test examples, if all runs have it. Raises
     FedplanError if `name`, or all of these, are missing in some of the `results`.
     """
     primaries = sorted({result.rules.metric for result in results})
-    personal = [f"{p}{metric}" for p in SPREAD_PREFIXES for metric in primaries]
-    overall = [f"{p}{metric}" for p in GLOBAL_PREFIXES for metric in primaries]
+    personal, overall = (
+        [f"{on}{p}{metric}" for on in (ON_VALIDATION, "") for p in prefixes for metric in primaries]
+        for prefixes in (SPREAD_PREFIXES, GLOBAL_PREFIXES)
+    )
 
     def common(columns: Sequence[str]) -> list[str]:
         """Return the first column that all runs have, in a list that is empty if there is none."""

@@ -24,7 +24,7 @@ from fedplan.runners.simulation import Simulation
 from fedplan.studies.run import read_run
 from fedplan.studies.schema import read_study
 from fedplan.sweeps.comparisons import compare, compare_groups, group_results
-from fedplan.sweeps.results import RunResult, read_run_result
+from fedplan.sweeps.results import RunResult, choose_scores, read_run_result
 from fedplan.sweeps.sweeping import Sweep
 
 
@@ -79,6 +79,21 @@ def test_a_score_that_is_the_same_in_every_pair_has_no_p(swept: Sweep) -> None:
     found = compare_groups(group_results(same), "global.accuracy")
     assert found.rows[1].p is None and found.rows[1].p_holm is None
     assert "fedper: global.accuracy is the same in every pair, so there is no p" in found.notes
+
+
+def test_runs_are_chosen_on_validation_where_all_have_it_and_it_is_said(swept: Sweep) -> None:
+    results = [read_run_result(folder) for folder in swept.folders]
+    on_test = compare_groups(group_results(results), choose_scores("", results)[0])
+    assert "chosen on the test: optimistic" in on_test.markdown()
+    column = f"validation.{on_test.score}"
+    held = [
+        replace(each, metrics=Metrics([{**row, column: 0.5} for row in each.metrics]))
+        for each in results
+    ]
+    assert choose_scores("", held)[0] == column
+    assert choose_scores("", [*held[1:], results[0]])[0] == on_test.score, "one has none"
+    found = compare_groups(group_results(held), column)
+    assert "chosen on validation" in found.markdown() and "optimistic" not in found.markdown()
 
 
 def test_what_differs_is_said_in_words(swept: Sweep) -> None:
