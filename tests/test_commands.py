@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ from typer.testing import CliRunner
 
 import fedplan
 from fedplan.cli import app
+from fedplan.federation.ledger.status import RunState
+from fedplan.reports.status import run_snapshot
 
 SERVING = "it serves until it is ended, and prints what the node or the SuperLink logs"
 NO_JSON = {"site serve": SERVING, "server link": SERVING}
@@ -120,6 +124,36 @@ def test_the_reference_of_the_commands_is_that_of_the_commands() -> None:
     here = Path(__file__).parent.parent / "docs"
     written = runpy.run_path(str(here / "commands.py"))["written"]
     assert (here / "commands.md").read_text() == written(), "make it anew: python docs/commands.py"
+
+
+COMMAND = [sys.executable, "-c", "from fedplan.cli import main; main()"]
+
+
+@pytest.mark.parametrize(("rounds", "code"), [("3", 0), ("none", 2)])
+def test_a_run_whose_reader_is_gone_ends_as_any_other(here: Path, rounds: str, code: int) -> None:
+    """`fedplan run | head -0`, for stdout and stderr."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [*COMMAND, "run", "study.toml", "--set", f"train.rounds={rounds}"]
+    done = subprocess.run(words, stdout=writes, stderr=writes)
+    os.close(writes)
+    assert done.returncode == code
+    if not code:
+        assert run_snapshot("runs/tiny").state == RunState.DONE
+
+
+def test_a_run_whose_terminal_is_closed_goes_on(here: Path) -> None:
+    """With a bar that is drawn again and again, and the signal that a closed terminal sends."""
+    ours, theirs = pty.openpty()
+    words = [*COMMAND, "run", "study.toml", "--set", "train.rounds=20"]
+    begun = subprocess.Popen(words, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    while b"round" not in os.read(ours, 4096):
+        pass
+    os.close(ours)
+    begun.send_signal(signal.SIGHUP)
+    assert begun.wait(300) == 0
+    assert run_snapshot("runs/tiny").round == 20
 
 
 def test_stdout_is_one_document_and_nothing_else(here: Path) -> None:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import unwrap
 from math import isfinite
 from pathlib import Path
@@ -143,6 +147,47 @@ def replace_nonfinite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [replace_nonfinite(each) for each in cast("list[Any]", value)]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+class _LossyFile(io.FileIO):
+    """An open file whose output is dropped from the first error on, as when its reader is gone."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            # The descriptor itself, which log handlers and workers also use.
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self.fileno())
+            return super().write(data)
+
+
+@contextmanager
+def outlive_viewer() -> Generator[None]:
+    """Let the body go on without its output, if the reader of a pipe or the terminal is gone.
+
+    Within the body stdout and stderr raise no error, and SIGHUP is ignored. Changes nothing for
+    streams that are no open files, as in tests.
+    """
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            try:
+                stream.flush()
+                raw = _LossyFile(stream.fileno(), "wb", closefd=False)
+            except (OSError, AttributeError, ValueError):
+                continue
+            lossy = io.TextIOWrapper(
+                io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True
+            )
+            stack.callback(setattr, sys, name, stream)
+            stack.callback(lossy.flush)
+            setattr(sys, name, lossy)
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(
+                signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            )
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from fedplan.cli.console import (
     JsonOption,
     app,
     command,
+    outlive_viewer,
     print_errors,
     print_json,
     replace_nonfinite,
@@ -83,6 +84,8 @@ def run_command(
 ) -> None:
     """Run a study. It can be stopped at any moment; --resume continues with identical results.
 
+    A closed pipe or terminal ends the display, not the run.
+
     Warnings name reasons to doubt the result, each with its remedy. With --strict the run does not
     start if some are known before, and the exit code is 1 if there are any at its end. With --json,
     rounds are printed to stderr and the final status with all warnings to stdout.
@@ -92,7 +95,7 @@ def run_command(
     from fedplan.runners.executors.executor import make_pool_config
     from fedplan.studies.resume import open_study
 
-    with print_errors():
+    with outlive_viewer(), print_errors():
         console = Console(highlight=False, stderr=as_json)
         opened_study, folder = open_study(
             study,

@@ -16,6 +16,7 @@ from fedplan.cli.console import (
     StudyArgument,
     app,
     command,
+    outlive_viewer,
     print_errors,
 )
 from fedplan.errors import FedplanError
@@ -47,13 +48,14 @@ def sweep_command(
     """Run a study for every combination of settings and seeds. The same command resumes a sweep.
 
     Finished runs are not repeated, stopped runs are resumed, and failed runs are recorded with
-    their error while the others continue. The exit code is 1 if any run failed.
+    their error while the others continue. The exit code is 1 if any run failed. A closed pipe or
+    terminal ends the display, not the sweep.
     """
     from fedplan.sweeps.progress import sweep_with_progress
     from fedplan.sweeps.sweeping import sweep
     from fedplan.sweeps.trials import read_base_study
 
-    with print_errors():
+    with outlive_viewer(), print_errors():
         if as_json:
             folder = output or Path("sweeps") / read_base_study(study).with_changes({}).name
             result = sweep(
