@@ -23,7 +23,7 @@ from fedplan.runners.site_runtime import load_site_table
 from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import read_policy
 from fedplan.sites.tls_probe import find_proxy, probe_server
-from fedplan.storage.locks import locked_folder
+from fedplan.storage.locks import NoLocks, locked_folder
 from fedplan.studies.federated_data import load_federated_data
 from fedplan.tensors.devices import AUTO, resolve_device
 
@@ -194,14 +194,19 @@ def _check_state_folder(site: Site) -> Iterator[Finding]:
         message = f"other users can open {folder}"
         yield Finding("state", "warn", message, f"chmod 700 {folder}")
     else:
-        message = f"{folder} will be created when the site is first served"
+        message, no_locks = f"{folder} will be created when the site is first served", ""
         if folder.exists():
             try:
                 with locked_folder(folder):
                     message = f"{folder}; the site is not being served now"
+            except NoLocks as error:
+                no_locks = str(error)
             except StoreError:
                 message = f"{folder}; the site is being served"
-        yield Finding("state", "ok", message)
+        if no_locks:
+            yield Finding("state", "fail", no_locks, "set another `state` in site.toml")
+        else:
+            yield Finding("state", "ok", message)
     free = shutil.disk_usage(existing).free
     message, remedy = f"{free / 2**30:.1f} GiB free", f"free some space on the disk of {existing}"
     if free < LITTLE_SPACE:

@@ -29,6 +29,7 @@ from .files import (
 from .journal import Journal, client_state_folder
 from .locks import (
     FolderLock,
+    NoLocks,
     Process,
     acquire_folder_lock,
     current_process,

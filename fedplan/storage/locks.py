@@ -9,7 +9,7 @@ import socket
 import time
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -17,6 +17,30 @@ from weakref import WeakValueDictionary
 from fedplan.errors import StoreError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mounts")
+
+
+class NoLocks(StoreError):
+    """A file or folder on a file system without locks, such as some network mounts."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"{path} is on a disk without locks ({_file_system(path)}: {error.strerror}), where "
+            "two processes could overwrite each other's files: name a folder on a local disk, or "
+            "mount this one with locks"
+        )
+
+
+def _file_system(path: Path) -> str:
+    """Return type and mount point of a path's file system; "unknown" without a /proc."""
+    path, found = path.resolve(), ("unknown", Path())
+    with suppress(OSError):
+        for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+            _, place, kind, *_ = line.split(" ")
+            mount = Path(place.replace("\\040", " "))
+            if path.is_relative_to(mount) and len(mount.parts) >= len(found[1].parts):
+                found = f"{kind} at {mount}", mount
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -88,8 +112,8 @@ _process_locks: WeakValueDictionary[tuple[int, int], FolderLock] = WeakValueDict
 def acquire_folder_lock(folder: Path) -> FolderLock:
     """Lock a folder against other processes without waiting; keep the result as long as needed.
 
-    Callers in this process share one FolderLock. Raises StoreError if another process has the lock.
-    On a file system without locks, nothing is locked.
+    Callers in this process share one FolderLock. Raises StoreError if another process has the lock,
+    NoLocks if the file system has none.
     """
     place = _device_and_inode(folder)
     lock = _process_locks.get(place) or FolderLock(folder)
@@ -107,21 +131,14 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked_folder(
-    folder: Path, *, require_locks: bool = False, timeout: float = 0.0
-) -> Generator[None]:
+def locked_folder(folder: Path, *, timeout: float = 0.0) -> Generator[None]:
     """Lock a folder against other processes for the body of a `with` statement.
 
     Passes at once if this process has a FolderLock on the folder. Waits up to `timeout` seconds for
-    another process, then raises StoreError. On a file system without locks the body runs unlocked;
-    with `require_locks` StoreError is raised instead.
+    another process, then raises StoreError. Raises NoLocks if the file system has none.
     """
     lock = _process_locks.get(_device_and_inode(folder))
-    descriptor = (
-        _open_locked(folder, require_locks=require_locks, timeout=timeout)
-        if lock is None
-        else os.dup(lock.descriptor)
-    )
+    descriptor = os.dup(lock.descriptor) if lock else _open_locked(folder, timeout=timeout)
     try:
         yield
     finally:
@@ -133,9 +150,8 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
     """Open `file` with an exclusive lock for the body of a `with` statement; yield the descriptor.
 
     Creates the file with mode 600 if it is missing, without a sync; closes the descriptor at the
-    end. Raises
-    StoreError if another process keeps the lock for over `timeout` seconds, or the disk has no
-    locks.
+    end. Raises StoreError if another process keeps the lock for over `timeout` seconds, NoLocks if
+    the file system has none.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + timeout
@@ -145,7 +161,7 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
         except BlockingIOError as error:
             raise StoreError(f"another process writes to {file}: wait until it ends") from error
         except OSError as error:
-            raise StoreError(f"{file} is on a disk without locks: choose another") from error
+            raise NoLocks(file, error) from error
         try:
             yield descriptor
         finally:  # unlocked at once: a process forked meanwhile would keep the lock
@@ -154,12 +170,11 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
         os.close(descriptor)
 
 
-def _open_locked(folder: Path, *, require_locks: bool = False, timeout: float = 0.0) -> int:
+def _open_locked(folder: Path, *, timeout: float = 0.0) -> int:
     """Open and lock a folder; return the descriptor, whose closing releases the lock.
 
-    Tries for `timeout` seconds, then raises StoreError. On a file system without locks the
-    descriptor is not locked; with `require_locks` StoreError is raised. A kill of the process
-    releases the lock.
+    Tries for `timeout` seconds, then raises StoreError; NoLocks if the file system has none. A kill
+    of the process releases the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -168,10 +183,8 @@ def _open_locked(folder: Path, *, require_locks: bool = False, timeout: float = 
         os.close(descriptor)
         raise StoreError(f"another process writes to {folder}: wait until it ends") from error
     except OSError as error:
-        # A file system without locks, such as some network mounts.
-        if require_locks:
-            os.close(descriptor)
-            raise StoreError(f"{folder} is on a disk without locks: choose another") from error
+        os.close(descriptor)
+        raise NoLocks(folder, error) from error
     return descriptor
 
 

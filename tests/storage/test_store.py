@@ -25,6 +25,7 @@ from fedplan.errors import StoreError
 from fedplan.storage import files as storage_files
 from fedplan.storage.checkpoints import Checkpoint, SkippedCheckpoint
 from fedplan.storage.files import POINTS, VARIABLE
+from fedplan.storage.locks import NoLocks
 from fedplan.storage.store import Store
 from fedplan.tensors.serialization import DTYPES
 
@@ -173,14 +174,16 @@ def test_one_process_may_open_and_claim_a_folder_twice(tmp_path: Path) -> None:
     assert is_checkpoint(Store(tmp_path).read_newest(), 3)
 
 
-def test_a_disk_without_locks_is_written_to(
+def test_a_disk_without_locks_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    assert is_checkpoint(two(tmp_path).read_newest(), 2)
+    with pytest.raises(NoLocks, match="without locks"):
+        two(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from fedplan.privacy.mechanisms import noise
 from fedplan.runners.flower.apps import client_app, run_server
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime, site_study_folder
+from fedplan.storage import locks
 from fedplan.studies.schema import read_study
 from fedplan.tensors.message import Message
 
@@ -51,6 +53,33 @@ def text(out: str) -> str:
 
 
 # A start that fails --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_without_file_locks_is_refused_and_left_as_it_is(
+    here: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Two runs there would interleave; a new one and one that goes on are told of the disk."""
+    assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
+    before = files(here)
+
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    mounts = here / "mounts"
+    mounts.write_text(f"disk / ext4 rw 0 0\nserver:/data {here} nfs4 rw 0 0\n")
+    monkeypatch.setattr(locks, "_MOUNTS", mounts)
+    monkeypatch.setattr("fcntl.flock", flock)
+    for words in (
+        ["runs/tiny", "--resume", "--set", "train.rounds=3"],
+        ["study.toml", "--output", "b"],
+    ):
+        status, out = run("run", *words)
+        assert status == 2, out
+        assert f"is on a disk without locks (nfs4 at {here}: {os.strerror(code)})" in text(out)
+        assert "name a folder on a local disk, or mount this one with locks" in text(out)
+    mounts.unlink()
+    assert files(here) == before
 
 
 def changed(old: str, new: str) -> Callable[[], None]:
