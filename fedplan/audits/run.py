@@ -143,12 +143,14 @@ def _audit(run: RunReader) -> RunAudit:
     frozen = "the plan froze nothing; "
     if summary.frozen:
         frozen = f"frozen params were checked {summary.frozen:,} times and none changed; "
+    lost = sum(record.download_bytes for record in summary.rounds) - summary.down
+    wasted = f", and {lost:,} downloaded by clients that were not aggregated" if lost > 0 else ""
     text = (
         f"{run.round} rounds, {len(summary.clients)} clients, {summary.turns} turns: "
         f"{frozen}{_describe_movement(movement)}; "
         f"{summary.up:,} bytes were uploaded and {summary.down:,} downloaded, all "
-        f"explained by the plan {run.agreement.method.plan.fingerprint}; no personal param was "
-        "uploaded. "
+        f"explained by the plan {run.agreement.method.plan.fingerprint}{wasted}; no personal param "
+        "was uploaded. "
         f"{_describe_masked_sums(summary.rounds)}{charges_checked}{examples_checked}"
     )
     return RunAudit((), text, tuple(movement.unmoved))

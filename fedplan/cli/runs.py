@@ -88,8 +88,10 @@ def run_command(
 
     Warnings name reasons to doubt the result, each with its remedy. With --strict the run does not
     start if some are known before, and the exit code is 1 if there are any at its end. With --json,
-    rounds are printed to stderr and the final status with all warnings to stdout.
+    rounds are printed to stderr and the final status with all warnings to stdout. A run in which no
+    update was aggregated has failed: its exit code is 1.
     """
+    from fedplan.federation.ledger.status import RunState
     from fedplan.reports.progress import run_flower_with_progress, run_with_progress
     from fedplan.reports.status import run_snapshot
     from fedplan.runners.executors.executor import make_pool_config
@@ -127,10 +129,11 @@ def run_command(
             )
         else:
             raise FedplanError(f"--runner must be local, pool, ray or flower, not {runner!r}")
+        snapshot = run_snapshot(folder)
         if as_json:
-            status = {"folder": str(folder), **run_snapshot(folder).json()}
+            status = {"folder": str(folder), **snapshot.json()}
             print_json({**status, "warnings": [warning.json() for warning in warnings]})
-    if strict and warnings:
+    if snapshot.state == RunState.FAILED or (strict and warnings):
         raise typer.Exit(1)
 
 

@@ -6,7 +6,7 @@ All values are those of JSON, with None for a number that is not defined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any, cast
@@ -35,12 +35,13 @@ def evaluate_predictions(
     """Return the tables of predictions, as JSON-compatible values.
 
     `examples`; `metrics` by name, each with `value` and, with `intervals`, the bounds `low` and
-    `high` of the 95 % bootstrap interval; `classes` (support, precision, recall, f1 and auroc by
-    label); `confusion` (rows: truth); `calibration` (count, confidence and frequency of each bin);
-    of two labels `roc` (false and true positive rate) and `threshold`. Tables that the task does
-    not have are left out. `groups`: the group of each example, of which all or no example is drawn;
-    `groups` is then their number. `threshold`: the probability of the second label from which it
-    counts as predicted, in `sensitivity` and `specificity`; None is 0.5.
+    `high` of the 95 % interval: Wilson's for a fraction of examples without groups, else of the
+    bootstrap; `classes` (support, precision, recall, f1 and auroc by label); `confusion` (rows:
+    truth); `calibration` (count, confidence and frequency of each bin; of two labels for the second
+    one); of two labels `roc` (false and true positive rate) and `threshold`. Tables that the task
+    does not have are left out. `groups`: the group of each example, of which all or no example is
+    drawn; `groups` is then their number. `threshold`: the probability of the second label from
+    which it counts as predicted, in `sensitivity` and `specificity`; None is 0.5.
     """
     values = task.measure(predictions)
     examples = int(values.pop("examples"))
@@ -53,6 +54,8 @@ def evaluate_predictions(
     bounds = dict[str, tuple[float | None, float | None]]()
     if intervals and examples > 1:
         bounds = _bootstrap(task, predictions, groups, threshold if binary else None, binary=binary)
+        if not len(groups) and (predictions.sizes == 1).all():
+            bounds |= _wilson(predictions, values)
     tables["metrics"] = {
         name: {"value": _finite(value)}
         | ({"low": bounds[name][0], "high": bounds[name][1]} if name in bounds else {})
@@ -130,6 +133,27 @@ def _bootstrap(
     }
 
 
+def _wilson(
+    predictions: Predictions, values: Mapping[str, float]
+) -> dict[str, tuple[float | None, float | None]]:
+    """Return Wilson's 95 % interval of each metric that is a fraction of examples.
+
+    Unlike the bootstrap it has a width if all or none of few examples are right.
+    """
+    from scipy.stats import binomtest
+
+    positives = int((predictions.truth == 1).sum())
+    wholes = {"accuracy": len(predictions)}
+    if predictions.truth.ndim == 1:
+        wholes |= {"sensitivity": positives, "specificity": len(predictions) - positives}
+    bounds = dict[str, tuple[float | None, float | None]]()
+    for name, count in wholes.items():
+        if name in values and isfinite(values[name]):
+            right = round(values[name] * count)
+            bounds[name] = binomtest(right, count).proportion_ci(method="wilson")
+    return bounds
+
+
 def _class_tables(task: Task, predictions: Predictions) -> dict[str, Any]:
     """Return the table of classes, the confusion matrix, calibration and the ROC curve."""
     truth, guess = predictions.truth, predictions.predicted
@@ -160,12 +184,14 @@ def _class_tables(task: Task, predictions: Predictions) -> dict[str, Any]:
         counts = np.bincount(truth * size + guess, minlength=size * size)
         tables["confusion"] = counts.reshape(size, size).tolist()
     if usable and probabilities is not None:
-        bins = zip(*calibration_bins(truth, probabilities), strict=True)
+        binary = truth.ndim == 1 and size == 2
+        sides = (truth[:, None], probabilities[:, 1:]) if binary else (truth, probabilities)
+        bins = zip(*calibration_bins(*sides), strict=True)
         tables["calibration"] = [
             [int(count), _finite(confidence), _finite(frequency)]
             for count, confidence, frequency in bins
         ]
-        if truth.ndim == 1 and size == 2 and 0 < truth.sum() < len(truth):
+        if binary and 0 < truth.sum() < len(truth):
             false, true, _ = _roc(truth, probabilities[:, 1])
             points = list(zip(false.tolist(), true.tolist(), strict=True))
             tables["roc"] = [points[i] for i in _thin(len(points))]

@@ -102,7 +102,15 @@ from .ledger.faults import (
     error_fields,
     read_faults,
 )
-from .ledger.history import Metrics, Row, join_scores, ledger_rows, make_warnings, recent_drifts
+from .ledger.history import (
+    Metrics,
+    Row,
+    join_scores,
+    ledger_rows,
+    make_warnings,
+    recent_drifts,
+    run_failure,
+)
 from .ledger.records import (
     ROLE_BY_LETTER,
     ROLE_LETTERS,

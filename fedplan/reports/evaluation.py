@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import fsum
 from typing import Any
+
+from fedplan.studies.run_scores import untrained_note
 
 UNDEFINED = "\N{EN DASH}"
 """The text of a number that is not defined."""
@@ -23,23 +26,52 @@ def set_title(entry: Mapping[str, Any]) -> str:
     groups = f" in {entry['groups']:,} groups" if "groups" in entry else ""
     count = entry["examples"]
     examples = f"{count:,} test {'example' if count == 1 else 'examples'}{groups}"
+    examples += untrained_note(entry.get("untrained", ""))
     if entry["on"] == "common":
         return f"{model} on the common test set, {examples}"
     clients = len(entry["clients"])
     return f"{model} on the test examples of {clients} clients together, {examples}"
 
 
-def metric_rows(entry: Mapping[str, Any], primary: str) -> list[tuple[str, str, str]]:
-    """Return (name, value, 95 % interval) of each metric of a set; the primary one is first."""
+def metric_title(name: str, tables: Mapping[str, Any]) -> str:
+    """Return the name of a metric with what it averages: `f1 (macro)`."""
+    if name == "accuracy" and tables["answer_kind"] == "labels":
+        return "accuracy (all labels right)"
+    if name == "f1":
+        return f"f1 ({tables.get('f1_average', 'macro')})"
+    score, _, average = name.partition("_")
+    return f"{score} ({average})" if average in ("macro", "micro", "weighted") else name
+
+
+def metric_rows(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (name, value, 95 % interval) of each metric of a set; the primary one is first.
+
+    `tables` are of the whole evaluation. Of several clients the primary metric stands there twice:
+    its mean over clients, and of all their examples together.
+    """
     metrics: Mapping[str, Mapping[str, float | None]] = entry["metrics"]
-    names = sorted(metrics, key=lambda name: name != primary)
-    rows = list[tuple[str, str, str]]()
-    for name in names:
-        metric = metrics[name]
-        has_interval = metric.get("low") is not None and metric.get("high") is not None
-        between = f"{number(metric['low'])} to {number(metric['high'])}" if has_interval else ""
-        rows.append((name, number(metric["value"]), between))
+    primary, rows = tables["primary"], list[tuple[str, str, str]]()
+    of_clients = [each["metrics"].get(primary, {}) for each in entry.get("clients", {}).values()]
+    values = [value for each in of_clients if (value := each.get("value")) is not None]
+    several = len(of_clients) > 1
+    if several and len(values) == len(of_clients):
+        title = f"{metric_title(primary, tables)}, mean of {len(values)} clients"
+        rows.append((title, number(fsum(values) / len(values)), ""))
+    for name in sorted(metrics, key=lambda name: name != primary):
+        metric, together = metrics[name], ", all examples" if several and name == primary else ""
+        low, high = metric.get("low"), metric.get("high")
+        between = "" if low is None or high is None else f"{number(low)} to {number(high)}"
+        if between and low == high:
+            between = "unknown: equal in all resamples"
+        rows.append((metric_title(name, tables) + together, number(metric["value"]), between))
     return rows
+
+
+def interval_text(tables: Mapping[str, Any]) -> str:
+    """Return a sentence on how the intervals of an evaluation are made."""
+    units = "groups" if any("groups" in entry for entry in tables["sets"]) else "examples"
+    fractions = "" if units == "groups" else ", by Wilson for fractions of examples"
+    return f"Intervals are 95 % bootstrap intervals, drawn by {units}{fractions}"
 
 
 def threshold_text(entry: Mapping[str, Any], labels: list[str]) -> str:
@@ -59,11 +91,13 @@ def threshold_text(entry: Mapping[str, Any], labels: list[str]) -> str:
 
 def evaluation_lines(tables: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a terminal for the tables of a run's evaluation."""
-    yield f"After round {tables['round']}; in brackets 95 % bootstrap intervals"
+    yield f"After round {tables['round']}. {interval_text(tables)}."
     for entry in tables["sets"]:
         yield ""
         yield set_title(entry)
-        for name, value, between in metric_rows(entry, tables["primary"]):
-            yield f"  {name:20} {value:>8}" + (f"  ({between})" if between else "")
+        rows = metric_rows(entry, tables)
+        width = max(20, *(len(name) for name, *_ in rows))
+        for name, value, between in rows:
+            yield f"  {name:{width}} {value:>8}" + (f"  ({between})" if between else "")
         if text := threshold_text(entry, tables["labels"]):
             yield f"  {text}"

@@ -71,7 +71,7 @@ def score_note(rules: ScoreRules, examples: str = "") -> str:
     """
     better = "higher" if rules.higher_is_better else "lower"
     own = "Personal and worst client" if rules.personal else "Worst client"
-    overall = f"; global: on {examples}" if examples else ""
+    overall = f"; global: on {examples}{rules.global_note}" if examples else ""
     return (
         f"Scores are {rules.metric}: {better} is better. {own}: on each client's own test examples"
         f"{overall}.\nUpload and download: all clients, per round."

@@ -15,7 +15,7 @@ from rich.text import Text
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.events import CommittedRound, Event
-from fedplan.federation.ledger.status import RunStatus
+from fedplan.federation.ledger.status import RunState, RunStatus
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.reports.formats import (
     duration,
@@ -159,7 +159,7 @@ def run_with_progress(
             console.print(text, markup=False, soft_wrap=True)
         if study.privacy is not None:
             console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
-        end = "" if simulation.stopped else "Done. "
+        end = "" if simulation.stopped else _end_text(events.status)
         console.print(f"{end}To check it: fedplan verify {folder}", markup=False)
     return _print_last_warnings(console, folder)
 
@@ -192,6 +192,11 @@ def _print_last_warnings(console: Console, folder: Path) -> list[RunWarning]:
     for text in warnings_text(warnings):
         console.print(text, soft_wrap=True)
     return warnings
+
+
+def _end_text(status: RunStatus) -> str:
+    """Return the sentence on the end of a run that has had all its rounds."""
+    return f"Failed: {status.reason}. " if status.state == RunState.FAILED else "Done. "
 
 
 def _codes(warnings: Sequence[RunWarning]) -> str:
@@ -231,7 +236,7 @@ def run_flower_with_progress(
     except KeyboardInterrupt:
         console.print("Stopped. To continue: run the same command with --resume", markup=False)
         raise SystemExit(130) from None
-    end = f"Done. To check it: fedplan verify {folder}"
+    end = f"{_end_text(events.status)}To check it: fedplan verify {folder}"
     if events.stop_text:
         end = f"Stopped after round {events.status.round}: {events.stop_text}."
     console.print(end, markup=False)

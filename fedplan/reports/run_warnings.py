@@ -181,10 +181,12 @@ def _client_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     setting, folder = setting_text(facts.study), facts.run.folder
     empty = [record.round for record in facts.rounds if not record.aggregated]
     if empty:
-        text = f"No update was aggregated in {len(empty)} of {len(facts.rounds)} rounds"
+        text = f"in {len(empty)} of {len(facts.rounds)} rounds, first in round {empty[0]}."
+        if len(empty) == len(facts.rounds):
+            text = "in any round: the global model is the starting model."
         yield RunWarning(
             "rounds-without-update",
-            f"{text}, first in round {empty[0]}.",
+            f"No update was aggregated {text}",
             f"See why: fedplan logs {folder}",
         )
     aggregated = {name for record in facts.rounds for name in record.aggregated}

@@ -163,7 +163,9 @@ class RunSnapshot:
         elif self.state == RunState.DONE:
             yield f"To check it: fedplan verify {self.folder}"
         elif self.state in (RunState.STOPPED, RunState.FAILED, DEAD):
-            yield f"To continue: run it with --resume. For the reason: fedplan logs {self.folder}"
+            more = not self.status.rounds or self.round < self.status.rounds
+            resume = "To continue: run it with --resume. " if more else ""
+            yield f"{resume}For the reason: fedplan logs {self.folder}"
 
 
 MAX_SITES, BAR_WIDTH = 40, 60
@@ -173,16 +175,20 @@ MAX_SITES, BAR_WIDTH = 40, 60
 def run_snapshot(folder: Path | str) -> RunSnapshot:
     """Read the current status of a run from its folder; neither folder nor run is changed.
 
-    A run without a status file (started from Python) is in state "done" or "no status"; a run in
-    progress of which the process is gone is in state "died". Raises FedplanError if there is no
-    run.
+    A run without a status file (started from Python) is in state "done", "failed" or "no status"; a
+    run in progress of which the process is gone is in state "died". Raises FedplanError if there is
+    no run.
     """
     folder = Path(folder)
     run, status = read_run(folder), read_status(folder)
     if status is None:
-        rounds = run.study.train.rounds
-        state = RunState.DONE if run.round >= rounds else UNTOLD
-        status = RunStatus(study=run.study.name, rounds=rounds, state=state, round=run.round)
+        rounds, state, reason = run.study.train.rounds, UNTOLD, ""
+        if run.round >= rounds:
+            reason = run.failure
+            state = RunState.FAILED if reason else RunState.DONE
+        status = RunStatus(
+            study=run.study.name, rounds=rounds, state=state, reason=reason, round=run.round
+        )
     else:
         died = status.state in LIVE and status.driver.alive is False
         state = DEAD if died else status.state

@@ -235,7 +235,7 @@ class Simulation:
                 self.study,
                 self.data,
                 federation.model,
-                federation.agreement.trainable,
+                federation.agreement,
                 number,
                 federation.global_values(),
                 federation.personal_values,

@@ -66,6 +66,7 @@ from .run_scores import (
     is_personal,
     run_scores,
     score_rules,
+    untrained_note,
     untrained_params,
 )
 from .schema import (

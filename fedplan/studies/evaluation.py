@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,15 +18,16 @@ from fedplan.data.evaluation import evaluate_predictions, youden_threshold
 from fedplan.data.examples import Examples
 from fedplan.data.predictions import Predictions
 from fedplan.data.tasks.definition import Task
+from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import global_values, personal_values
 from fedplan.federation.identity import changed_examples
 from fedplan.language.predicates import Turn
-from fedplan.models.params import Params
 from fedplan.models.values import set_values
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import build_experiment, require_study_from_files
 from fedplan.studies.federated_data import FederatedData
 from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import untrained_kinds
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.named import Tensors
 
@@ -41,7 +42,8 @@ class RunPredictions:
     """Predictions of a run's models: by model ("global", "personal") and client, or COMMON.
 
     `test` are on test examples, `validation` on those of which thresholds are chosen. `groups` are
-    the groups of test examples, by client.
+    the groups of test examples, by client. `untrained`: kinds of params of the global model that
+    have their initial values.
     """
 
     task: Task
@@ -49,6 +51,7 @@ class RunPredictions:
     test: dict[tuple[str, str], Predictions]
     validation: dict[tuple[str, str], Predictions]
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    untrained: str = ""
 
     def tables(self) -> dict[str, Any]:
         """Return the content of EVALUATION: see `evaluate_predictions`.
@@ -66,6 +69,7 @@ class RunPredictions:
             pooled = Predictions.join([self.test[model, name] for name in names])
             groups = [group for name in names for group in self.groups.get(name, ())]
             entry: dict[str, Any] = {"model": model, "on": on}
+            entry |= {"untrained": self.untrained} if model == "global" and self.untrained else {}
             entry |= evaluate_predictions(
                 self.task,
                 pooled,
@@ -86,6 +90,7 @@ class RunPredictions:
             "round": self.round,
             "primary": self.task.primary,
             "answer_kind": self.task.answer_kind,
+            "f1_average": self.task.f1_average,
             "labels": list(self.task.labels),
             "sets": sets,
         }
@@ -145,7 +150,7 @@ def predict_all(
     study: Study,
     data: FederatedData,
     model: nn.Module,
-    params: Params,
+    agreement: Agreement,
     round_number: int,
     global_values: Tensors,
     personal_values: Callable[[str], Mapping[str, Tensor]],
@@ -156,7 +161,7 @@ def predict_all(
     global one. Changes the values of `model`. None if the study hides clients, if there is no test
     example, or for a CustomTask.
     """
-    task = data.task
+    task, params = data.task, agreement.trainable
     has_tests = bool(data.client_tests or data.common_test)
     if study.hides_clients or task.kind == CUSTOM_KIND or not has_tests:
         return None
@@ -183,7 +188,10 @@ def predict_all(
                 set_values(model, values[name], params)
                 for kind in predictions:
                     predict(kind, ("personal", name), of_clients[kind].get(name))
-    return RunPredictions(task, round_number, **predictions, groups=data.test_groups)
+    untrained = untrained_kinds(agreement)
+    return RunPredictions(
+        task, round_number, **predictions, groups=data.test_groups, untrained=untrained
+    )
 
 
 def write_evaluation(folder: Path, predictions: RunPredictions | None) -> None:
@@ -242,7 +250,7 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
         study,
         experiment.data,
         experiment.model,
-        agreement.trainable,
+        agreement,
         state.round,
         global_values(agreement, state, start),
         lambda name: personal_values(
@@ -263,6 +271,4 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
     kept = {key: part for key, part in predictions.test.items() if key[1] == client}
     if not kept:
         raise ConfigError(f"{client} has no test examples: name another client")
-    return RunPredictions(
-        predictions.task, predictions.round, kept, predictions.validation, predictions.groups
-    )
+    return replace(predictions, test=kept)

@@ -97,11 +97,10 @@ VALUES_EXPORT = "model.safetensors"
 
 @dataclass(frozen=True)
 class _ExportedModel:
-    """A model filled with the values of a run, and the params that differ from the initial one."""
+    """A model filled with the values of a run."""
 
     model: nn.Module
     task: Task
-    changed: tuple[str, ...]
     card: ModelCard
 
     @property
@@ -195,7 +194,8 @@ def describe_export(folder: Path | str, client: str = "") -> list[str]:
         return []
     run = read_run(folder)
     score = client_score(run, client) if client else run_scores(run).find("global")
-    texts = [f"Score after round {run.last_scores['round']:g}: {score.text}."] if score else []
+    texts = [f"Caution: {run.failure}. This is no trained model."] if run.failure else []
+    texts += [f"Score after round {run.last_scores['round']:g}: {score.text}."] if score else []
     if not client and (untrained := untrained_params(run.agreement)):
         texts.append(untrained_text(untrained))
     return texts
@@ -353,11 +353,10 @@ def _train_examples(run: RunReader) -> int:
 
 def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:
     params = [p for p in experiment.agreement.trainable if p.key in values]
-    changed = [
-        p.name for p in params if not torch.equal(values[p.key], experiment.initial_values[p.key])
-    ]
+    initial = experiment.initial_values
+    changed = tuple(p.name for p in params if not torch.equal(values[p.key], initial[p.key]))
     set_values(experiment.model, values, params)
-    return _ExportedModel(experiment.model, experiment.data.task, tuple(changed), card)
+    return _ExportedModel(experiment.model, experiment.data.task, replace(card, changed=changed))
 
 
 def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
@@ -371,7 +370,6 @@ def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
     account, run = Path(str(terms.get("account", ""))), str(terms.get("prefix", ""))
     earlier = read_earlier_expenses(folder)
     statement = privacy_statement(study, account, run=run, earlier=earlier)
-    private = private_names(study, names)
     card = ModelCard(
         study,
         agreement,
@@ -380,7 +378,7 @@ def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
         personal=True,
         statement=statement,
         earlier=earlier,
-        private_names=private,
+        private_names=private_names(study, names),
     )
     return _fill_model(experiment, read_personal_model(agreement, folder, key), card)
 
@@ -462,7 +460,7 @@ def _write_adapter(exported: _ExportedModel, output: Path, final: Path) -> str:
         raise ConfigError(
             "--adapter is for models of transformers: leave it out to export all values"
         )
-    save_adapter(exported.model, output, exported.changed)
+    save_adapter(exported.model, output, exported.card.changed)
     write_processor(exported.task, output)
     path = exported.card.study.model.path
     base = repr(strip_hub_prefix(path)) if is_hub_id(path) else "base"

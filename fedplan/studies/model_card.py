@@ -46,10 +46,12 @@ PIPELINE_TAGS = {
 }
 """Hugging Face pipeline tag of each task."""
 ROLE_PHRASES = {
-    Role.SHARE: "trained by all clients and aggregated, in some rounds",
+    Role.SHARE: "trained by clients and aggregated, in some rounds",
     Role.KEEP: "trained by each client for itself, in some rounds",
 }
-"""Phrases for the roles that train."""
+"""Phrases for the roles that train, for params that the run has changed."""
+NEVER_CHANGED = "to be trained by the plan, but as in the initial model: no update changed it"
+"""Phrase for params that have a role that trains, and their initial values."""
 QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 """A quoted string in a plan."""
 REDACTED = '"..."'
@@ -65,7 +67,8 @@ class ModelCard:
     `earlier`: what the initial model has cost in privacy. `scores`: metrics of the global model.
     `score_texts`: sentences on the scores of the run, the leading one first, with their examples.
     `train_examples`: number of all clients' training examples; 0 if it is not told.
-    `private_names`: client names and traits, redacted in the plan.
+    `private_names`: client names and traits, redacted in the plan. `changed`: names of the params
+    that differ from the initial model.
     """
 
     study: Study
@@ -81,6 +84,7 @@ class ModelCard:
     score_texts: tuple[str, ...] = ()
     train_examples: int = 0
     private_names: frozenset[str] = frozenset()
+    changed: tuple[str, ...] = ()
 
     def text(self, loading_code: str, *, has_golden_example: bool) -> str:
         """Return the card as Markdown with YAML metadata; `loading_code` is Python."""
@@ -132,16 +136,20 @@ class ModelCard:
 
     def _plan(self) -> str:
         plan, params = self.agreement.method.plan, self.agreement.params
+        initial = () if self.personal else untrained_params(self.agreement)
+        roles = {role: params_with_roles(plan, params, role) for role in ROLE_PHRASES}
+        trained = {p for some in roles.values() for p in some}
+        groups = {
+            ROLE_PHRASES[role]: [p for p in some if p.name in self.changed or p in initial]
+            for role, some in roles.items()
+        }
+        as_planned = {p for some in groups.values() for p in some}
+        groups[NEVER_CHANGED] = [p for p in trained if p not in as_planned]
+        groups["never trained"] = [p for p in params if p not in trained]
         lines = [
-            f"- {_list_kinds(params, params_of_role)}: {phrase}."
-            for role, phrase in ROLE_PHRASES.items()
-            if (params_of_role := params_with_roles(plan, params, role))
+            f"- {_list_kinds(params, some)}: {phrase}." for phrase, some in groups.items() if some
         ]
-        trained = {p.name for p in params_with_roles(plan, params, *ROLE_PHRASES)}
-        if untrained := [p for p in params if p.name not in trained]:
-            lines.append(f"- {_list_kinds(params, untrained)}: never trained.")
-        if not self.personal and (initial := untrained_params(self.agreement)):
-            lines.append(f"- {untrained_text(initial)}")
+        lines += [f"- {untrained_text(initial)}"] if initial else []
         names = self.private_names
         text = QUOTED.sub(lambda m: REDACTED if m[0][1:-1] in names else m[0], plan.text)
         return "\n".join(("## Which part was trained", "", *lines, "", f"`{text}`", ""))

@@ -21,7 +21,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import load_client_state
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState
 from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
-from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_rows
+from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_rows, run_failure
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
 from fedplan.federation.ledger.status import read_status
@@ -179,6 +179,12 @@ class RunReader:
     def metrics(self) -> Metrics:
         """One row of numbers per round: loss, bytes, and evaluation metrics."""
         return join_scores(ledger_rows(self.records), map(_parse_score_line, self._score_lines))
+
+    @cached_property
+    def failure(self) -> str:
+        """Why the rounds so far have no result; "" if they have, or if privacy hides clients."""
+        hidden = self.study.privacy is not None and self.study.privacy.unit == "client"
+        return "" if hidden else run_failure(self.metrics)
 
     @cached_property
     def last_scores(self) -> Row:

@@ -43,7 +43,8 @@ class RunScore:
 
     `column`: name of the metric in the round's row. `examples`: on which examples it is.
     `clients`: over how many clients, 0 if it is of one model. `std`: standard deviation over these.
-    `client`: name of the client whose score it is, if it may be shown.
+    `client`: name of the client whose score it is, if it may be shown. `untrained`: kinds of params
+    of the global model that have their initial values, as "head".
     """
 
     kind: ScoreKind
@@ -54,6 +55,7 @@ class RunScore:
     clients: int = 0
     std: float | None = None
     client: str = ""
+    untrained: str = ""
 
     @property
     def label(self) -> str:
@@ -75,8 +77,8 @@ class RunScore:
 
     @property
     def on(self) -> str:
-        """The examples: `on the common test set`."""
-        return f"on {self.examples}"
+        """The examples, and what the model lacks: `on the common test set`."""
+        return f"on {self.examples}{untrained_note(self.untrained)}"
 
     @property
     def text(self) -> str:
@@ -118,12 +120,19 @@ class ScoreRules:
 
     `metric`, `higher_is_better`: the task's primary metric and its direction. `personal`: whether
     the plan keeps or holds params. `names_clients`: whether scores of single clients may be shown.
+    `untrained`: kinds of params that the global model has with their initial values.
     """
 
     metric: str
     higher_is_better: bool
     personal: bool
     names_clients: bool = True
+    untrained: str = ""
+
+    @property
+    def global_note(self) -> str:
+        """What stands behind the examples of a global score: `; its head was never trained`."""
+        return untrained_note(self.untrained)
 
     def of_row(self, row: Mapping[str, float]) -> RunScores:
         """Return the scores in the row of one round; empty if the round was not evaluated."""
@@ -159,7 +168,9 @@ class ScoreRules:
             return None
         of_clients = column.startswith("sites.") or POOLED_CLIENTS in row
         examples = CLIENT_TESTS if of_clients else COMMON_TEST
-        return RunScore("global", self.metric, row[column], column, examples)
+        return RunScore(
+            "global", self.metric, row[column], column, examples, untrained=self.untrained
+        )
 
     def _mean_score(self, row: Mapping[str, float], prefix: str) -> RunScore:
         column, is_global = f"{prefix}{self.metric}", prefix.endswith("global.")
@@ -212,11 +223,27 @@ def untrained_params(agreement: Agreement) -> Params:
     return tuple(p for p in personal_params(agreement) if p not in shared)
 
 
+def untrained_kinds(agreement: Agreement) -> str:
+    """Return the kinds of `untrained_params`: "norm, head"; "" if there are none."""
+    return ", ".join(dict.fromkeys(str(p.kind) for p in untrained_params(agreement)))
+
+
+def untrained_note(kinds: str) -> str:
+    """Return what stands behind a score of a global model with untrained kinds of params."""
+    return f"; its {kinds} {'were' if ',' in kinds else 'was'} never trained" if kinds else ""
+
+
 def score_rules(run: RunReader) -> ScoreRules:
     """Return how to read the scores of a run."""
     metric, private = run.primary, run.study.privacy is not None
     higher = run.higher_is_better(metric) is not False
-    return ScoreRules(metric, higher, is_personal(run.agreement), names_clients=not private)
+    return ScoreRules(
+        metric,
+        higher,
+        is_personal(run.agreement),
+        names_clients=not private,
+        untrained=untrained_kinds(run.agreement),
+    )
 
 
 def run_scores(run: RunReader) -> RunScores:

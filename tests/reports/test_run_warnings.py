@@ -24,6 +24,7 @@ import fedplan as fp
 from fedplan.audits.run import audit_run
 from fedplan.reports.plan_warnings import PLAN_WARNINGS
 from fedplan.reports.run_warnings import RESULT_WARNINGS
+from fedplan.reports.status import run_snapshot
 from fedplan.reports.study_warnings import DATA_WARNINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
@@ -69,6 +70,29 @@ def test_good_studies_have_no_warning(tmp_path: Path) -> None:
 def test_all_other_good_studies_have_no_warning(tmp_path: Path) -> None:
     for what in [*GOOD][BY_DAY:]:
         assert not GOOD[what](tmp_path).warnings, what
+
+
+def test_a_run_that_aggregated_nothing_has_failed_on_every_screen(study: Path) -> None:
+    """Not done: the exit code, the status, the report's badge, the export and its card say so."""
+    command = ("run", "study.toml", "--set", "train.lr=1e38", "--set", "train.optimizer=sgd")
+    code, words = typed(*command, "--set", "train.rounds=1", "--output", "run")
+    assert code == 1 and "Done." not in words
+    assert "Failed: no update was aggregated in any round." in words
+    assert "--set train.lr=0.001" in words, "a rate that trains"
+    assert "failed" in typed("status", "run")[1]
+    assert json.loads(typed("status", "run", "--json")[1])["state"] == "failed"
+    lost = sum(row["download_bytes"] for row in fp.open_run("run").metrics)
+    assert (
+        f"{lost:,} downloaded by clients that were not aggregated"
+        in audit_run(study / "run").summary
+    )
+    fp.open_run("run").report("page.html")
+    assert '"state bad">failed<' in (study / "page.html").read_text()
+    assert "This is no trained model" in typed("export", "run", "model")[1]
+    card = (study / "model" / "README.md").read_text()
+    assert "as in the initial model: no update changed it" in card and "and aggregated" not in card
+    from_python = played(train={"lr": 1e38, "optimizer": "sgd"})
+    assert run_snapshot(from_python.folder).state == "failed"
 
 
 def test_warnings_stand_on_every_screen(study: Path) -> None:

@@ -22,8 +22,9 @@ from fedplan.cli import app
 from fedplan.data.evaluation import evaluate_predictions, youden_threshold
 from fedplan.data.predictions import Predictions
 from fedplan.data.tasks.kinds import make_task
-from fedplan.reports.evaluation import evaluation_lines
+from fedplan.reports.evaluation import evaluation_lines, metric_rows, metric_title
 from fedplan.reports.pages.run_report import report_page
+from fedplan.reports.pages.test_scores import _site_table
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.evaluation import EVALUATION, evaluate_run, predict_all
 from fedplan.studies.federation_sections import PrivacyConfig
@@ -133,8 +134,46 @@ def test_a_runs_test_scores_are_those_of_scikit_learn(tmp_path: Path) -> None:
         evaluate_run(tmp_path / "run", "nord")
     hidden = run.study.model_copy(update={"privacy": PrivacyConfig.model_construct()})
     values = run.federation.global_values()
-    args = (run.data, run.federation.model, run.federation.agreement.trainable, 2, values)
+    args = (run.data, run.federation.model, run.federation.agreement, 2, values)
     assert predict_all(hidden, *args, run.federation.personal_values) is None
+
+
+TABLES = {"primary": "accuracy", "answer_kind": "class", "labels": ["no", "yes"]}
+"""The names that the rows of an evaluation are told with."""
+
+
+def test_a_fraction_of_few_examples_has_a_wide_interval_and_rare_labels_no_area() -> None:
+    """Of 14 positives none is found: Wilson's bounds, a calibration by P(yes), no bare AUROC."""
+    truth = np.array([1] * 14 + [0] * 26)
+    ill = np.linspace(0.01, 0.39, 40)
+    made = Predictions(
+        truth, np.zeros(40, int), np.stack([1 - ill, ill], 1), np.zeros(40), np.ones(40, int)
+    )
+    task = make_task("text-classification", columns="x", label="y", labels=["no", "yes"])
+    entry = {"model": "personal", "on": "clients", **evaluate_predictions(task, made)}
+    sensitivity = entry["metrics"]["sensitivity"]
+    bounds = [round(sensitivity[name], 4) for name in ("value", "low", "high")]
+    assert bounds == [0.0, 0.0, 0.2153], (
+        "as statsmodels' proportion_confint(0, 14, method='wilson')"
+    )
+    assert [count for count, *_ in entry["calibration"]] == [10, 10, 10, 10] + [0] * 6
+    assert entry["calibration"][0][2] == 1.0 and entry["calibration"][3][2] == 0.0
+    halves = {"a": made.select(np.arange(0, 40, 2)), "b": made.select(np.arange(11, 40))}
+    entry["clients"] = {
+        name: evaluate_predictions(task, part, intervals=False) for name, part in halves.items()
+    }
+    rows = metric_rows(entry, TABLES)
+    means = [each["metrics"]["accuracy"]["value"] for each in entry["clients"].values()]
+    assert rows[0] == ("accuracy, mean of 2 clients", f"{sum(means) / 2:.3f}", "")
+    assert rows[1][:2] == ("accuracy, all examples", "0.650") and "f1 (macro)" in dict(
+        row[:2] for row in rows
+    )
+    *_, table, note = _site_table(entry, TABLES)
+    told = dict(zip(table.values["columns"], table.values["rows"][1], strict=True))
+    assert told["of these 'yes'"] == "3" and told["auroc"] == "\N{EN DASH}"
+    assert "fewer than 5 examples" in note.values["text"]
+    labels = {**TABLES, "answer_kind": "labels"}
+    assert metric_title("accuracy", labels) == "accuracy (all labels right)"
 
 
 def test_an_interval_draws_whole_groups_and_a_threshold_is_chosen_on_validation() -> None:
@@ -152,6 +191,8 @@ def test_an_interval_draws_whole_groups_and_a_threshold_is_chosen_on_validation(
     wide = evaluate_predictions(task, made, groups=[str(i // 10) for i in range(60)])
     single = evaluate_predictions(task, made, groups=["one"] * 60)["metrics"]["accuracy"]
     assert wide["groups"] == 6 and single["low"] == single["value"] == single["high"]
+    told = metric_rows({"metrics": {"accuracy": single}}, TABLES)
+    assert told[0][2] == "unknown: equal in all resamples", "one group has no interval"
     threshold = youden_threshold(made)
     best = evaluate_predictions(task, made, threshold=threshold)["metrics"]
     default = evaluate_predictions(task, made)["metrics"]

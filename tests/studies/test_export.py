@@ -28,6 +28,7 @@ from zoo import TEXT, VISION
 
 from fedplan.models.folder import image_tensor, load_folder, predict_classes
 from fedplan.models.values import set_values
+from fedplan.reports.pages.run_report import report_page
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import check_export, export_run
 from fedplan.studies.run import read_run_study
@@ -334,7 +335,15 @@ def test_a_private_run_says_its_statement_and_no_score(here: Path) -> None:
 
 
 def test_a_wrong_export_is_one_message(here: Path) -> None:
-    assert run("run", "study.toml")[0] == 0
+    code, out = run("run", "study.toml")
+    told = " ".join(out.split())
+    assert code == 0 and told.count("on the common test set; its head was never trained") == 2
+    shown = (
+        " ".join(run("status", "runs/tiny")[1].split()),
+        " ".join(run("evaluate", "runs/tiny")[1].split()),
+    )
+    report = report_page([Path("runs/tiny")]).html()
+    assert all("its head was never trained" in told for told in (*shown, report))
     code, out = run("export", "runs/tiny", "model", "--client", "nobody")
     assert code == 2 and "there are client-00" in out
     assert run("export", "nowhere", "model")[0] == 2

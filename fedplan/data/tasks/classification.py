@@ -280,10 +280,15 @@ class TokenClassification(Task):
         tags = RaggedArray(labels.to(ids.flat.dtype), ids.starts)
         return TokenSequences(ids, pad_token_id(self.tokenizer), tags)
 
+    @property
+    def f1_average(self) -> str:
+        """What `f1` is over: "entities" if all labels are entity tags, else "macro"."""
+        return "entities" if all(map(_ENTITY_TAG.fullmatch, self.labels)) else "macro"
+
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
         """Return `accuracy` (of labels), and `f1` as described at the class."""
         scores = super()._task_scores(loss, predictions)
-        if not all(_ENTITY_TAG.fullmatch(label) for label in self.labels):
+        if self.f1_average == "macro":
             return scores
         f1_score = import_extra("seqeval.metrics", f"the f1 of {self.kind}").f1_score
         sides: list[list[list[str]]] = [

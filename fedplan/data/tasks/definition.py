@@ -264,6 +264,11 @@ class Task(ABC):
         values = compute_metrics([METRICS[name] for name in names], predictions)
         return {"f1" if name == "f1_macro" else name: values[name] for name in values}
 
+    @property
+    def f1_average(self) -> str:
+        """What the task's own `f1` is over: "macro", the mean over labels, or "entities"."""
+        return "macro"
+
     def _class_indices(self, labels: Sequence[str]) -> list[int]:
         """Return the class index of each label; raise DataError for an unknown label."""
         indices = {label: index for index, label in enumerate(self.labels)}

@@ -77,6 +77,12 @@ def ledger_rows(records: Iterable[Record]) -> list[Row]:
     return rows
 
 
+def run_failure(rows: Iterable[Row]) -> str:
+    """Return why a run with these rows, which has had all its rounds, has no result; else ""."""
+    learned = any(row["aggregated"] for row in rows)
+    return "" if learned else "no update was aggregated in any round"
+
+
 def join_scores(rows: Iterable[Row], scored: Iterable[ScoreLine]) -> Metrics:
     """Return rows with the evaluation metrics of their rounds added."""
     scores = {line["round"]: line for line in scored}

@@ -33,6 +33,7 @@ from fedplan.federation.ledger.events import (
     log_entry,
 )
 from fedplan.federation.ledger.faults import encode_code, error_code_of
+from fedplan.federation.ledger.history import run_failure
 from fedplan.federation.ledger.records import TurnRecord
 from fedplan.federation.ledger.segments import read_segment
 from fedplan.federation.ledger.status import (
@@ -225,8 +226,11 @@ class EventStream:
                 self.emit(RunChanged(state, reason))
 
         def end_normally() -> None:
-            is_done = server.global_state.round >= server.rounds
-            end(*((RunState.DONE, "") if is_done else (RunState.STOPPED, self.stop_text)))
+            if server.global_state.round < server.rounds:
+                return end(RunState.STOPPED, self.stop_text)
+            # Whether anybody's update was aggregated is a secret of client-level privacy.
+            failure = "" if server.aggregation.hides_clients else run_failure(server.history)
+            end(RunState.FAILED if failure else RunState.DONE, failure)
 
         try:
             with nullcontext() if has_examples else self._capture_warnings():

@@ -139,7 +139,8 @@ def line_chart(
         _scale(ax, "x", xs, whole=whole, names=named)
         _scale(ax, "y", levels, linear=from_zero)
         ax.set_xlabel(x, labelpad=3)
-        label = f"{y}{', log scale' if log else ''}"
+        lowest = tick_labels(ticks, log=log)[0]
+        label = f"{y}{', log scale' if log else f', from {lowest}' if min(ticks) > 0 else ''}"
         _write(ax, label, (0, 1), (4 - left, 11), size=11, color=LIGHT["faint"])
         if expected:
             _line(ax, expected, LIGHT["faint"], linewidth=1.2, linestyle=DASH)

@@ -175,8 +175,8 @@ def matrix_chart(
 ) -> Drawing:
     """Return a chart of a square of counts, by row and column; the shade is the share of its row.
 
-    `row` and `column` are headers of the CSV. Columns with too long names are numbered, as the rows
-    then are.
+    The diagonal has a frame. `row` and `column` are headers of the CSV. Columns with too long names
+    are numbered, as the rows then are.
     """
     step = min(MAX_COLUMN, (width - 60) / max(1, len(names)))
     fits = all(text_width(name, 11) + 6 <= step for name in names)
@@ -200,9 +200,13 @@ def matrix_chart(
                 draw_box(ax, x, y, step - GAP, ROW_HEIGHT, "grid", tip(note))
                 color = (LIGHT["c0"], round(0.55 * share, 3))
                 ax.add_artist(Rectangle((x, y), step - GAP, ROW_HEIGHT, color=color, gid=tip(note)))
+                if number == place:
+                    frame = {"fill": False, "edgecolor": LIGHT["ink"], "linewidth": 1.2}
+                    ax.add_artist(Rectangle((x, y), step - GAP, ROW_HEIGHT, **frame))
                 text = f"{amount:,}"
-                if amount and text_width(text, 11) + 2 <= step:
-                    ax.text(x + (step - GAP) / 2, y + 15, text, ha="center", size=11)
+                size = 12 if text_width(text, 12) + 2 <= step else 9
+                if text_width(text, size) <= step - GAP:
+                    ax.text(x + (step - GAP) / 2, y + 15, text, ha="center", size=size)
 
     rows = [
         (names[i], names[j], amount)

@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedplan.reports.evaluation import metric_rows, number, set_title, threshold_text
+from fedplan.reports.evaluation import (
+    interval_text,
+    metric_rows,
+    metric_title,
+    number,
+    set_title,
+    threshold_text,
+)
 from fedplan.reports.figures.charts import Series, line_chart
 from fedplan.reports.figures.grids import matrix_chart
 from fedplan.reports.pages.facts import RunFacts
@@ -15,6 +22,9 @@ from fedplan.studies.evaluation import read_evaluation
 
 MAX_CLASSES, MAX_MATRIX, MAX_SITES, MAX_CURVES = 40, 20, 40, 6
 """The most classes in a table and in a confusion matrix, sites in a table, and curves of sites."""
+MIN_POSITIVES = 5
+"""Without an interval, no area under a curve stands for fewer examples of a label."""
+FEW_POSITIVES = f"; no area under a curve for fewer than {MIN_POSITIVES} examples of a label"
 SMALL_MATRIX = 6
 """The most classes of a confusion matrix that takes half the width of the page."""
 
@@ -26,18 +36,17 @@ def test_scores_section(facts: RunFacts) -> PageSection:
         return PageSection("Test scores")
     first: Mapping[str, Any] = tables["sets"][0]
     intro: list[str | PageBlock] = [
-        f"After round {tables['round']}. Intervals are 95 % bootstrap intervals, drawn by "
-        f"{'groups' if 'groups' in first else 'examples'}: they tell what another test set of "
-        "this size might show, not another training."
+        f"After round {tables['round']}. {interval_text(tables)}: they tell what another test set "
+        "of this size might show, not another training."
     ]
     for entry in tables["sets"]:
         intro.append(block("heading", text=set_title(entry)))
-        rows = metric_rows(entry, tables["primary"])
+        rows = metric_rows(entry, tables)
         intro.append(
             block("table", columns=("metric", "value", "95 % interval"), rows=rows, numbers=2)
         )
         intro += [text] if (text := threshold_text(entry, tables["labels"])) else []
-    after = [*_class_table(first), *_site_table(first, tables["primary"])]
+    after = [*_class_table(first), *_site_table(first, tables)]
     return PageSection("Test scores", tuple(intro), tuple(_figures(first, tables)), tuple(after))
 
 
@@ -52,15 +61,27 @@ def _class_table(entry: Mapping[str, Any]) -> Iterator[PageBlock]:
         classes = sorted(classes, key=lambda each: -each["support"])[:MAX_CLASSES]
     yield block("heading", text=text)
     columns = ("precision", "recall", "f1", "auroc")
+    few = [each["support"] < MIN_POSITIVES for each in classes]
     rows = [
-        (each["label"], f"{each['support']:,}", *(number(each[name]) for name in columns))
-        for each in classes
+        (
+            each["label"],
+            f"{each['support']:,}",
+            *(number(None if name == "auroc" and hide else each[name]) for name in columns),
+        )
+        for each, hide in zip(classes, few, strict=True)
     ]
     yield block("table", columns=("class", "examples", *columns), rows=rows, numbers=5)
-    yield block("note", text=f"{set_title(entry)}. AUROC: one class against the rest.")
+    text = f"{set_title(entry)}. AUROC: one class against the rest{FEW_POSITIVES * any(few)}."
+    yield block("note", text=text)
 
 
-def _site_table(entry: Mapping[str, Any], primary: str) -> Iterator[PageBlock]:
+def _positives(client: Mapping[str, Any], labels: Sequence[str]) -> int | None:
+    """Return how many test examples of a client have the second of two labels; else None."""
+    binary = len(labels) == 2 and "threshold" in client
+    return int(client["classes"][1]["support"]) if binary and "classes" in client else None
+
+
+def _site_table(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[PageBlock]:
     """Yield the table of clients; those with fewest examples are left out if there are too many."""
     clients: dict[str, dict[str, Any]] = entry.get("clients", {})
     if len(clients) < 2:
@@ -71,19 +92,22 @@ def _site_table(entry: Mapping[str, Any], primary: str) -> Iterator[PageBlock]:
         order = sorted(clients, key=lambda name: -clients[name]["examples"])
         clients = {name: clients[name] for name in order[:MAX_SITES]}
     names = dict.fromkeys(name for each in clients.values() for name in each["metrics"])
-    order = sorted(names, key=lambda name: name != primary)
-    rows = [
-        (
-            client,
-            f"{each['examples']:,}",
-            *(number(each["metrics"].get(name, {}).get("value")) for name in order),
-        )
-        for client, each in clients.items()
-    ]
+    order = sorted(names, key=lambda name: name != tables["primary"])
+    positives = {name: _positives(each, tables["labels"]) for name, each in clients.items()}
+    few = {name for name, n in positives.items() if n is not None and n < MIN_POSITIVES}
+    binary = None not in positives.values()
+    rows = list[tuple[str, ...]]()
+    for client, each in clients.items():
+        metrics = {name: each["metrics"].get(name, {}).get("value") for name in order}
+        metrics |= dict.fromkeys({"auroc", "auprc"} & names.keys() if client in few else ())
+        counts = (each["examples"], *((positives[client],) if binary else ()))
+        rows.append((client, *(f"{count:,}" for count in counts), *map(number, metrics.values())))
     yield block("heading", text=text)
-    columns = ("client", "examples", *order)
+    of_label = (f"of these {tables['labels'][1]!r}",) if binary else ()
+    columns = ("client", "examples", *of_label, *(metric_title(name, tables) for name in order))
     yield block("table", columns=columns, rows=rows, numbers=len(columns) - 1)
-    yield block("note", text=f"{set_title(entry)}. A dash: not defined for the client's examples.")
+    note = f"A dash: not defined for the client's examples{FEW_POSITIVES * bool(few)}."
+    yield block("note", text=f"{set_title(entry)}. {note}")
 
 
 def _figures(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[PageFigure]:
@@ -94,30 +118,40 @@ def _figures(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[Pa
             matrix_chart("Confusion matrix", labels, entry["confusion"], width=width)
             for width in WIDTHS
         )
-        text = f"Rows: true class; columns: predicted class. {caption}"
+        text = (
+            "Rows: true class; columns: predicted class; framed: right. The shade is the share of "
+            f"the row. {caption}"
+        )
         small = len(labels) <= SMALL_MATRIX
         yield PageFigure("confusion", *((narrow, None) if small else (wide, narrow)), text)
     bins = [(x, y) for _, x, y in entry.get("calibration", []) if x is not None]
+    binary = "threshold" in entry
     if len(bins) > 1:
         drawn = line_chart(
             "Calibration",
             [Series("model", tuple(bins))],
             x="predicted probability",
-            y="fraction that is right",
+            y=f"fraction of {labels[1]!r}" if binary else "fraction that is right",
             expected=Series("ideal", ((0.0, 0.0), (1.0, 1.0))),
             whole=False,
             from_zero=True,
         )
+        whose = "the predicted class"
+        if binary or tables["answer_kind"] == "labels":
+            whose = f"the label {labels[1]!r}" if binary else "each label"
+        counts = ", ".join(f"{count:,}" for count, x, _ in entry["calibration"] if x is not None)
         text = (
-            "Predictions in ten bins by the probability of the predicted class"
-            f"{' or label' if tables['answer_kind'] == 'labels' else ''}. Below the dashed line "
-            f"the model is too sure. {caption}"
+            f"Predictions in ten bins by the probability of {whose}; a point is a bin, and from "
+            f"the left they hold {counts}. Below the dashed line the probability is too high. "
+            f"{caption}"
         )
         yield PageFigure("calibration", drawn, caption=text)
     curves = {"all": entry.get("roc")} if len(entry.get("clients", {})) != 1 else {}
-    sites = {name: each.get("roc") for name, each in entry.get("clients", {}).items()}
-    order = sorted(sites, key=lambda name: -entry["clients"][name]["examples"])[: MAX_CURVES - 1]
-    curves |= {name: sites[name] for name in sites if name in order}
+    clients: Mapping[str, Any] = entry.get("clients", {})
+    positives = {name: _positives(each, labels) or 0 for name, each in clients.items()}
+    sites = {n: each.get("roc") for n, each in clients.items() if positives[n] >= MIN_POSITIVES}
+    order = sorted(sites, key=lambda name: -clients[name]["examples"])[: MAX_CURVES - 1]
+    curves |= {f"{name} ({positives[name]})": sites[name] for name in sites if name in order}
     series = [Series(name, tuple(map(tuple, points))) for name, points in curves.items() if points]
     if series:
         drawn = line_chart(
@@ -130,7 +164,11 @@ def _figures(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[Pa
             from_zero=True,
             size=(480, 320),
         )
-        some = (
-            f"The {len(order)} clients with most test examples. " if len(sites) > len(order) else ""
+        some = f"In brackets: test examples of a client with the label {labels[1]!r}. " * bool(
+            order
         )
+        if len(sites) > len(order):
+            some = f"The {len(order)} clients with most test examples. {some}"
+        if few := len(clients) - len(sites):
+            some += f"Without {few} clients that have fewer than {MIN_POSITIVES} of these. "
         yield PageFigure("roc", drawn, caption=f"{some}{caption}")
