@@ -31,7 +31,7 @@ from fedplan.sweeps.results import (
     read_role_history,
     read_run_result,
 )
-from fedplan.sweeps.statistics import Interval, holm, mean_interval, p_value
+from fedplan.sweeps.statistics import Interval, format_p_value, holm, mean_interval, p_value
 
 FEW_SEEDS = 5
 """With fewer seeds, a comparison has a note that its intervals are wide."""
@@ -136,11 +136,7 @@ class Comparison:
             examples = each.score_examples
             on = f", on {examples}" if examples else ""
             texts.append(f"{each.score} is of the last round that has it{on}; {better} is better")
-            if len(self.rows) > 1 and examples:
-                chosen = (
-                    "on validation" if ON_VALIDATION in each.score else "on the test: optimistic"
-                )
-                texts[-1] += f"; the best row is chosen {chosen}"
+            texts[-1] += f"; {each.choice}" if each.choice else ""
         texts.append("± is half the width of the 95 % confidence interval over seeds (Student's t)")
         if len(self.rows) > 1:
             texts[-1] += (
@@ -149,6 +145,23 @@ class Comparison:
                 "rows of the table (Holm)"
             )
         return texts
+
+    @property
+    def choice(self) -> str:
+        """Which group has the best mean, and on which examples it is so; "" for a single group."""
+        means = {row.group.label: row.score.mean for row in self.rows if isfinite(row.score.mean)}
+        if len(means) < 2:
+            return ""
+        best = (max if self.higher_is_better else min)(means.values())
+        labels = [label for label, mean in means.items() if mean == best]
+        chosen = ""
+        if self.score.startswith(ON_VALIDATION):
+            chosen = ", chosen on validation"
+        elif self.score.startswith((*SPREAD_PREFIXES, *GLOBAL_PREFIXES)):
+            chosen = ", chosen on the test: optimistic"
+        return (
+            f"{' and '.join(labels)} {'has' if len(labels) == 1 else 'have'} the best mean{chosen}"
+        )
 
     @property
     def score_examples(self) -> str:
@@ -281,6 +294,7 @@ class Comparison:
             "higher_is_better": self.higher_is_better,
             "baseline": self.baseline.label,
             "groups": groups,
+            "choice": self.choice,
             "notes": list(self.notes),
             "others": [other.json() for other in self.others],
         }
@@ -468,17 +482,6 @@ def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
         if same:
             notes.append(f"{row.group.label}: {score} is the same in every pair, so there is no p")
     return notes
-
-
-def format_p_value(value: float | None) -> str:
-    """Return a p-value with three decimals; an empty cell for None.
-
-    >>> format_p_value(0.0371), format_p_value(0.00001)
-    ('0.037', '< 0.001')
-    """
-    if value is None:
-        return EMPTY_CELL
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from fedplan.errors import FedplanError
 from fedplan.reports.formats import duration
+from fedplan.sweeps.comparisons import compare
 from fedplan.sweeps.records import FAILURES_FILE
 from fedplan.sweeps.sweeping import Sweep, SweepEvent, SweepProgress, sweep
 from fedplan.sweeps.trials import read_base_study
@@ -67,6 +69,8 @@ def sweep_with_progress(
         except KeyboardInterrupt:
             console.print("Stopped. The same command resumes the sweep.", markup=False)
             raise SystemExit(130) from None
+    for line in choice_lines(result):
+        console.print(line, markup=False)
     closing = f"Done. Compare the runs: fedplan compare {result.folder}"
     if result.failures:
         closing = (
@@ -77,6 +81,19 @@ def sweep_with_progress(
         closing = f"{len(result.unfinished)} runs were stopped: the same command resumes them"
     console.print(closing, markup=False)
     return result
+
+
+def choice_lines(result: Sweep) -> list[str]:
+    """Return which setting is best by each score that matters, and on which examples; may be [].
+
+    Nothing is chosen of runs that have no score in common.
+    """
+    try:
+        comparison = compare([result.folder])
+    except FedplanError:
+        return []
+    every = (comparison, *comparison.others)
+    return [f"By {each.score}, {each.choice}." for each in every if each.choice]
 
 
 def event_line(event: SweepEvent) -> str:

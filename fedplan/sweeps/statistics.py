@@ -99,3 +99,14 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
         smallest = max(smallest, min(1.0, (len(ascending) - step) * p))
         corrected[index] = smallest
     return corrected
+
+
+def format_p_value(value: float | None) -> str:
+    """Return a p-value with three decimals; "" for None.
+
+    >>> format_p_value(0.0371), format_p_value(0.00001)
+    ('0.037', '< 0.001')
+    """
+    if value is None:
+        return ""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

@@ -10,8 +10,8 @@ from statistics import mean
 import numpy as np
 from scipy.special import stdtr
 
-from fedplan.sweeps.comparisons import format_p_value, markdown_table
-from fedplan.sweeps.statistics import Interval, holm, mean_interval, p_value
+from fedplan.sweeps.comparisons import markdown_table
+from fedplan.sweeps.statistics import Interval, format_p_value, holm, mean_interval, p_value
 from research.decide.question import Asked, Question
 
 MET, MISSED, UNDECIDED, OPEN = "met", "missed", "undecided", "not all run"

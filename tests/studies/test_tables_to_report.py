@@ -9,23 +9,24 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from itertools import groupby
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers as hf
 from commands import run
 from PIL import Image
+from seqeval import metrics as seqeval
 from sklearn import metrics as sk
+from sklearn.calibration import calibration_curve
 from tables import WORDS, tokenizer
 
 from fedplan.data.tasks.kinds import task_class
-from fedplan.runners.simulation import Simulation
-from fedplan.studies.run import read_run_study
 from fedplan.studies.schema import read_study
 
 TINY = {
@@ -169,44 +170,225 @@ def write(rows: list[dict[str, Any]], file: Path) -> None:
             writer.writerows(rows)
 
 
-def predictions() -> list[dict[str, str]]:
-    """What the global model says of each client's test examples, as the csv of predictions."""
-    simulation = Simulation(read_run_study(Path("run")), Path("run"))
-    task, model, rows = simulation.data.task, simulation.global_model(), list[dict[str, str]]()
+class ReportTables(HTMLParser):
+    """The tables of a report as (last heading, rows of texts), and the titles of its marks."""
 
-    def cell(value: Any) -> str:
-        if task.answer_kind == "labels":
-            return "|".join(name for name, has in zip(task.labels, value, strict=True) if has)
-        return task.labels[value] if task.answer_kind == "class" else str(float(value))
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tables, self.titles = list[tuple[str, list[list[str]]]](), list[tuple[str, str]]()
+        self.text, self.heading, self.tag = page, "", ""
+        self.feed(page)
 
-    for client, examples in simulation.data.client_tests.items():
-        found = task.predict(model, examples, batch_size=64)
-        head = {"client": client} | {f"p({label})": "" for label in task.labels}
-        for truth, guess in zip(found.truth, found.predicted, strict=True):
-            rows.append({**head, "truth": cell(truth), "predicted": cell(guess)})
-    return rows
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tag = tag
+        if tag == "table":
+            self.tables.append((self.heading, []))
+        elif tag == "tr":
+            self.tables[-1][1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][1][-1].append("")
+        elif tag == "h3":
+            self.heading = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.tag = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.tag in ("td", "th"):
+            self.tables[-1][1][-1][-1] += data
+        elif self.tag == "h3":
+            self.heading += data
+        elif self.tag == "title":
+            self.titles.append((self.heading, data))
+
+    def rows(self, heading: str) -> list[dict[str, str]]:
+        """The first table after a heading that starts so; a row is by column."""
+        found = [rows for above, rows in self.tables if above.startswith(heading)]
+        names, *rows = found[0] if found else [[]]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def recompute(kind: str, rows: list[dict[str, str]]) -> dict[str, float]:
-    """The scores of exported predictions, by scikit-learn alone."""
-    truth, guess = [row["truth"] for row in rows], [row["predicted"] for row in rows]
+class Sheet:
+    """Rows of the csv of predictions, as scikit-learn takes them."""
+
+    def __init__(self, kind: str, rows: list[dict[str, str]]) -> None:
+        self.kind, self.rows = kind, rows
+        self.labels = [name[2:-1] for name in rows[0] if name.startswith("p(")]
+        self.examples = len({(row["client"], row["example"]) for row in rows})
+        self.shares = np.array([[float(row[f"p({n})"]) for n in self.labels] for row in rows])
+        self.truth, self.guess = (
+            self._side([r[name] for r in rows]) for name in ("truth", "predicted")
+        )
+        many = (
+            self.truth
+            if self.truth.ndim == 2
+            else np.arange(len(self.labels)) == self.truth[:, None]
+        )
+        self.hits = many.astype(int)
+
+    def _side(self, cells: list[str]) -> np.ndarray[Any, Any]:
+        if self.kind == "regression":
+            return np.array(cells, float)
+        if "multi-label" in self.kind:
+            return np.array(
+                [[label in cell.split("|") for label in self.labels] for cell in cells], int
+            )
+        return np.array([self.labels.index(cell) for cell in cells])
+
+    def area(self, column: int) -> float | None:
+        hits = self.hits[:, column]
+        return sk.roc_auc_score(hits, self.shares[:, column]) if 0 < sum(hits) < len(hits) else None
+
+    def metrics(self) -> dict[str, float | None]:
+        """All metrics of a task's report."""
+        pair, many = (self.truth, self.guess), len(self.truth) > 1
+        if self.kind == "regression":
+            return {
+                "loss": sk.mean_squared_error(*pair),
+                "mae": sk.mean_absolute_error(*pair),
+                "rmse": sk.root_mean_squared_error(*pair),
+                "r2": sk.r2_score(*pair) if many else None,
+                "pearson": np.corrcoef(*pair)[0, 1]
+                if many and np.ptp(pair, 1).all()
+                else 0.0
+                if many
+                else None,
+            }
+        areas = [self.area(i) for i in range(len(self.labels))]
+        defined = [area for area in areas if area is not None]
+        found = {
+            "accuracy": sk.accuracy_score(*pair),
+            "f1_macro": sk.f1_score(*pair, average="macro", zero_division=0),
+        }
+        if self.truth.ndim == 2:
+            columns = zip(self.hits.T, self.shares.T, strict=True)
+            return found | {
+                "f1_micro": sk.f1_score(*pair, average="micro", zero_division=0),
+                "auroc": np.mean(defined) if defined else None,
+                "loss": np.mean([sk.log_loss(hits, p, labels=[0, 1]) for hits, p in columns]),
+            }
+        found |= {"f1": found["f1_macro"]}
+        found |= {"loss": sk.log_loss(self.truth, self.shares, labels=range(len(self.labels)))}
+        if self.kind == "token-classification":
+            found["f1"] = seqeval.f1_score(*self.sentences(), zero_division=1)
+        if len(self.labels) == 2:
+            found |= {"auroc": areas[1]}
+            for name, label in (("sensitivity", 1), ("specificity", 0)):
+                known = label in self.truth
+                found[name] = sk.recall_score(*pair, pos_label=label) if known else None
+        return found
+
+    def sentences(self) -> list[list[list[str]]]:
+        """The true and the predicted tags of each example."""
+        examples = [list(e) for _, e in groupby(self.rows, lambda r: (r["client"], r["example"]))]
+        return [[[row[n] for row in rows] for rows in examples] for n in ("truth", "predicted")]
+
+    def classes(self) -> list[dict[str, float | None]]:
+        """Precision, recall, f1, AUROC and examples of each label."""
+        scores = sk.precision_recall_fscore_support(
+            *(self.truth, self.guess), labels=range(len(self.labels)), zero_division=np.nan
+        )
+        names = ("precision", "recall", "f1", "examples")
+        rows = [dict(zip(names, column, strict=True)) for column in zip(*scores, strict=True)]
+        return [row | {"auroc": self.area(i)} for i, row in enumerate(rows)]
+
+    def confusion(self) -> list[list[int]]:
+        return sk.confusion_matrix(self.truth, self.guess, labels=range(len(self.labels))).tolist()
+
+    def calibration(self) -> list[tuple[float, float]]:
+        """Confidence and frequency of each filled bin."""
+        sure, right = self.shares.ravel(), self.hits.ravel()
+        if self.truth.ndim == 1:
+            sure, right = self.shares.max(1), self.shares.argmax(1) == self.truth
+        frequency, confidence = calibration_curve(right, sure, n_bins=10)
+        return list(zip(confidence, frequency, strict=True))
+
+    def roc(self) -> list[tuple[float, float]]:
+        false, true, _ = sk.roc_curve(self.truth, self.shares[:, 1])
+        return list(zip(false, true, strict=True))
+
+
+def same(text: str, value: float | None) -> bool:
+    """Whether a text of a report is the number, in the digits that it shows."""
+    if value is None or np.isnan(value):
+        return text == "\N{EN DASH}"
+    return float(text.replace(",", "")) == pytest.approx(value, abs=6e-4, rel=6e-4)
+
+
+def check_test_scores(page: ReportTables, kind: str, rows: list[dict[str, str]]) -> None:
+    """Recompute every number of a report's test scores from the csv of predictions."""
+    sheets = {
+        model: Sheet(kind, [row for row in rows if row["model"] == model])
+        for model in ("personal", "global")  # in the order of the report
+        if any(row["model"] == model for row in rows)
+    }
+    first, whole = next(iter(sheets.values())), sheets["global"]
+    for model, sheet in sheets.items():
+        known = sheet.metrics()
+        title = "Personal models on" if model == "personal" else "Global model on"
+        table = page.rows(title)
+        assert f"{sheet.examples:,} test examples" in next(
+            h for h, _ in page.tables if h.startswith(title)
+        )
+        assert {"loss", task_class(kind).primary} <= {row["metric"] for row in table}
+        for row in table:
+            assert same(row["value"], known[row["metric"]]), (model, row)
+            if row["95 % interval"]:
+                low, high = map(float, row["95 % interval"].split(" to "))
+                assert low <= float(row["value"]) <= high
+    by_client = {c: Sheet(kind, list(e)) for c, e in groupby(first.rows, lambda row: row["client"])}
+    clients = page.rows("Clients") if len(by_client) > 1 else []
+    assert [row["client"] for row in clients] == (list(by_client) if len(by_client) > 1 else [])
+    for row in clients:
+        sheet = by_client[row.pop("client")]
+        known = sheet.metrics() | {"examples": sheet.examples}
+        for name, text in row.items():
+            assert same(text, known[name]), (name, row)
+    marks = {
+        heading: [text for above, text in page.titles if above == heading]
+        for heading, _ in page.titles
+    }
+    primary, better = task_class(kind).primary, task_class(kind).higher_is_better
+    own = {client: sheet.metrics()[primary] or 0.0 for client, sheet in by_client.items()}
+    worst = (min if better else max)(own.values())
+    for heading, values in (
+        ("by round", {"global": whole.metrics()[primary], "worst client": worst}),
+        ("of each client by round", own),
+    ):
+        shown = dict(text.split(", 1: ") for text in marks[f"{primary.capitalize()} {heading}"])
+        assert shown.keys() == values.keys()
+        assert all(same(text, values[name]) for name, text in shown.items()), shown
+    mean = float(np.mean(list(own.values())))
+    assert f"mean of all {len(own)} clients: {mean:.3f}" in page.text
     if kind == "regression":
-        numbers = [list(map(float, each)) for each in (truth, guess)]
-        return {
-            "mae": sk.mean_absolute_error(*numbers),
-            "rmse": sqrt(sk.mean_squared_error(*numbers)),
+        return
+    classes = page.rows("Classes")
+    assert [row.pop("class") for row in classes] == first.labels
+    for row, known in zip(classes, first.classes(), strict=True):
+        assert all(same(text, known[name]) for name, text in row.items()), (row, known)
+    if first.truth.ndim == 1:
+        counts = {
+            f"{true} as {guess}": first.confusion()[i][j]
+            for i, true in enumerate(first.labels)
+            for j, guess in enumerate(first.labels)
         }
-    if "multi-label" in kind:
-        labels = [name[2:-1] for name in rows[0] if name.startswith("p(")]
-        hot = [
-            [[label in cell.split("|") for label in labels] for cell in each]
-            for each in (truth, guess)
+        shown = dict(text.split(" (")[0].rsplit(": ", 1) for text in marks["Confusion matrix"])
+        assert {name: int(count.replace(",", "")) for name, count in shown.items()} == counts
+    for heading, name, points in (
+        ("Calibration", "model", first.calibration() if len(first.calibration()) > 1 else []),
+        (
+            f"ROC curve of the label {first.labels[1]!r}",
+            "all",
+            first.roc() if len(first.labels) == 2 and len(by_client) > 1 else [],
+        ),
+    ):
+        texts = [
+            text.removeprefix(f"{name}, ")
+            for text in marks.get(heading, [])
+            if text.startswith(f"{name}, ")
         ]
-        return {
-            "accuracy": sk.accuracy_score(*hot),
-            "f1_micro": sk.f1_score(*hot, average="micro", zero_division=0),
-        }
-    return {"accuracy": sk.accuracy_score(truth, guess)}
+        drawn = [tuple(map(float, text.split(": "))) for text in texts]
+        assert drawn == [pytest.approx(point, abs=6e-4) for point in points], heading
 
 
 @pytest.mark.parametrize(
@@ -227,17 +409,13 @@ def test_a_table_becomes_a_report_at_the_first_try(
     code, out = run("run", "study.toml", "--output", "run", "--set", "train.rounds=1")
     assert code == 0, out
     assert all(words in " ".join(out.split()) for words in table.notes), out
-    code, out = run("report", "run", "-o", "report.html")
-    assert code == 0, out
-
-    rows = predictions()
-    scores = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
-    by_client = {client: list(each) for client, each in groupby(rows, lambda row: row["client"])}
-    assert by_client.keys() == scores["clients"].keys()
-    for client, each in by_client.items():
-        for metric, value in recompute(table.kind, each).items():
-            assert scores["clients"][client][metric] == pytest.approx(value, abs=1e-6), client
-    report, primary = Path("report.html").read_text(), task_class(table.kind).primary
-    for metric, value in recompute(table.kind, rows).items():
-        assert scores["global"][metric] == pytest.approx(value, abs=1e-6)
-        assert metric != primary or f"{value:.3f}" in report
+    for command in (
+        ("report", "run", "-o", "report.html"),
+        ("evaluate", "run", "--predictions", "predictions.csv"),
+    ):
+        code, out = run(*command)
+        assert code == 0, out
+    with Path("predictions.csv").open(encoding="utf-8", newline="") as stream:
+        check_test_scores(
+            ReportTables(Path("report.html").read_text()), table.kind, list(csv.DictReader(stream))
+        )

@@ -23,6 +23,7 @@ from fedplan.storage.locks import locked_folder
 from fedplan.studies.run import read_run
 from fedplan.studies.schema import ConfigError, read_study
 from fedplan.sweeps import sweeping
+from fedplan.sweeps.comparisons import compare
 from fedplan.sweeps.records import (
     FAILURES_FILE,
     FINISHED_FILE,
@@ -139,6 +140,26 @@ def test_a_failure_stands_apart_and_the_others_go_on(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and [line["name"] for line in lines] == [name] and lines[0]["result"]["error"]
     assert FAILURES_FILE in {file.name for file in (tmp_path / "s").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.validation_fraction=0", "By global.accuracy, {} the best mean, chosen on the test: optimistic."),
+        ("data.validation_fraction=0.3", "By validation.global.accuracy, {} the best mean, chosen on validation."),
+    ],
+)  # fmt: skip
+def test_a_sweep_says_which_setting_is_best_and_on_which_examples(
+    change: str, words: str, tmp_path: Path
+) -> None:
+    study = ("sweep", str(small_study(tmp_path)), "--set", change, "--set", "train.rounds=1")
+    code, out = run(*study, "--set", "train.lr=0.001,0.1", "-o", str(tmp_path / "s"))
+    found = compare([tmp_path / "s"])
+    means = {row.group.label: row.score.mean for row in found.rows}
+    best = [label for label, mean in means.items() if mean == max(means.values())]
+    said = f"{' and '.join(best)} {'has' if len(best) == 1 else 'have'}"
+    assert code == 0 and words.format(said) in out, out
+    assert found.choice in words.format(said) and found.json()["choice"] == found.choice
 
 
 def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
