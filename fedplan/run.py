@@ -30,7 +30,7 @@ from fedplan.reports.plan_warnings import RunWarning
 from fedplan.reports.run_warnings import read_run_warnings
 from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
-from fedplan.studies.export import load_run_model, load_run_values
+from fedplan.studies.export import export_run, load_run_model, load_run_values
 from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
@@ -166,6 +166,25 @@ class Run:
         if self.simulation:
             return dict(self.simulation.personal_model(client).state_dict())
         return load_run_values(self.folder, client)
+
+    def export(
+        self,
+        output: Path | str,
+        client: str = "",
+        *,
+        adapter: bool = False,
+        best: bool = False,
+        global_model: bool = False,
+    ) -> str:
+        """Write a model of this run as a Hugging Face folder, and return the code that loads it.
+
+        As `fedplan export`: the personal model of `client`, or the global model, which must be said
+        by `global_model` if clients keep parts of their own. `adapter`: only the peft adapter.
+        `best`: the best round. Raises ConfigError as `fedplan.export_run`.
+        """
+        return export_run(
+            self.folder, output, client, adapter=adapter, best=best, global_model=global_model
+        )
 
     def report(
         self,

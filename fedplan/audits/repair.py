@@ -15,15 +15,19 @@ from fedplan.federation.client import KEY
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS
 from fedplan.federation.identity import RUN_FILE
 from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
-from fedplan.federation.server import STUDY, WRITE_ONCE_FILES
+from fedplan.federation.server import EVALUATION, STUDY, WRITE_ONCE_FILES
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.append_log import AppendLog, DamagedLog, head_file
 from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import acquire_folder_lock, sync_folder
 from fedplan.storage.store import Store
-from fedplan.studies.evaluation import EVALUATION
-from fedplan.studies.record import DATA_FILE, INITIAL_SCORES_FILE
+from fedplan.studies.record import (
+    DATA_FILE,
+    ENVIRONMENT_FILE,
+    INITIAL_SCORES_FILE,
+    environment_faults,
+)
 from fedplan.studies.run import read_run_study
 from fedplan.studies.stored_model import MODEL_FOLDER
 
@@ -79,7 +83,9 @@ def _last_round(folder: Path) -> int:
 
 def _copy_before_last_round(folder: Path, replica: Path, number: int) -> None:
     """Copy a run without round `number`, its last one, and without damaged states of clients."""
-    shutil.copytree(folder, replica, ignore=shutil.ignore_patterns("*.tmp", "log.jsonl"))
+    shutil.copytree(
+        folder, replica, ignore=shutil.ignore_patterns("*.tmp", "log.jsonl", f"{ENVIRONMENT_FILE}*")
+    )
     (replica / GLOBAL_FOLDER / f"{number}.json").unlink(missing_ok=True)
     for manifest in (replica / CLIENTS).rglob("*.json"):
         store = Store(manifest.parent, read_only=True)
@@ -128,9 +134,12 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
     """Copy files of the replica that differ into the run's folder; yield their relative paths.
 
     Removes checkpoints that the replica does not have: they are damaged, or of a round that is not
-    committed and is run again. A log that goes on after the replica's end stays.
+    committed and is run again. A log that goes on after the replica's end stays. Sessions that are
+    damaged are lost: their log begins anew.
     """
     names = {*WRITE_ONCE_FILES, METRICS, DATA_FILE, INITIAL_SCORES_FILE, EVALUATION}
+    if environment_faults(folder):
+        names |= {ENVIRONMENT_FILE, head_file(Path(ENVIRONMENT_FILE)).name}
     files = [file for file in replica.iterdir() if file.name in names]
     files += replica.glob("ledger*.jsonl")
     for part in (CLIENTS, PRIVACY, GLOBAL_FOLDER, BEST):

@@ -12,7 +12,7 @@ from fedplan.audits.ledger import verify_ledger
 from fedplan.audits.movement import Movement
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
-from fedplan.federation.identity import RUN_FILE, changed_examples
+from fedplan.federation.identity import changed_examples
 from fedplan.federation.ledger.digests import keyed_digest
 from fedplan.federation.ledger.records import (
     ROLE_BY_LETTER,
@@ -29,9 +29,8 @@ from fedplan.privacy.mechanisms.noise import read_secret
 from fedplan.privacy.statement import Statement
 from fedplan.storage.journal import Journal
 from fedplan.studies.federated_data import load_federated_data
-from fedplan.studies.record import DATA_FILE, read_data_record
+from fedplan.studies.record import DATA_FILE, environment_faults
 from fedplan.studies.run import RunReader, read_consistently
-from fedplan.studies.stored_model import MODEL_FOLDER, stored_model_faults
 from fedplan.tensors.named import Tensors, digest
 
 FAILED = "The run failed the checks that the faults name"
@@ -135,7 +134,9 @@ def _audit(run: RunReader) -> RunAudit:
     faults += charge_faults
     faults += _client_state_faults(run, summary.last_turns)
     changed, examples_checked = _example_faults(run)
-    faults += [*changed, *_record_faults(run)]
+    faults += changed
+    if DATA_FILE in run.meta["files"]:  # else the run is of an older version
+        faults += environment_faults(run.folder)
     if faults:
         run.require_current()
         text = f"{FAILED}; all other checks passed."
@@ -314,12 +315,3 @@ def _example_faults(run: RunReader) -> tuple[list[str], str]:
     changed = changed_examples(run.identity.examples, data.digests)
     faults = [f"the examples of {name} are not those of the run" for name in changed]
     return faults, "The examples are unchanged since the start of the run."
-
-
-def _record_faults(run: RunReader) -> list[str]:
-    """Check the data file against the run's identity, and a stored initial model for changes."""
-    splits: dict[str, dict[str, object]] = read_data_record(run.folder).get("train", {})
-    digests = {name: str(split["digest"]) for name, split in splits.items()}
-    different = bool(digests and run.identity.examples) and digests != run.identity.examples
-    faults = [f"{DATA_FILE} names other examples than {RUN_FILE}"] if different else []
-    return [*faults, *stored_model_faults(run.folder / MODEL_FOLDER)]

@@ -43,13 +43,14 @@ def export_command(
 
     If clients keep parts of their own, name one by --client, or take --global.
     """
-    from fedplan.studies.export import describe_export, export_run
+    from fedplan.studies.export import export_run
+    from fedplan.studies.model_card import describe_export
 
     with print_errors():
         loading_code = export_run(
             folder, output, client, key, adapter=adapter, best=best, global_model=global_model
         )
-        about = describe_export(folder, client) if not best else []
+        about = describe_export(folder, client, best=best)
     if as_json:
         return print_json({"folder": str(output), "loading_code": loading_code, "about": about})
     for line in (f"Written: {output}", *about, f"Load it: {loading_code}"):

@@ -172,5 +172,5 @@ from .rounds import (
 )
 from .score_sums import SENDERS, ScoreVector
 from .secure_client import SecAggClient
-from .server import STUDY, WRITE_ONCE_FILES, Server
+from .server import EVALUATION, STUDY, WRITE_ONCE_FILES, Server
 from .wire_cost import WireCost

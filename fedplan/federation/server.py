@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,13 @@ from fedplan.federation.identity import (
 from fedplan.federation.ledger.events import CommittedRound
 from fedplan.federation.ledger.history import History, Metrics, make_warnings, round_row
 from fedplan.federation.ledger.records import RoundRecord, TurnRecord, join_digests, read_round
-from fedplan.federation.ledger.segments import next_segment, open_ledger, read_history, read_segment
+from fedplan.federation.ledger.segments import (
+    next_segment,
+    open_ledger,
+    read_history,
+    read_segment,
+    segment_number,
+)
 from fedplan.federation.messages import Update
 from fedplan.federation.participation import Participation
 from fedplan.federation.rounds import (
@@ -54,6 +60,9 @@ STUDY = "study.json"
 
 WRITE_ONCE_FILES = (STUDY, "manifest.json", "task.json", RUN_FILE)
 """Files of a run's folder that are written before the first round; only the study may change."""
+
+EVALUATION = "evaluation.json"
+"""File of a run's folder on its last round."""
 
 Scores = Mapping[Block, float] | None
 """Scores of blocks for a joint choice, if there is one."""
@@ -124,19 +133,42 @@ class Server:
         self._drop_outdated_start()
         if max(Store(folder / BEST, keep=1).numbers(), default=0) > self.global_state.round:
             shutil.rmtree(folder / BEST)  # of a round whose state is damaged, and that is run again
-        self._study_digest: list[int | str] | None = files.get(STUDY)
+        self._files: dict[str, list[int | str]] = dict(files)
+        if checkpoint is None:
+            self.record_files([RUN_FILE])
         self.ledger = open_ledger(folder, files, self.global_state.round)
         length, sha256 = files.get(METRICS, (0, ""))
         self.metrics = CommittedLog(folder / METRICS, length=length, sha256=sha256)
 
-    def record_study(self) -> None:
-        """Put the digest of a rewritten study file into the newest checkpoint, if there is one."""
-        digest = file_size_and_digest(self.folder / STUDY)
-        checkpoint = self.store.read_newest() if self._study_digest != digest else None
-        if checkpoint is not None:
-            files = checkpoint.meta["files"] | {STUDY: digest}
-            meta = checkpoint.meta | {"files": files}
-            self.store.write(checkpoint.tensors, meta, number=checkpoint.number)
+    def record_files(self, names: Iterable[str]) -> None:
+        """Record the digests of files of the folder that were just written, for `verify`.
+
+        They are in all later checkpoints, and in the newest one, if there is one.
+        """
+        entries = {name: file_size_and_digest(self.folder / name) for name in names}
+        if entries.items() <= self._files.items():
+            return
+        self._files |= entries
+        self._replace_files(entries)
+
+    def remove_evaluation(self) -> None:
+        """Remove the file on the last round, and its record, from a run that goes on."""
+        if self._files.pop(EVALUATION, None):
+            self._replace_files({})
+        (self.folder / EVALUATION).unlink(missing_ok=True)
+
+    def _replace_files(self, entries: dict[str, list[int | str]]) -> None:
+        """Add entries to the files of the checkpoint of this round; drop those not recorded."""
+        checkpoint = self.store.peek()
+        if checkpoint is not None and checkpoint.number == self.global_state.round:
+            old: dict[str, list[int | str]] = checkpoint.meta["files"]
+            files = {name: old[name] for name in old if name in self._files} | entries
+            self.store.replace_meta(checkpoint.meta | {"files": files}, number=checkpoint.number)
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether a file of the folder is as it was recorded last."""
+        file = self.folder / name
+        return file.is_file() and file_size_and_digest(file) == self._files.get(name)
 
     def begin_round(self) -> RoundState:
         """Return the open next round, with a request to each sampled client.
@@ -291,7 +323,7 @@ class Server:
         self.metrics.append([{"round": self.global_state.round, **scores}] if scores else [])
         failpoint("round.before_commit")
         tensors, meta = self.global_state.to_tensors()
-        meta |= {"run": self.identity.id, "files": self._files()}
+        meta |= {"run": self.identity.id, "files": self._update_files()}
         meta |= self.aggregation.checkpoint_meta()
         self.store.write(tensors, meta, number=self.global_state.round)
         failpoint("round.committed")
@@ -320,9 +352,7 @@ class Server:
         For metrics that arrive after `commit`. Returns `committed` with the metrics.
         """
         self.metrics.append([{"round": committed.round, **scores}])
-        if (checkpoint := self.store.peek()) is not None:
-            files = checkpoint.meta["files"] | {METRICS: self.metrics.length_and_digest}
-            self.store.replace_meta(checkpoint.meta | {"files": files}, number=checkpoint.number)
+        self.record_files([METRICS])
         self.history[-1] = round_row(committed.record, committed.turns, scores)
         return replace(committed, scores=scores, metrics=Metrics(self.history))
 
@@ -376,23 +406,25 @@ class Server:
             secagg=round_state.secagg,
         )
 
-    def _files(self) -> dict[str, list[int | str]]:
+    def _update_files(self) -> dict[str, list[int | str]]:
         """Return [length, digest] by path of the run's files beside the global state, for `verify`.
 
-        These are WRITE_ONCE_FILES, secrets and charges of DP, the open ledger segment and metrics.
-        A file is read again only if the time, size or inode have changed.
+        These are recorded files, secrets and charges of DP, the open ledger segment and metrics.
+        Secrets and charges are read again only if their time, size or inode have changed.
         """
-        files = [self.folder / name for name in WRITE_ONCE_FILES if (self.folder / name).exists()]
+        entries = {name: e for name, e in self._files.items() if not segment_number(name)}
+        files = list[Path]()
         for name in (SECRET_FILE, CHARGES_FILE) if self.agreement.guarantee else ():
             files += sorted((self.folder / "privacy").rglob(name))
-        entries = dict[str, list[int | str]]()
         for file in files:
             stat = file.stat()
             state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
             if file not in self._file_digests or self._file_digests[file][0] != state:
                 self._file_digests[file] = state, file_size_and_digest(file)
             entries[str(file.relative_to(self.folder))] = self._file_digests[file][1]
-        return entries | {f.file.name: f.length_and_digest for f in (self.ledger, self.metrics)}
+        entries |= {f.file.name: f.length_and_digest for f in (self.ledger, self.metrics)}
+        self._files = entries
+        return entries
 
     def global_values(self) -> dict[str, Tensor]:
         """Return the global model's trainable values; params that clients keep have the start's."""

@@ -23,6 +23,7 @@ from .catalog import (
     load_pretrained,
     manifest_json,
     meta_model,
+    no_load_report,
     no_progress_bars,
     params_of,
     read_manifest,

@@ -81,6 +81,19 @@ def no_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def no_load_report() -> Generator[None]:
+    """Context manager that disables transformers' report on values that a file does not have."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 _DEFAULTS = {f.name: f.default for f in fields(Param)}
 
 

@@ -31,7 +31,7 @@ from fedplan.runners.clients import study_faults
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.executors.pool import PoolExecutor, start_pool
 from fedplan.runners.local import Federation
-from fedplan.studies.evaluation import predict_all, read_evaluation, write_evaluation
+from fedplan.studies.evaluation import is_evaluated, predict_all, write_evaluation
 from fedplan.studies.experiment import (
     build_experiment,
     make_eval_set,
@@ -41,12 +41,18 @@ from fedplan.studies.experiment import (
     validated_models,
 )
 from fedplan.studies.in_memory import InMemoryInputs
-from fedplan.studies.record import record_session, write_data_record, write_initial_scores
+from fedplan.studies.record import (
+    DATA_FILE,
+    INITIAL_SCORES_FILE,
+    data_record,
+    record_session,
+    write_record,
+)
 from fedplan.studies.resume import has_progress, import_kept_params, prepare_folder
 from fedplan.studies.run import claim_run_folder, read_run, update_run_files
 from fedplan.studies.run_scores import is_personal
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
-from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, store_model
+from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_files
 from fedplan.tensors.devices import resolve_device
 from fedplan.tensors.named import Tensors
 
@@ -157,9 +163,11 @@ class Simulation:
                 activation_cache=study.train.activation_cache,
             )
             update_run_files(self.federation.server, study, experiment)
-            if self.store_model and not (self.folder / MODEL_FOLDER / STORED_FILE).exists():
+            server = self.federation.server
+            if self.store_model and not server.is_recorded(f"{MODEL_FOLDER}/{STORED_FILE}"):
                 store_model(experiment.model, self.data.task, self.folder / MODEL_FOLDER)
-            write_data_record(self.folder, study, self.data)
+                server.record_files(stored_files(self.folder))
+            write_record(server, DATA_FILE, data_record(study, self.data))
             runner = self.pool_config.runner if self.pool_config else "local"
             record_session(self.folder, study, runner, self.federation.global_state.round)
 
@@ -193,7 +201,7 @@ class Simulation:
                 server.keep_best(self.scoring.best_round(server.history))
                 events.call_back(self._with_task(last) if last else None)
                 if last is None:
-                    write_initial_scores(self.folder, self.initial_scores())
+                    write_record(server, INITIAL_SCORES_FILE, self.initial_scores())
                 while (
                     server.global_state.round < server.rounds
                     and not events.stop_text
@@ -230,7 +238,7 @@ class Simulation:
         Overwrites the values of `federation.model`.
         """
         federation, number = self.federation, self.federation.global_state.round
-        if number and read_evaluation(self.folder).get("round") != number:
+        if number and not is_evaluated(federation.server):
             predictions = predict_all(
                 self.study,
                 self.data,
@@ -240,7 +248,7 @@ class Simulation:
                 federation.global_values(),
                 federation.personal_values,
             )
-            write_evaluation(self.folder, predictions)
+            write_evaluation(federation.server, predictions)
 
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
         """Return the round with the task's primary metric and its direction."""

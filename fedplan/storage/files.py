@@ -143,8 +143,11 @@ def open_private(file: str, flags: int) -> int:
 
 def file_size_and_digest(file: Path) -> list[int | str]:
     """Return `[size in bytes, SHA-256 as hex]` of a file, as a list for JSON."""
-    content = file.read_bytes()
-    return [len(content), hashlib.sha256(content).hexdigest()]
+    with file.open("rb") as stream:
+        return [
+            os.fstat(stream.fileno()).st_size,
+            hashlib.file_digest(stream, "sha256").hexdigest(),
+        ]
 
 
 VARIABLE = "FEDPLAN_FAILPOINT"

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
-from .evaluation import EVALUATION, evaluate_run, predict_all, read_evaluation, write_evaluation
+from .evaluation import (
+    absence_reason,
+    evaluate_run,
+    is_evaluated,
+    predict_all,
+    read_evaluation,
+    write_evaluation,
+)
 from .experiment import (
     Experiment,
     build_experiment,
@@ -14,7 +21,7 @@ from .experiment import (
     require_usable_batches,
     validated_models,
 )
-from .export import describe_export, export_run, load_run_model, load_run_values
+from .export import export_run, load_run_model, load_run_values
 from .federated_data import EMPTY_CLIENTS, compute_split, load_federated_data
 from .federation_sections import (
     AggregationConfig,
@@ -25,18 +32,19 @@ from .federation_sections import (
 )
 from .field_types import Count, DeviceName, as_value_error, named_objects
 from .in_memory import InMemoryInputs
+from .model_card import describe_export
 from .record import (
     DATA_FILE,
     ENVIRONMENT_FILE,
     INITIAL_SCORES_FILE,
     data_record,
     environment_changes,
+    environment_faults,
     read_data_record,
     read_initial_scores,
     read_sessions,
     record_session,
-    write_data_record,
-    write_initial_scores,
+    write_record,
 )
 from .resume import continue_study, has_progress, import_kept_params, open_study, prepare_folder
 from .run import (
@@ -84,6 +92,6 @@ from .schema import (
 )
 from .sections import Section, TrainConfig
 from .starter import StudyOptions, new_study
-from .stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_model_faults
+from .stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_files
 
 __all__ = ["build_experiment"]

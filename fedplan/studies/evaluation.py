@@ -21,18 +21,17 @@ from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import global_values, personal_values
 from fedplan.federation.identity import changed_examples
+from fedplan.federation.server import EVALUATION, Server
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
-from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import build_experiment, require_study_from_files
 from fedplan.studies.federated_data import FederatedData
+from fedplan.studies.record import write_record
 from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import untrained_kinds
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.named import Tensors
 
-EVALUATION = "evaluation.json"
-"""File in a run's folder: the tables of its models' test predictions."""
 COMMON = ""
 """Name of the common test set, in place of a client."""
 
@@ -146,6 +145,26 @@ def _rows(task: Task, predictions: Predictions) -> Iterator[list[Any]]:
         yield [example, *map(text, values), *shown]
 
 
+def absence_reason(study: Study) -> str:
+    """Return why runs of a study have no EVALUATION; "" if those with test examples have it."""
+    if study.hides_clients:
+        return (
+            "it promises privacy, so there are no scores beside those by round: evaluate an "
+            "exported model on data of your own"
+        )
+    if study.task.kind == CUSTOM_KIND:
+        return (
+            "a CustomTask has no predictions, only the scores by round: use a task of fedplan, or "
+            "evaluate run.global_model() yourself"
+        )
+    if not study.has_central_data and not study.data.test_path:
+        return (
+            "the test examples are at the sites, which send only the scores by round: set "
+            "data.test_path for a test set at the server"
+        )
+    return ""
+
+
 def predict_all(
     study: Study,
     data: FederatedData,
@@ -153,20 +172,21 @@ def predict_all(
     agreement: Agreement,
     round_number: int,
     global_values: Tensors,
-    personal_values: Callable[[str], Mapping[str, Tensor]],
+    personal_values: Callable[[str], Mapping[str, Tensor]] | None,
 ) -> RunPredictions | None:
     """Predict all test and validation examples with the global and the personal models.
 
     Personal models are left out if the study does not evaluate them, or if all of them equal the
-    global one. Changes the values of `model`. None if the study hides clients, if there is no test
-    example, or for a CustomTask.
+    global one; without `personal_values` the common sets alone are predicted. Changes the values of
+    `model`. None if there is no test example, or for `absence_reason`.
     """
     task, params = data.task, agreement.trainable
-    has_tests = bool(data.client_tests or data.common_test)
-    if study.hides_clients or task.kind == CUSTOM_KIND or not has_tests:
-        return None
     common = {"test": data.common_test, "validation": data.common_validation}
     of_clients = {"test": data.client_tests, "validation": data.client_validations}
+    if personal_values is None:
+        of_clients = dict[str, Mapping[str, Examples]]({"test": {}, "validation": {}})
+    if absence_reason(study) or not (of_clients["test"] or data.common_test):
+        return None
     predictions: dict[str, dict[tuple[str, str], Predictions]] = {"test": {}, "validation": {}}
 
     def predict(kind: str, name: tuple[str, str], examples: Examples | None) -> None:
@@ -180,7 +200,7 @@ def predict_all(
         predict(kind, ("global", COMMON), common[kind])
         for name, examples in of_clients[kind].items():
             predict(kind, ("global", name), examples)
-    if study.evaluate.personal:
+    if study.evaluate.personal and personal_values is not None:
         names = dict.fromkeys(name for clients in of_clients.values() for name in clients)
         values = {name: personal_values(name) for name in names}
         if any(not torch.equal(v[k], global_values[k]) for v in values.values() for k in v):
@@ -194,11 +214,16 @@ def predict_all(
     )
 
 
-def write_evaluation(folder: Path, predictions: RunPredictions | None) -> None:
+def is_evaluated(server: Server) -> bool:
+    """Whether the run's folder has the tables of its last round, as they were written."""
+    number = server.global_state.round
+    return server.is_recorded(EVALUATION) and read_evaluation(server.folder).get("round") == number
+
+
+def write_evaluation(server: Server, predictions: RunPredictions | None) -> None:
     """Write the tables of predictions to a run's folder, if there are any."""
     if predictions is not None:
-        content = json.dumps(predictions.tables(), indent=1, allow_nan=False)
-        write_atomic(folder / EVALUATION, content + "\n")
+        write_record(server, EVALUATION, predictions.tables())
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
@@ -225,12 +250,9 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
     """
     run = read_run(folder)
     study, state = run.study, run.global_state
+    if reason := absence_reason(study):
+        raise ConfigError(f"{folder} cannot be evaluated: {reason}")
     require_study_from_files(study)
-    if study.hides_clients:
-        raise ConfigError(
-            f"{folder} promises privacy, so there are no scores beside those of the report: "
-            "evaluate an exported model on data of your own"
-        )
     if client and client not in run.clients:
         names = ", ".join(run.clients)
         raise ConfigError(f"there is no client {client!r}; there are {names}")
@@ -240,12 +262,19 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
             f"the run started from the model {run.agreement.start}, but the study's model is now "
             f"{experiment.model_digest}: restore the initial weights"
         )
-    if changed := changed_examples(run.identity.examples, experiment.data.digests):
+    examples = run.identity.examples  # {} on a server of sites, which have the clients' states
+    changed = changed_examples(examples, experiment.data.digests) if examples else []
+    if changed:
         raise ConfigError(
             f"{folder} holds a run on other examples of {', '.join(changed[:5])}: restore the data "
             "that it began with"
         )
     start, agreement = experiment.initial_values, run.agreement
+
+    def values_of_client(name: str) -> Tensors:
+        turn = Turn(state.round, name, state.phase, study.clients.traits.get(name, {}))
+        return personal_values(agreement, state, start, turn, run.client_state(name)[0])
+
     predictions = predict_all(
         study,
         experiment.data,
@@ -253,13 +282,7 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
         agreement,
         state.round,
         global_values(agreement, state, start),
-        lambda name: personal_values(
-            agreement,
-            state,
-            start,
-            Turn(state.round, name, state.phase, study.clients.traits.get(name, {})),
-            run.client_state(name)[0],
-        ),
+        values_of_client if examples else None,
     )
     if predictions is None:
         raise ConfigError(

@@ -54,7 +54,6 @@ from fedplan.studies.model_card import (
     private_names,
     read_golden_example,
     tokenize_text,
-    untrained_text,
 )
 from fedplan.studies.record import read_data_record
 from fedplan.studies.run import (
@@ -69,12 +68,10 @@ from fedplan.studies.run import (
     sweep_expenses,
 )
 from fedplan.studies.run_scores import (
-    client_score,
     is_personal,
     personal_params,
     run_scores,
     score_rules,
-    untrained_params,
 )
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection
@@ -184,23 +181,6 @@ def _require_shared_plan(folder: Path, output: Path) -> None:
     )
 
 
-def describe_export(folder: Path | str, client: str = "") -> list[str]:
-    """Return sentences on the last global model of a run, or on the personal model of `client`.
-
-    They say its score, on which examples, and which params were never trained. At a site: nothing.
-    """
-    folder = Path(folder)
-    if (folder / AGREEMENT).exists():
-        return []
-    run = read_run(folder)
-    score = client_score(run, client) if client else run_scores(run).find("global")
-    texts = [f"Caution: {run.failure}. This is no trained model."] if run.failure else []
-    texts += [f"Score after round {run.last_scores['round']:g}: {score.text}."] if score else []
-    if not client and (untrained := untrained_params(run.agreement)):
-        texts.append(untrained_text(untrained))
-    return texts
-
-
 def load_run_model(folder: Path, client: str = "") -> nn.Module:
     """Return the global model of a run, or the personal model of `client`, with its adapters.
 
@@ -306,7 +286,7 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     )
     study = run.study
     experiment = (
-        _load_experiment(folder, run.agreement)
+        _load_experiment(run)
         if study.data.from_python
         else _rebuild_experiment(study, run.agreement, run.labels)
     )
@@ -397,14 +377,17 @@ def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -
     return experiment
 
 
-def _load_experiment(folder: Path, agreement: Agreement) -> Experiment:
+def _load_experiment(run: RunReader) -> Experiment:
     """Load the stored initial model of a run from Python; ConfigError if there is none."""
+    folder, agreement = run.folder, run.agreement
+    if faults := [*run.model_faults().values()]:
+        raise ConfigError(f"{folder}: {faults[0]}: restore it from a backup")
     if not (folder / MODEL_FOLDER / STORED_FILE).is_file():
         raise ConfigError(
-            f"{folder} has no initial model, since it is of an older version or of "
-            "RunOptions(store_model=False): continue it with fedplan.simulate(..., "
-            "options=RunOptions(folder=..., resume=True)), with the same objects, which stores "
-            "the model"
+            f"{folder} has no initial model, since it is temporary, of an older version or of "
+            "RunOptions(store_model=False): give RunOptions a folder, or continue it with "
+            "fedplan.simulate(..., options=RunOptions(folder=..., resume=True)), with the same "
+            "objects, which stores the model"
         )
     model, task = load_stored_model(folder / MODEL_FOLDER)
     experiment = Experiment(FederatedData({}, {}, None, task), model, agreement)

@@ -33,6 +33,7 @@ from fedplan.models.adapters import (
 from fedplan.models.catalog import (
     is_hub_id,
     load_pretrained,
+    no_load_report,
     no_progress_bars,
     strip_hub_prefix,
 )
@@ -252,13 +253,14 @@ def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype
         if not new_head_note(section, task):
             return pin_packed_layout(load_pretrained(_model_class(task), section.path, **settings))
         # transformers draws new values for every param of another shape: only the head may differ.
-        model, loading = load_pretrained(
-            _model_class(task),
-            section.path,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **settings,
-        )
+        with no_load_report():  # `new_head_note` says it
+            model, loading = load_pretrained(
+                _model_class(task),
+                section.path,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **settings,
+            )
         for name, stored, shape in sorted(loading["mismatched_keys"]):
             if tuple(stored)[1:] != tuple(shape)[1:] or shape[0] != model.config.num_labels:
                 raise FedplanError(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.ledger.egress import AGREEMENT
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
 from fedplan.models.catalog import is_hub_id, strip_hub_prefix
@@ -24,7 +25,8 @@ from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import image_mean_std
 from fedplan.models.params import Params
 from fedplan.privacy.statement import HISTORY, SPENT, Expense, Statement
-from fedplan.studies.run_scores import untrained_params
+from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import client_score, score_rules, untrained_params
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import model_device, to_device
 from fedplan.tensors.named import Tensors
@@ -207,6 +209,31 @@ def untrained_text(params: Params) -> str:
         f"{kinds}: never trained in this model, since each client has its own; the values are "
         "those that all clients started from."
     )
+
+
+def describe_export(folder: Path | str, client: str = "", *, best: bool = False) -> list[str]:
+    """Return sentences on the last or best global model of a run, or on the model of `client`.
+
+    They say its score, on which examples, by which validation score it is the best, and which
+    params were never trained. At a site: nothing.
+    """
+    folder = Path(folder)
+    if (folder / AGREEMENT).exists():
+        return []
+    run = read_run(folder)
+    row = run.last_scores
+    texts = [f"Caution: {run.failure}. This is no trained model."] if run.failure else []
+    if best:
+        row = next(row for row in run.metrics if row["round"] == run.best_state.round)
+        name = f"{run.study.evaluate.keep_best} {run.primary}"
+        value = row.get(f"validation.{name.replace(' ', '.')}")
+        by = f"{name} {value:.3f} on validation examples" if value is not None else "validation"
+        texts.append(f"Best round: {row['round']:g}, by {by}.")
+    score = client_score(run, client) if client else score_rules(run).of_row(row).find("global")
+    texts += [f"Score after round {row['round']:g}: {score.text}."] if score else []
+    if not client and (untrained := untrained_params(run.agreement)):
+        texts.append(untrained_text(untrained))
+    return texts
 
 
 def private_names(study: Study, clients: Iterable[str]) -> frozenset[str]:

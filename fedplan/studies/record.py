@@ -14,26 +14,29 @@ from typing import Any
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.ledger.digests import ExamplesSummary, summarize_examples
 from fedplan.federation.ledger.history import Row, join_scores
-from fedplan.storage.files import write_atomic, write_if_changed
+from fedplan.federation.server import Server
+from fedplan.storage.append_log import AppendLog, DamagedLog, head_file, read_head
+from fedplan.storage.files import write_if_changed
 from fedplan.storage.logs import utc_now
 from fedplan.studies.federated_data import FederatedData
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import DeviceError, device_description, resolve_device
 
-DATA_FILE, ENVIRONMENT_FILE = "data.json", "environment.json"
+DATA_FILE, ENVIRONMENT_FILE = "data.json", "environment.jsonl"
 INITIAL_SCORES_FILE = "initial_scores.json"
-"""Files in a run's folder: what the run's data is, where each session of it ran, and the scores of
-the starting model."""
+"""Files in a run's folder: what the run's data is, where each session of it ran, as a chained log,
+and the scores of the starting model."""
 PACKAGES = ("fedplan", "torch", "transformers", "peft", "bitsandbytes", "datasets", "numpy")
 """Packages whose versions are recorded, if installed."""
 
 log = logging.getLogger("fedplan")
 
 
-def write_data_record(folder: Path, study: Study, data: FederatedData) -> None:
-    """Write the data file of a run: its `data_record`."""
-    content = json.dumps(data_record(study, data), indent=1, ensure_ascii=False)
-    write_if_changed(folder / DATA_FILE, content + "\n")
+def write_record(server: Server, name: str, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a run, and record its digest for `verify`; an unchanged file is kept."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_if_changed(server.folder / name, text + "\n")
+    server.record_files([name])
 
 
 def data_record(study: Study, data: FederatedData) -> dict[str, Any]:
@@ -80,11 +83,6 @@ def read_data_record(folder: Path) -> dict[str, Any]:
     return dict(_read_json(folder / DATA_FILE) or {})
 
 
-def write_initial_scores(folder: Path, scores: Mapping[str, Any]) -> None:
-    """Write the scores of the starting model, as those of a round in the metrics file."""
-    write_if_changed(folder / INITIAL_SCORES_FILE, json.dumps(scores, indent=1) + "\n")
-
-
 def read_initial_scores(folder: Path) -> Row:
     """Return the scores of the starting model by name, as in the row of a round.
 
@@ -122,7 +120,7 @@ def record_session(folder: Path, study: Study, runner: str, committed: int) -> N
     """Append a session to a run's environment file, and log a warning if its environment is new.
 
     `runner`: "local", "pool", "ray" or "flower". `committed`: the rounds before this session; if
-    these are all rounds of the study, nothing is written.
+    these are all rounds of the study, nothing is written. Raises DamagedLog if the file was edited.
     """
     if committed >= study.train.rounds:
         return
@@ -134,15 +132,26 @@ def record_session(folder: Path, study: Study, runner: str, committed: int) -> N
             "; ".join(changes),
         )
     started = {"started": utc_now(), "after_round": committed, "runner": runner}
-    session = started | environment
-    content = json.dumps({"sessions": [*sessions, session]}, indent=1, ensure_ascii=False)
-    write_atomic(folder / ENVIRONMENT_FILE, content + "\n")
+    AppendLog(folder / ENVIRONMENT_FILE, chained=True).append(started | environment)
 
 
 def read_sessions(folder: Path) -> list[dict[str, Any]]:
-    """Return the sessions of a run, oldest first; empty for a run of an older version."""
-    content: dict[str, list[dict[str, Any]]] = _read_json(folder / ENVIRONMENT_FILE) or {}
-    return content.get("sessions", [])
+    """Return the sessions of a run, oldest first; empty for a run of an older version.
+
+    Raises DamagedLog if the file was edited.
+    """
+    return AppendLog(folder / ENVIRONMENT_FILE, chained=True).read()
+
+
+def environment_faults(folder: Path) -> list[str]:
+    """Return a sentence if the environment file of a started run is lost or was edited."""
+    file = folder / ENVIRONMENT_FILE
+    try:
+        known, lines = read_head(file).lines, len(read_sessions(folder))
+    except DamagedLog as error:
+        return [str(error)]
+    names = f"{ENVIRONMENT_FILE} or {head_file(file).name}"
+    return [] if lines and known == lines else [f"{names} is lost: restore it from a backup"]
 
 
 def environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

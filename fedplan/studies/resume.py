@@ -12,6 +12,7 @@ from fedplan.federation.identity import RUN_FILE, is_run_id, read_identity
 from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
 from fedplan.federation.server import STUDY
 from fedplan.privacy.guard import CHARGES_FILE
+from fedplan.storage.append_log import head_file
 from fedplan.storage.files import wrap_disk_errors
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
@@ -36,7 +37,10 @@ from fedplan.studies.schema import (
 from fedplan.studies.stored_model import MODEL_FOLDER
 from fedplan.tensors.named import is_aux
 
-START_FILES = (STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, ENVIRONMENT_FILE, INITIAL_SCORES_FILE)
+START_FILES = (
+    *(STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, INITIAL_SCORES_FILE),
+    *(ENVIRONMENT_FILE, head_file(Path(ENVIRONMENT_FILE)).name),
+)
 """Files that a run writes before its first round."""
 
 

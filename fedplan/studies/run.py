@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -25,19 +25,25 @@ from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
 from fedplan.federation.ledger.status import read_status
-from fedplan.federation.server import STUDY, Server
+from fedplan.federation.server import STUDY, WRITE_ONCE_FILES, Server
 from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import Expense, Statement, expenses_from_json
-from fedplan.storage.files import make_folder, wrap_disk_errors, write_if_changed
+from fedplan.storage.files import (
+    file_size_and_digest,
+    make_folder,
+    wrap_disk_errors,
+    write_if_changed,
+)
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.storage.store import Store, TensorsAndMeta
 from fedplan.studies.experiment import Experiment, make_agreement, privacy_statement
 from fedplan.studies.model_builder import initial_expenses
 from fedplan.studies.schema import ConfigError, Study, resolve_paths, study_from_dict
+from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, stored_files
 
 MANIFEST, TASK = "manifest.json", "task.json"
 SWEEP_FILE = "sweep.json"
@@ -259,15 +265,35 @@ class RunReader:
         the first round.
         """
         self._require_round()
-        faults = closed_segment_faults(self.folder, self.meta["files"])
-        for name, (length, sha256) in self.meta["files"].items():
+        files = self.meta["files"]
+        return closed_segment_faults(self.folder, files) | self._changed_files(files)
+
+    def model_faults(self) -> dict[str, str]:
+        """Return faults of the stored initial model by file name; of no other file."""
+        return self._changed_files(
+            {n: e for n, e in self.meta["files"].items() if n.startswith(f"{MODEL_FOLDER}/")}
+        )
+
+    def _changed_files(self, files: Mapping[str, tuple[int, str]]) -> dict[str, str]:
+        """Return the faults of files with recorded [length, digest] by name.
+
+        If a stored model is among them, so are the files in its folder that were not recorded.
+        """
+        faults = dict[str, str]()
+        if f"{MODEL_FOLDER}/{STORED_FILE}" in files:
+            added = (name for name in stored_files(self.folder) if name not in files)
+            faults = {name: f"{name} was not written by the run" for name in added}
+        for name, (length, sha256) in files.items():
             if not (self.folder / name).is_file():
                 faults[name] = f"{name} is lost"
                 continue
-            content = (self.folder / name).read_bytes()
+            if file_size_and_digest(self.folder / name) == [length, sha256]:
+                continue
+            # A log may have grown since.
+            content = (self.folder / name).read_bytes() if name.endswith(".jsonl") else b""
             if hashlib.sha256(content[:length]).hexdigest() != sha256:
                 faults[name] = f"{name} differs from its content at round {self.round}"
-            elif len(content) > length and not name.endswith(CHARGES_FILE):
+            elif not name.endswith(CHARGES_FILE):
                 faults[name] = (
                     f"{name} has {len(content) - length} bytes after round {self.round}, the last "
                     "committed one: continue the run with --resume, then verify it"
@@ -290,6 +316,7 @@ class RunReader:
 
     def _require_round(self) -> None:
         if not self.round:
+            read_run_study(self.folder)  # a run of another version has its rounds elsewhere
             raise ConfigError(f"{self.folder / GLOBAL_FOLDER} holds no committed round")
 
     @contextmanager
@@ -352,9 +379,11 @@ def claim_run_folder(folder: Path, study: Study, experiment: Experiment) -> Fold
 
 
 def update_run_files(server: Server, study: Study, experiment: Experiment) -> None:
-    """Rewrite the files of a resumed run, and note the study's digest in the newest checkpoint."""
+    """Rewrite the files of a resumed run, and record their digests."""
     write_run_files(server.folder, study, experiment)
-    server.record_study()
+    server.record_files(WRITE_ONCE_FILES)
+    if server.global_state.round < server.rounds:
+        server.remove_evaluation()
 
 
 def write_run_files(folder: Path, study: Study, experiment: Experiment) -> None:
@@ -440,8 +469,15 @@ def read_run_study(folder: Path) -> Study:
     try:
         content = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         return study_from_dict(content if isinstance(content, dict) else {STUDY: content})
-    except (OSError, ValueError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {STUDY}: {error}") from error
+    except ConfigError as error:
+        reason, *more = (line.strip() for line in str(error).splitlines()[1:] or [str(error)])
+        others = f", and {len(more)} more" if more else ""
+        raise ConfigError(
+            f"{folder} is a run of another version of fedplan, or its {STUDY} was edited ({reason}"
+            f"{others}): open and export it with the version that wrote it"
+        ) from error
 
 
 def read_run_agreement(folder: Path, study: Study | None = None) -> Agreement:

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers as hf
 from commands import STUDY, run
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zoo import VISION
 
+import fedplan as fp
 from fedplan.audits import run as audit
 from fedplan.audits.run import verify_run
 from fedplan.errors import FedplanError
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.journal import client_state_folder
+from fedplan.studies.export import export_run
 from fedplan.studies.schema import read_study
 
 KINDS = {
@@ -70,12 +77,11 @@ def without_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(audit, "load_federated_data", gone)
 
 
-NOTES = ("data.json", "environment.json", "evaluation.json", "initial_scores.json")
-"""Files for people and reports: no value, score or charge of a run follows from them."""
-
-
 def files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in NOTES)
+    found = sorted(p for p in folder.rglob("*") if p.is_file())
+    records = {"data.json", "environment.jsonl", "environment.jsonl.head", "initial_scores.json"}
+    assert records <= {p.name for p in found}
+    return found
 
 
 def accused(copy: Path, file: Path) -> bool:
@@ -164,6 +170,44 @@ def test_a_removed_folder_is_named(folder: Path, place: str, tmp_path: Path) -> 
     assert accused(tmp_path / "run", Path(place) / "x") or accused(
         tmp_path / "run", client_state_folder(Path(), "client-01") / "x"
     )
+
+
+def test_the_records_and_the_stored_model_of_a_python_run_are_bound(tmp_path: Path) -> None:
+    pixels = torch.zeros(6, 3, 16, 16).tolist()
+    rows = Dataset.from_dict({"pixel_values": pixels, "labels": [0, 1] * 3}).with_format("torch")
+    played = fp.simulate(
+        fp.methods.fedit(),
+        hf.ViTForImageClassification(hf.ViTConfig(**VISION, num_labels=2)),
+        {"north": {"train": rows, "test": rows}},
+        train=fp.TrainConfig(rounds=1, batch_size=3),
+        options=fp.RunOptions(folder=tmp_path / "run"),
+    )
+    folder = played.folder
+    names = {str(p.relative_to(folder)) for p in folder.glob("model/**/*") if p.is_file()}
+    assert names >= {"model/model.json", "model/config.json", "model/values.safetensors"}
+    assert "model/adapters/default/adapter_config.json" in names
+    for name in [*names, "data.json", "initial_scores.json"]:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(flipped(content, len(content) // 2))
+        assert any(name in fault for fault in verify_run(folder)[0]), name
+        if name in names:
+            with pytest.raises(FedplanError, match="restore it from a backup"):
+                export_run(folder, tmp_path / "out")
+        (folder / name).write_bytes(content)
+    (folder / "model/added.json").write_text("{}")
+    assert verify_run(folder)[0] == ["model/added.json was not written by the run"]
+    (folder / "model/added.json").unlink()
+    # a resume leaves an edited record accused, or writes it anew
+    for name in ("initial_scores.json", "environment.jsonl"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(flipped(content, len(content) // 2))
+        with suppress(FedplanError):
+            played.resume(2)
+        assert any(name in fault for fault in verify_run(folder)[0]), name
+        (folder / name).write_bytes(content)
+    (folder / "data.json").write_text("{}")
+    played.resume(3)
+    assert verify_run(folder)[0] == []
 
 
 def test_homes_of_two_clients_swapped_are_named(folder: Path, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import Experiment, build_experiment, make_eval_set
 from fedplan.studies.export import export_run
+from fedplan.studies.model_card import describe_export
 from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import ScoreRules
 from fedplan.studies.schema import ConfigError, Study, read_study
@@ -458,6 +459,9 @@ def test_the_best_round_is_kept_exported_and_checked(by: str, here: Path) -> Non
         assert digests(found.best_state.values) == seen[best] and verify_run(folder)[0] == []
     assert len(scores) == min(6, best + 3), "it stops when three rounds were no better"
     export_run(here / "local", here / "out", best=True)
+    said = describe_export(here / "local", best=True)[0]
+    score = f"{by} accuracy {scores[best]:.3f} on validation examples"
+    assert said == f"Best round: {best}, by {score}."
     from safetensors.torch import load_file
 
     written = digests(load_file(here / "out/model.safetensors"))

@@ -473,7 +473,7 @@ def compared(folder: Path) -> dict[str, str]:
     files, tensors = dict[str, Any](), dict[str, Any]()
     for file in sorted(each for each in kept.rglob("*") if each.is_file()):
         # printed on a screen, whose words may change; versions and a machine
-        if file.suffix == ".txt" or file.name == "environment.json":
+        if file.suffix == ".txt" or file.name.startswith("environment.jsonl"):
             continue
         name, data = str(file.relative_to(kept)), file.read_bytes()
         mode = f"{file.stat().st_mode & 0o777:o}"

@@ -39,7 +39,7 @@ dropout_fraction = 0.1
 attention_examples = 4
 """
 
-TIMES = ("status.json", "log.jsonl", "environment.json")
+TIMES = ("status.json", "log.jsonl", "environment.jsonl", "environment.jsonl.head")
 """Files of a run that say when something happened: in two runs they are never the same."""
 
 

@@ -27,7 +27,7 @@ KINDS: dict[str, list[str]] = {
     "secure": ["aggregation.kind=secure"],
 }
 """Further settings of a study, by kind of run."""
-FREE = ("environment.json", "log.jsonl", "status.json", ".lock")
+FREE = ("environment.jsonl", "environment.jsonl.head", "log.jsonl", "status.json", ".lock")
 """Files with times, or without content: no result follows from them."""
 DONE, LEFT = 3, 2
 """Rounds of a folder before it is damaged, and those that a resume adds."""

@@ -23,6 +23,7 @@ from zoo import TEXT, VISION
 import fedplan as fp
 from fedplan.data.tasks.kinds import make_task
 from fedplan.errors import FedplanError
+from fedplan.reports.pages.run_report import report_page
 
 PRIVATE = """
 [privacy]
@@ -37,7 +38,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 import fedplan
-from fedplan.studies.export import check_export, export_run
+from fedplan.studies.export import check_export
 
 for name in sys.argv[1:]:
     run, client = fedplan.open_run(f"runs/{name}"), "client-01" if "personal" in name else ""
@@ -45,7 +46,7 @@ for name in sys.argv[1:]:
     expected = load_file(f"expected/{name}.safetensors")
     assert values.keys() == expected.keys(), name
     assert all(torch.equal(values[key], expected[key]) for key in expected), name
-    print(name, export_run(run.folder, f"out/{name}", client))
+    print(name, run.export(f"out/{name}", client))
     if name == "own":
         exported = load_file("out/own/model.safetensors")
         assert all(torch.equal(exported[key], expected[key]) for key in expected)
@@ -174,7 +175,7 @@ def test_ten_folders_are_exported_alone(tmp_path: Path, monkeypatch: pytest.Monk
     file = Path("runs/own/model/values.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     code, out = run("verify", "runs/own")
-    assert code == 1 and "initial model" in out
+    assert code == 1 and "model/values.safetensors differs" in out
     code, out = run("export", "runs/own", "again")
     assert code == 2 and "restore it from a backup" in out
 
@@ -191,3 +192,7 @@ def test_a_model_that_is_not_stored_is_said(
     assert not Path("run/model").exists()
     code, out = run("export", "run", "model")
     assert code == 2 and "RunOptions(store_model=False)" in " ".join(out.split())
+    page = report_page([Path("run")]).html()
+    assert "a CustomTask has no predictions" in page
+    code, out = run("evaluate", "run")
+    assert code == 2 and "a CustomTask has no predictions" in " ".join(out.split())

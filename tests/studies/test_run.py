@@ -19,6 +19,7 @@ from often import AT_NIGHT
 import fedplan
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.runners.simulation import Simulation
+from fedplan.studies.export import export_run
 from fedplan.studies.run import RunAdvanced, RunReader, read_consistently, read_run
 from fedplan.studies.schema import ConfigError, Study, read_study
 from fedplan.tensors.named import digests
@@ -276,3 +277,7 @@ def test_a_run_without_a_round_is_its_study(tmp_path: Path) -> None:
         _ = run.global_state
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         read_run(tmp_path)
+    fields = {"continues": "", **json.loads((tmp_path / "run/study.json").read_text())}
+    (tmp_path / "run/study.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"another version of fedplan.*with the version that"):
+        export_run(tmp_path / "run", tmp_path / "out", global_model=True)

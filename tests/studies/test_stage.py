@@ -12,7 +12,7 @@ from commands import STUDY, run
 
 from fedplan.runners.local import Federation
 
-TIMES = ("status.json", "log.jsonl", "environment.json")
+TIMES = ("status.json", "log.jsonl", "environment.jsonl", "environment.jsonl.head")
 
 
 def files(folder: Path) -> dict[str, bytes]:

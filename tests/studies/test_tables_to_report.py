@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -395,9 +396,15 @@ def check_test_scores(page: ReportTables, kind: str, rows: list[dict[str, str]])
     "name", [pytest.param(n, marks=[] if n in DAY else [pytest.mark.nightly]) for n in TABLES]
 )
 def test_a_table_becomes_a_report_at_the_first_try(
-    name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    hf_logger = logging.getLogger("transformers")
+    monkeypatch.setattr(hf_logger, "handlers", [*hf_logger.handlers, caplog.handler])
     table = TABLES[name]
     DRAW.seed(name)
     write(table.rows(), Path(table.file))
@@ -409,6 +416,7 @@ def test_a_table_becomes_a_report_at_the_first_try(
     code, out = run("run", "study.toml", "--output", "run", "--set", "train.rounds=1")
     assert code == 0, out
     assert all(words in " ".join(out.split()) for words in table.notes), out
+    assert "LOAD REPORT" not in caplog.text or not table.notes
     for command in (
         ("report", "run", "-o", "report.html"),
         ("evaluate", "run", "--predictions", "predictions.csv"),

@@ -276,6 +276,7 @@ class EventStream:
             primary_metric=earlier.primary_metric,
             loss=_loss(server.history[-1] if server.history else {}),
             scores=earlier.scores,
+            round_seconds=earlier.round_seconds,
             epsilon=guarantee.epsilon if guarantee else None,
             client_level_dp=server.aggregation.hides_clients,
             sites=_with_traffic(sites, turns),

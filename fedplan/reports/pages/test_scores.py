@@ -18,7 +18,7 @@ from fedplan.reports.figures.charts import Series, line_chart
 from fedplan.reports.figures.grids import matrix_chart
 from fedplan.reports.pages.facts import RunFacts
 from fedplan.reports.pages.page import WIDTHS, PageBlock, PageFigure, PageSection, block
-from fedplan.studies.evaluation import read_evaluation
+from fedplan.studies.evaluation import absence_reason, read_evaluation
 
 MAX_CLASSES, MAX_MATRIX, MAX_SITES, MAX_CURVES = 40, 20, 40, 6
 """The most classes in a table and in a confusion matrix, sites in a table, and curves of sites."""
@@ -30,10 +30,11 @@ SMALL_MATRIX = 6
 
 
 def test_scores_section(facts: RunFacts) -> PageSection:
-    """Return the section with the tables of a run's evaluation; empty if it has none."""
+    """Return the section with the tables of a run's evaluation, or why it has none."""
     tables = read_evaluation(facts.run.folder)
     if not tables.get("sets"):
-        return PageSection("Test scores")
+        reason = absence_reason(facts.run.study)
+        return PageSection("Test scores", (f"This run has no tables: {reason}.",) if reason else ())
     first: Mapping[str, Any] = tables["sets"][0]
     intro: list[str | PageBlock] = [
         f"After round {tables['round']}. {interval_text(tables)}: they tell what another test set "

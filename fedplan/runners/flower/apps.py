@@ -25,6 +25,7 @@ from fedplan.runners.flower.server import GlobalTest, ServerLoop
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.secagg.config import SECAGG_STEPS
+from fedplan.studies.evaluation import is_evaluated, predict_all, write_evaluation
 from fedplan.studies.experiment import (
     Experiment,
     build_experiment,
@@ -32,7 +33,7 @@ from fedplan.studies.experiment import (
     make_scoring,
     validated_models,
 )
-from fedplan.studies.record import record_session, write_data_record
+from fedplan.studies.record import DATA_FILE, data_record, record_session, write_record
 from fedplan.studies.resume import prepare_folder
 from fedplan.studies.run import claim_run_folder, update_run_files
 from fedplan.studies.schema import Study, read_study
@@ -73,7 +74,7 @@ def run_server(
         start_digests=experiment.param_digests,
     )
     update_run_files(server, study, experiment)
-    write_data_record(folder, study, experiment.data)
+    write_record(server, DATA_FILE, data_record(study, experiment.data))
     record_session(folder, study, "flower", server.global_state.round)
     timeouts = Timeouts(**study.timeouts.model_dump())
     quorum, faults = study.clients.min_updates, study_faults(study)
@@ -82,6 +83,10 @@ def run_server(
     tests = make_global_tests(study, experiment)
     for callback in early_stopping:
         callback.require_validation(validated_models(study, experiment.data, at_sites=True))
+    evaluate = None
+    if "test" in tests:
+        agreement = experiment.agreement
+        evaluate = partial(predict_all, study, experiment.data, experiment.model, agreement)
     # Free the model, unless the test uses it: the server has the initial values.
     del experiment
     events = events or EventStream(folder)
@@ -101,6 +106,9 @@ def run_server(
     loop.rpc.renew_grid = renew_grid
     with events.track_run(server, study.name, timeouts, has_examples=False):
         loop.run()
+        number = server.global_state.round
+        if evaluate is not None and number and not is_evaluated(server):
+            write_evaluation(server, evaluate(number, server.global_values(), None))
     del folder_lock
 
 
