@@ -109,7 +109,7 @@ def sites_line(record: RoundRecord, row: Mapping[str, float], rules: ScoreRules)
     """
     rejected = ", ".join(f"{name} ({why})" for name, why in record.rejected.items())
     loss = f"  loss {row['loss']:.3f}" if "loss" in row else ""
-    scores = "".join(f"  {each.label} {each.value:.3f}" for each in rules.of_row(row).scores)
+    scores = "".join(f"  {each.label} {each.number}" for each in rules.of_row(row).scores)
     return escape(
         f"round {record.round:3d}{loss}{scores}  {len(record.aggregated)} aggregated  "
         f"upload {megabytes(record.upload_bytes)} MB  "
@@ -119,7 +119,7 @@ def sites_line(record: RoundRecord, row: Mapping[str, float], rules: ScoreRules)
 
 
 def _score(score: RunScore | None) -> str:
-    return f"{score.value:.3f}" if score else ""
+    return score.number if score else ""
 
 
 LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red"}

@@ -44,7 +44,8 @@ class RunScore:
     `column`: name of the metric in the round's row. `examples`: on which examples it is.
     `clients`: over how many clients, 0 if it is of one model. `std`: standard deviation over these.
     `client`: name of the client whose score it is, if it may be shown. `untrained`: kinds of params
-    of the global model that have their initial values, as "head".
+    of the global model that have their initial values, as "head". `interval`: lowest and highest
+    value that bins or noise of score counts leave possible; None for an exact score.
     """
 
     kind: ScoreKind
@@ -56,6 +57,13 @@ class RunScore:
     std: float | None = None
     client: str = ""
     untrained: str = ""
+    interval: tuple[float, float] | None = None
+
+    @property
+    def number(self) -> str:
+        """The value, with its interval if it has one: `0.712 (0.690 to 0.731)`."""
+        between = f" ({self.interval[0]:.3f} to {self.interval[1]:.3f})" if self.interval else ""
+        return f"{self.value:.3f}{between}"
 
     @property
     def label(self) -> str:
@@ -83,7 +91,7 @@ class RunScore:
     @property
     def text(self) -> str:
         """Label, value and examples in one line."""
-        return f"{self.label} {self.value:.3f} ({self.about})"
+        return f"{self.label} {self.number} ({self.about})"
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,13 @@ class ScoreRules:
         of_clients = column.startswith("sites.") or POOLED_CLIENTS in row
         examples = CLIENT_TESTS if of_clients else COMMON_TEST
         return RunScore(
-            "global", self.metric, row[column], column, examples, untrained=self.untrained
+            "global",
+            self.metric,
+            row[column],
+            column,
+            examples,
+            untrained=self.untrained,
+            interval=_interval(row, column),
         )
 
     def _mean_score(self, row: Mapping[str, float], prefix: str) -> RunScore:
@@ -183,6 +197,7 @@ class ScoreRules:
             CLIENT_TESTS,
             clients=int(row.get(f"{prefix}clients", row.get("sites.clients", 0))),
             std=row.get(f"{column}_std"),
+            interval=_interval(row, column),
         )
 
     def _worst_score(self, row: Mapping[str, float], prefix: str) -> RunScore | None:
@@ -197,6 +212,11 @@ class ScoreRules:
                 name = key[len(before) : -len(after)]
                 break
         return RunScore("worst client", self.metric, value, column, CLIENT_TESTS, client=name)
+
+
+def _interval(row: Mapping[str, float], column: str) -> tuple[float, float] | None:
+    low, high = row.get(f"{column}_low"), row.get(f"{column}_high")
+    return None if low is None or high is None else (low, high)
 
 
 def _is_same(one: float, other: float) -> bool:

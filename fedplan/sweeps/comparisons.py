@@ -477,6 +477,13 @@ def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
                 f"{row.group.label}: {score} is of a model whose {', '.join(kinds)} was never "
                 "trained, since each client keeps its own"
             )
+    for row in rows:
+        lows, highs = (row.group.scores(f"{score}_{end}").values() for end in ("low", "high"))
+        if ends := [*lows, *highs]:
+            notes.append(
+                f"{row.group.label}: bins or noise leave {score} of its runs anywhere from "
+                f"{min(ends):.3f} to {max(ends):.3f}, beside the interval over seeds"
+            )
     for row in rows[1:]:
         same = row.difference and row.difference.mean == 0 and row.difference.half_width == 0
         if same:

@@ -74,6 +74,17 @@ def test_a_plan_that_keeps_something_leads_with_the_personal_models() -> None:
     assert rules.of_run([COUNTS]).leading is None
 
 
+def test_a_noisy_score_has_its_interval_wherever_it_stands() -> None:
+    rules = ScoreRules("auroc", True, False)
+    row = {**COUNTS, "sites.global.auroc": 0.7, "sites.global.auroc_low": 0.65}
+    assert rules.of_row(row).scores[0].interval is None, "half an interval is none"
+    row |= {"sites.global.auroc_high": 0.81}
+    record = RoundRecord(3, "", ("a", "b"), {}, {}, {}, 0, 0)
+    lines = (simulation_line(row, rules), sites_line(record, row, rules), *rules.of_row(row).texts)
+    assert all("0.700 (0.650 to 0.810)" in line for line in lines), lines
+    assert rules.of_row(row).json()["scores"][0]["interval"] == (0.65, 0.81)
+
+
 def test_of_a_plan_that_shares_all_the_global_model_leads() -> None:
     rules, row = ScoreRules("accuracy", True, False), row_of("accuracy")
     assert [score.kind for score in rules.of_row(row).scores] == ["global", "worst client"]

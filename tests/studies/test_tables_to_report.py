@@ -156,6 +156,8 @@ TABLES = {
         _visits, "text-classification", "diagnosis", ('group = "patient_id"',)
     ),
 }  # fmt: skip
+FEW = 5
+"""With fewer examples of a label, a report has no area under a curve without an interval."""
 DAY = ("five classes", "multi-label text", "grouped by patient")
 
 
@@ -259,25 +261,36 @@ class Sheet:
         defined = [area for area in areas if area is not None]
         found = {
             "accuracy": sk.accuracy_score(*pair),
-            "f1_macro": sk.f1_score(*pair, average="macro", zero_division=0),
+            "f1 (macro)": sk.f1_score(*pair, average="macro", zero_division=0),
         }
         if self.truth.ndim == 2:
             columns = zip(self.hits.T, self.shares.T, strict=True)
             return found | {
-                "f1_micro": sk.f1_score(*pair, average="micro", zero_division=0),
+                "accuracy (all labels right)": found["accuracy"],
+                "f1 (micro)": sk.f1_score(*pair, average="micro", zero_division=0),
                 "auroc": np.mean(defined) if defined else None,
                 "loss": np.mean([sk.log_loss(hits, p, labels=[0, 1]) for hits, p in columns]),
             }
-        found |= {"f1": found["f1_macro"]}
         found |= {"loss": sk.log_loss(self.truth, self.shares, labels=range(len(self.labels)))}
         if self.kind == "token-classification":
-            found["f1"] = seqeval.f1_score(*self.sentences(), zero_division=1)
+            found["f1 (entities)"] = seqeval.f1_score(*self.sentences(), zero_division=1)
         if len(self.labels) == 2:
             found |= {"auroc": areas[1]}
             for name, label in (("sensitivity", 1), ("specificity", 0)):
                 known = label in self.truth
                 found[name] = sk.recall_score(*pair, pos_label=label) if known else None
         return found
+
+    def clients(self) -> dict[str, Sheet]:
+        """The rows of each client."""
+        groups = groupby(self.rows, lambda row: row["client"])
+        return {client: Sheet(self.kind, list(rows)) for client, rows in groups}
+
+    def primary(self) -> float:
+        """The metric that a task is compared by."""
+        names = {"regression": "rmse", "token-classification": "f1 (entities)"}
+        usual = "f1 (micro)" if self.truth.ndim == 2 else "accuracy"
+        return self.metrics()[names.get(self.kind, usual)] or 0.0
 
     def sentences(self) -> list[list[list[str]]]:
         """The true and the predicted tags of each example."""
@@ -291,7 +304,8 @@ class Sheet:
         )
         names = ("precision", "recall", "f1", "examples")
         rows = [dict(zip(names, column, strict=True)) for column in zip(*scores, strict=True)]
-        return [row | {"auroc": self.area(i)} for i, row in enumerate(rows)]
+        many = [row["examples"] >= FEW for row in rows]
+        return [row | {"auroc": self.area(i) if many[i] else None} for i, row in enumerate(rows)]
 
     def confusion(self) -> list[list[int]]:
         return sk.confusion_matrix(self.truth, self.guess, labels=range(len(self.labels))).tolist()
@@ -301,6 +315,8 @@ class Sheet:
         sure, right = self.shares.ravel(), self.hits.ravel()
         if self.truth.ndim == 1:
             sure, right = self.shares.max(1), self.shares.argmax(1) == self.truth
+            if len(self.labels) == 2:
+                sure, right = self.shares[:, 1], self.truth
         frequency, confidence = calibration_curve(right, sure, n_bins=10)
         return list(zip(confidence, frequency, strict=True))
 
@@ -327,22 +343,27 @@ def check_test_scores(page: ReportTables, kind: str, rows: list[dict[str, str]])
     for model, sheet in sheets.items():
         known = sheet.metrics()
         title = "Personal models on" if model == "personal" else "Global model on"
-        table = page.rows(title)
-        assert f"{sheet.examples:,} test examples" in next(
-            h for h, _ in page.tables if h.startswith(title)
-        )
-        assert {"loss", task_class(kind).primary} <= {row["metric"] for row in table}
-        for row in table:
-            assert same(row["value"], known[row["metric"]]), (model, row)
-            if row["95 % interval"]:
+        heading = next(above for above, _ in page.tables if above.startswith(title))
+        assert f"{sheet.examples:,} test examples" in heading
+        for row in page.rows(title):
+            name, _, of = row["metric"].partition(", ")
+            value = known[name]
+            if of.startswith("mean of"):
+                value = float(np.mean([each.primary() for each in sheet.clients().values()]))
+            assert same(row["value"], value), (model, row)
+            if " to " in row["95 % interval"]:
                 low, high = map(float, row["95 % interval"].split(" to "))
                 assert low <= float(row["value"]) <= high
-    by_client = {c: Sheet(kind, list(e)) for c, e in groupby(first.rows, lambda row: row["client"])}
+    by_client = first.clients()
     clients = page.rows("Clients") if len(by_client) > 1 else []
     assert [row["client"] for row in clients] == (list(by_client) if len(by_client) > 1 else [])
     for row in clients:
         sheet = by_client[row.pop("client")]
         known = sheet.metrics() | {"examples": sheet.examples}
+        if len(sheet.labels) == 2 and sheet.truth.ndim == 1:
+            positives = int(sum(sheet.truth))
+            known |= {f"of these {sheet.labels[1]!r}": positives}
+            known |= {"auroc": None} if positives < FEW else {}
         for name, text in row.items():
             assert same(text, known[name]), (name, row)
     marks = {
@@ -350,10 +371,10 @@ def check_test_scores(page: ReportTables, kind: str, rows: list[dict[str, str]])
         for heading, _ in page.titles
     }
     primary, better = task_class(kind).primary, task_class(kind).higher_is_better
-    own = {client: sheet.metrics()[primary] or 0.0 for client, sheet in by_client.items()}
+    own = {client: sheet.primary() for client, sheet in by_client.items()}
     worst = (min if better else max)(own.values())
     for heading, values in (
-        ("by round", {"global": whole.metrics()[primary], "worst client": worst}),
+        ("by round", {"global": whole.primary(), "worst client": worst}),
         ("of each client by round", own),
     ):
         shown = dict(text.split(", 1: ") for text in marks[f"{primary.capitalize()} {heading}"])

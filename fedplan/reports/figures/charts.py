@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, fsum, log10, nan
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,15 +78,18 @@ class Series:
 def mean_series(name: str, several: Sequence[Series]) -> Series:
     """Return the mean of several series, called `name`, at each x where all of them have a point.
 
-    Two or more series give a band from the lowest to the highest; none give no points.
+    Two or more series give a band from the lowest to the highest, one has its own; none give no
+    points.
     """
+    if len(several) == 1:
+        return replace(several[0], name=name)
     values = [dict(each.points) for each in several]
     xs = sorted(set(values[0]).intersection(*values[1:])) if values else []
     columns = [(x, [each[x] for each in values]) for x in xs]
     return Series(
         name,
         tuple((x, fsum(ys) / len(ys)) for x, ys in columns),
-        tuple((min(ys), max(ys)) for _, ys in columns) if len(values) > 1 else (),
+        tuple((min(ys), max(ys)) for _, ys in columns),
     )
 
 

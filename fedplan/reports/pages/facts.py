@@ -89,9 +89,15 @@ class RunFacts:
         return self.rules.of_run(self.metrics)
 
     def score_series(self, name: str, kind: ScoreKind) -> Series:
-        """Return a score by round as a series called `name`; no points if it was not measured."""
-        scores = ((row["round"], self.rules.of_row(row).find(kind)) for row in self.metrics)
-        return Series(name, tuple((number, score.value) for number, score in scores if score))
+        """Return a score by round as a series called `name`; no points if it was not measured.
+
+        Its band are the intervals of the scores, if all have one.
+        """
+        every = ((row["round"], self.rules.of_row(row).find(kind)) for row in self.metrics)
+        scores = [(number, score) for number, score in every if score]
+        band = tuple(score.interval for _, score in scores if score.interval)
+        points = tuple((number, score.value) for number, score in scores)
+        return Series(name, points, band if len(band) == len(points) else ())
 
     def column(self, name: str, *columns: str) -> Series:
         """Return the first of the metrics `columns` that has a finite value, by round, as a series.

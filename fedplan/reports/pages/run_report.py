@@ -142,7 +142,7 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
     for name, each in zip(run_names(facts), facts, strict=True) if len(facts) > 1 else ():
         rounds = f"{each.run.round} of {each.study.train.rounds}"
         scores = map(each.scores.find, labels)
-        texts = (f"{score.value:.3f}" if score else "" for score in scores)
+        texts = (score.number if score else "" for score in scores)
         traffic = (
             sum(r.upload_bytes for r in each.rounds),
             sum(r.download_bytes for r in each.rounds),
@@ -281,7 +281,7 @@ def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
     """
     seconds = facts.snapshot.status.round_seconds
     for score in facts.scores.scores:
-        yield f"{score.label} ({score.about})", f"{score.value:.3f}"
+        yield f"{score.label} ({score.about})", score.number
     if not facts.client_level_dp and facts.rounds:
         traffic = (
             sum(record.upload_bytes for record in facts.rounds),

@@ -175,6 +175,10 @@ def _score_caption(groups: Sequence[SeedGroup]) -> str:
             "to the highest."
         )
     kinds = {score.kind: score for group in groups for score in group.runs[0].scores.scores}
+    if len(several) < len(groups) and any(score.interval for score in kinds.values()):
+        sentences.append(
+            "The band of a single run spans what the bins and the noise of counts leave possible."
+        )
     explained = {
         "personal": "Personal: mean over the clients' models",
         "mean of clients": "Mean of clients: the global model at the clients",
