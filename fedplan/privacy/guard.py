@@ -71,7 +71,9 @@ class Guard:
     ) -> None:
         make_folder(folder)
         self.guarantee = guarantee
-        self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
+        self._secret = load_or_create_secret(
+            folder / SECRET_FILE, encryption, used_by=folder / CHARGES_FILE
+        )
         self._cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)
         self.budget = Budget(
             folder / CHARGES_FILE,

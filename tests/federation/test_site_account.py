@@ -284,3 +284,10 @@ def test_a_runs_own_promise_is_of_its_own_charges(tmp_path: Path) -> None:
     assert code == 0 and 2.0 < json.loads(told_)["epsilon_spent"] <= 3.0
     code, told_ = run("egress", str(tmp_path / "state"))
     assert code == 0 and f"all studies: {sum(ends) - 2} updates" in " ".join(told_.split())
+
+
+def test_a_lost_secret_of_a_used_account_is_not_drawn_anew(tmp_path: Path) -> None:
+    Account(tmp_path).charge(Answer("update", "r1", "a", 1))
+    (tmp_path / "secret").unlink()
+    with pytest.raises(PrivacyError, match=r"secret is lost: restore a copy"):
+        Account(tmp_path)

@@ -258,7 +258,9 @@ class Account:
         self.folder, self.limits, self.encryption = folder, limits or Limits(), encryption
         make_folder(folder)
         self._log = AppendLog(folder / REPLIES, chained=True)
-        self._secret = load_or_create_secret(folder / SECRET_FILE, encryption)
+        self._secret = load_or_create_secret(
+            folder / SECRET_FILE, encryption, used_by=self._log.file
+        )
 
     def charge(self, answer: Answer) -> None:
         """Append `answer`, the description of a reply, to the account's file, synced to disk.

@@ -30,14 +30,19 @@ SECRET_SIZE = 32
 _ABOUT = "secret"
 
 
-def load_or_create_secret(file: Path, encryption: Encryption | None = None) -> bytes:
+def load_or_create_secret(
+    file: Path, encryption: Encryption | None = None, *, used_by: Path | None = None
+) -> bytes:
     """Read the secret in a file; if there is no file, write a new random secret first.
 
-    encryption: encrypts the file's content; None: plain bytes, with a checksum. The folder must
+    encryption: encrypts the file's content; None: plain bytes, with a checksum. used_by: a file
+    whose content follows from the secret: if it exists, no new secret is written. The folder must
     exist. Creation is atomic: of several processes, all get the same secret. Raises a PrivacyError
-    if the file cannot be written, and as `read_secret` does.
+    if the file cannot be written, is lost, and as `read_secret` does.
     """
     try:
+        if not file.exists() and used_by is not None and used_by.exists():
+            raise PrivacyError(f"the secret {file} is lost: restore a copy of it")
         if not file.exists():
             secret = os.urandom(SECRET_SIZE)
             content = secret + hashlib.sha256(secret).digest()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that loses power: of each file and folder it knows the content that was synced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+
+class PowerDisk:
+    """What would be on disk if the power failed now, by the calls of `os.fsync` so far.
+
+    `contents`: synced bytes of files by inode. `names`: synced entries of folders by path, each
+    with its inode. `cut` rewrites a folder as a power cut leaves it.
+    """
+
+    def __init__(self) -> None:
+        self.contents = dict[int, bytes]()
+        self.names = dict[str, dict[str, int]]()
+        self.syncs = 0
+
+    def settle(self, folder: Path) -> None:
+        """Take all that is in a folder as synced."""
+        for path in (folder, *folder.rglob("*")):
+            if path.is_dir():
+                self.names[str(path)] = _entries(path)
+            else:
+                self.contents[path.stat().st_ino] = path.read_bytes()
+        self.names.setdefault(str(folder.parent), {})[folder.name] = folder.stat().st_ino
+
+    def fsync(self, descriptor: int) -> None:
+        """Take the content of an open file, or the names in an open folder, as synced."""
+        self.syncs += 1
+        state, path = os.fstat(descriptor), os.readlink(f"/proc/self/fd/{descriptor}")
+        if stat.S_ISDIR(state.st_mode):
+            self.names[path] = _entries(Path(path))
+        else:
+            with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+                self.contents[state.st_ino] = file.read()
+
+    def cut(self, folder: Path, rng: Random) -> str:
+        """Leave of a folder what a power cut leaves; return the kind of loss.
+
+        "strict": only what was synced. "names": all names, and of files what was synced. "mixed":
+        of each name, and of each file, the old or the new state, or a part of the new.
+        """
+        kind = rng.choice(("strict", "names", "mixed", "mixed"))
+        tree = list(self._survivors(folder, kind, rng))
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+        for path, content in tree:
+            if content is None:
+                path.mkdir(mode=0o700)
+            else:
+                path.write_bytes(content)
+                path.chmod(0o600)
+        self.settle(folder)
+        return kind
+
+    def _survivors(
+        self, folder: Path, kind: str, rng: Random
+    ) -> Iterator[tuple[Path, bytes | None]]:
+        """Yield (path, content or None for a folder) of all that survives, folders first."""
+        now, synced = _entries(folder), self.names.get(str(folder), {})
+        for name in sorted(now.keys() | synced.keys()):
+            keeps_new = kind == "names" or (kind == "mixed" and rng.random() < 0.5)
+            inode, path = (now if keeps_new else synced).get(name), folder / name
+            if inode is None:
+                continue
+            if path.is_dir():
+                yield path, None
+                yield from self._survivors(path, kind, rng)
+                continue
+            content = self.contents.get(inode, b"")
+            present = path.read_bytes() if now.get(name) == inode else content
+            if kind == "mixed" and present != content:
+                torn = rng.randrange(len(present) + 1)
+                zeros = bytes(len(present) - torn)
+                content = rng.choice((content, present, present[:torn] + zeros, present[:torn]))
+            yield path, content
+
+
+def _entries(folder: Path) -> dict[str, int]:
+    if not folder.is_dir():
+        return {}
+    return {entry.name: entry.inode() for entry in os.scandir(folder)}

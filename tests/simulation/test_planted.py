@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are planted in the product by hand: the simulator finds each, after how many seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from simulator import Setting, try_seed, undisturbed
+
+from fedplan.federation import client, rounds, server
+from fedplan.privacy.accounting import budget
+from fedplan.storage import append_log, files, journal, store
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def without(module: Any, name: str, result: object = None) -> Plant:
+    """Let a function do nothing."""
+    return lambda patch: patch.setattr(module, name, lambda *_, **__: result)
+
+
+class _Silent:
+    """`os` without fsync."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda _: None) if name == "fsync" else getattr(self._module, name)
+
+
+def unsynced(module: Any) -> Plant:
+    """Let a module sync no file's content."""
+    return lambda patch: patch.setattr(module, "os", _Silent(module.os))
+
+
+def _ledger_last(patch: pytest.MonkeyPatch) -> None:
+    """Commit the global state, and write the ledger's lines when the next round is committed."""
+    commit, append = server.Server.commit, append_log.CommittedLog.append
+    held = list[Any]()
+
+    def late(self: Any, lines: Any) -> None:
+        if self.file.name == "ledger.jsonl":
+            held.append(list(lines))
+            lines = held.pop(0) if len(held) > 1 else []
+        append(self, lines)
+
+    patch.setattr(append_log.CommittedLog, "append", late)
+    patch.setattr(server.Server, "commit", commit)
+
+
+def _forgetful_journal(patch: pytest.MonkeyPatch) -> None:
+    """Send the reply before the state is stored: every third state is lost."""
+    commit, calls = journal.Journal.commit, list[int]()
+
+    def sometimes(self: Any, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) % 3:
+            commit(self, *arguments)
+
+    patch.setattr(journal.Journal, "commit", sometimes)
+
+
+def _old_state(patch: pytest.MonkeyPatch) -> None:
+    """Train on from any state, however old."""
+    plain = client.load_client_state
+    patch.setattr(client, "load_client_state", lambda j, c, _, before="": plain(j, c, 0, before))
+
+
+def _stale_versions(patch: pytest.MonkeyPatch) -> None:
+    """Believe that a site has all values that it was ever sent, though it lost them."""
+    original = rounds.RequestBuilder.request
+
+    def request(self: Any, name: str, traits: Any, *, full: bool = False) -> Any:
+        made = original(self, name, traits, full=full)
+        return replace(made, values=dict(list(made.values.items())[1:])) if not full else made
+
+    patch.setattr(rounds.RequestBuilder, "request", request)
+
+
+PLANTED: dict[str, Plant] = {
+    "small files are not synced": unsynced(files),
+    "lines of logs are not synced": unsynced(append_log),
+    "checkpoints are not synced": unsynced(store),
+    "names of checkpoints are not synced": without(store, "sync_folder"),
+    "names of small files are not synced": without(files, "sync_folder"),
+    "states are stored after replies": _forgetful_journal,
+    "the ledger is written after the state": _ledger_last,
+    "an old state is trained on": _old_state,
+    "values are left out of a request": _stale_versions,
+    "a charge is not written": without(budget.Budget, "charge"),
+}
+"""Faults in order of commits, syncs, replay, budget and versions."""
+SEEDS = 400
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path, record_property: Any) -> None:
+    for seed in range(SEEDS):
+        undisturbed(Setting.draw(Random(seed)), tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            PLANTED[fault](patch)
+            try:
+                try_seed(seed, tmp_path)
+            except (AssertionError, Exception):
+                record_property("seeds", seed + 1)
+                return
+    pytest.fail(f"{fault}: not found in {SEEDS} seeds")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever faults a seed draws, a federation ends with the bits of an undisturbed one.
+
+A failing seed is replayed by `make simulate SEED=n`, and stored in FOUND with its fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from simulator import try_seed
+
+FOUND: dict[int, str] = {}
+"""Seeds that once failed, with the fault that each has found."""
+SECONDS = 25.0
+"""Seconds of a processor that fresh seeds have by day."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of trials, in memory where there is such a place: nothing there survives anyway."""
+    return tmp_path_factory.mktemp("simulation")
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_seed_that_once_failed_passes(seed: int, root: Path) -> None:
+    try_seed(seed, root)
+
+
+def test_fresh_seeds_end_with_the_bits_of_an_undisturbed_run(root: Path) -> None:
+    end, faults = time.process_time() + SECONDS, Counter[str]()
+    while time.process_time() < end:
+        seed = secrets.randbelow(2**31)
+        try:
+            faults += try_seed(seed, root)
+        except BaseException as error:
+            error.add_note(f"replay with: make simulate SEED={seed}")
+            raise
+    assert faults.total() > 0
+
+
+def main(first: int, count: int, results: Path) -> int:
+    """Try seeds and write a line for each hundred of them; return the number that failed."""
+    import tempfile
+
+    root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    failed, faults, began = list[tuple[int, str]](), Counter[str](), time.process_time()
+    for seed in range(first, first + count):
+        try:
+            faults += try_seed(seed, root)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            failed.append((seed, f"{type(error).__name__}: {error}"[:500]))
+            sys.stdout.write(f"failed: {failed[-1]}\n")
+            sys.stdout.flush()
+        if (seed + 1 - first) % 100 == 0 or seed + 1 == first + count:
+            seconds = round(time.process_time() - began, 1)
+            line = {"first": first, "next": seed + 1, "failed": failed, "cpu_seconds": seconds}
+            with results.open("a") as out:
+                out.write(json.dumps(line | {"faults": dict(sorted(faults.items()))}) + "\n")
+            first, failed, faults, began = seed + 1, [], Counter(), time.process_time()
+    return len(failed)
+
+
+if __name__ == "__main__":
+    import logging
+
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])) > 0)
