@@ -28,6 +28,7 @@ from fedplan.methods.method import Method
 from fedplan.reports.pages.run_report import report
 from fedplan.reports.plan_warnings import RunWarning
 from fedplan.reports.run_warnings import read_run_warnings
+from fedplan.reports.study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import export_run, load_run_model, load_run_values
@@ -39,6 +40,7 @@ from fedplan.studies.federation_sections import (
     PrivacyConfig,
 )
 from fedplan.studies.in_memory import InMemoryInputs
+from fedplan.studies.record import read_data_record
 from fedplan.studies.resume import continue_study, prepare_folder
 from fedplan.studies.run import read_run, read_run_study
 from fedplan.studies.schema import ConfigError, Study, read_study
@@ -243,6 +245,7 @@ def run_study(
     workers: int | None = None,
     gpus_per_worker: float = 0.0,
     ray_address: str = "",
+    strict: bool = False,
 ) -> Run:
     """Run all rounds of a study (an object or a TOML file) here; return the finished run.
 
@@ -251,7 +254,9 @@ def run_study(
     folder or id of an earlier run from which clients take their personal params. `callbacks` are
     called after each round. The `runner` "pool" or "ray" runs clients in `workers` processes
     (default: by the number of cores) with the same result as "local"; `gpus_per_worker` and
-    `ray_address` are for "ray". Raises ConfigError if study, folder or arguments are invalid.
+    `ray_address` are for "ray". `strict` makes warnings errors: a FedplanError before the first
+    round, or at the end of the run, names them. Raises ConfigError if study, folder or arguments
+    are invalid.
     """
     pool_config = make_pool_config(runner, workers, gpus_per_worker, ray_address)
     study = study if isinstance(study, Study) else read_study(Path(study))
@@ -266,7 +271,12 @@ def run_study(
         events=EventStream(folder),
         pool_config=pool_config,
     )
-    return Run(folder, simulation.run())
+    if strict:
+        record = read_data_record(folder)
+        refuse_warnings(study_warnings(study, simulation.federation.agreement, record), NOTHING_RUN)
+    run = Run(folder, simulation.run())
+    refuse_warnings(run.warnings if strict else (), f"{folder} is doubtful")
+    return run
 
 
 def simulate(

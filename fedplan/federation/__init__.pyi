@@ -90,6 +90,7 @@ from .ledger.events import (
     RoundStarted,
     RunChanged,
     RunStalled,
+    RunStarted,
 )
 from .ledger.faults import (
     APPROVAL,

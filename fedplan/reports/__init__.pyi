@@ -30,5 +30,6 @@ from .role_figure import RoleFigure, draw_roles
 from .run_warnings import read_run_warnings
 from .status import follow_run, make_console, run_snapshot, stop_run, watch
 from .study_explanation import explain_study, read_privacy_statement, write_privacy_statement
+from .study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 
 __all__ = ["data_distribution", "draw_roles", "run_snapshot", "stop_run"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.ledger.events import CommittedRound, Event
+from fedplan.federation.ledger.events import CommittedRound, Event, RunStarted
 from fedplan.federation.ledger.status import RunState, RunStatus
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.reports.formats import (
@@ -30,7 +29,7 @@ from fedplan.reports.plan_warnings import RunWarning, warnings_text
 from fedplan.reports.run_warnings import read_run_warnings
 from fedplan.reports.status import answered_text
 from fedplan.reports.study_explanation import write_privacy_statement
-from fedplan.reports.study_warnings import data_warnings, study_warnings
+from fedplan.reports.study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import outline_agreement
@@ -68,12 +67,11 @@ def show_rounds(
     console: Console,
     total: int,
     line: Callable[[CommittedRound], str],
-    *,
-    done: int = 0,
 ) -> Generator[Progress]:
     """Print the `line` of each committed round, below a bar of the rounds, within the body.
 
-    `total` and `done` are numbers of rounds. There is no bar if the console is no terminal.
+    `total` is the number of rounds; the bar of a resumed run begins at the rounds that are done.
+    There is no bar if the console is no terminal.
     """
     bar = Progress(
         TextColumn("round {task.completed}/{task.total}"),
@@ -83,11 +81,12 @@ def show_rounds(
         transient=True,
         disable=not console.is_terminal,
     )
-    task = bar.add_task("", total=total, completed=done)
+    task = bar.add_task("", total=total)
 
     def show(event: Event, status: RunStatus) -> None:
+        if isinstance(event, RunStarted | CommittedRound):
+            bar.update(task, completed=status.round)
         if isinstance(event, CommittedRound):
-            bar.update(task, completed=event.round)
             console.print(line(event))
 
     earlier = events.subscribers
@@ -144,7 +143,7 @@ def run_with_progress(
         if done >= total:
             console.print(f"All {done} rounds were done before.", markup=False)
         try:
-            with show_rounds(events, console, total, line, done=done):
+            with show_rounds(events, console, total, line):
                 simulation.run()
         except KeyboardInterrupt:
             number = federation.global_state.round + 1
@@ -176,14 +175,10 @@ def _print_first_warnings(
 
     With `strict`, raise FedplanError if there are any.
     """
-    record = read_data_record(folder)
-    clients = study.clients.names or record.get("train", ())
-    roster = {name: study.clients.traits.get(name, {}) for name in clients}
-    warnings = [*study_warnings(study, agreement, roster), *data_warnings(study, record)]
+    warnings = study_warnings(study, agreement, read_data_record(folder))
     for text in warnings_text(warnings):
         console.print(text, soft_wrap=True)
-    if strict and warnings:
-        raise FedplanError(f"--strict: nothing was run, because of {_codes(warnings)}")
+    refuse_warnings(warnings if strict else (), NOTHING_RUN)
 
 
 def _print_last_warnings(console: Console, folder: Path) -> list[RunWarning]:
@@ -197,10 +192,6 @@ def _print_last_warnings(console: Console, folder: Path) -> list[RunWarning]:
 def _end_text(status: RunStatus) -> str:
     """Return the sentence on the end of a run that has had all its rounds."""
     return f"Failed: {status.reason}. " if status.state == RunState.FAILED else "Done. "
-
-
-def _codes(warnings: Sequence[RunWarning]) -> str:
-    return ", ".join(dict.fromkeys(warning.code for warning in warnings))
 
 
 def run_flower_with_progress(

@@ -20,8 +20,8 @@ from fedplan.reports.study_warnings import (
     data_warnings,
     join_names,
     phase_fields,
+    planned_warnings,
     setting_text,
-    study_warnings,
 )
 from fedplan.studies.record import read_data_record, read_initial_scores
 from fedplan.studies.run import read_consistently
@@ -92,7 +92,7 @@ def _plan_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     """Yield warnings of the plan: as recorded, or as planned if turns are private or to come."""
     if facts.snapshot.live or facts.client_level_dp or not any(facts.turns):
         roster = {} if facts.client_level_dp else facts.roster
-        return study_warnings(facts.study, facts.agreement, roster)
+        return planned_warnings(facts.study, facts.agreement, roster)
     turns = [
         Turn(turn.round, turn.client, turn.phase, turn.traits)
         for turns in facts.turns

@@ -25,7 +25,7 @@ from fedplan.privacy.statement import PRIVACY_FILE, Expense, Statement
 from fedplan.reports.explanation import Explanation, explain
 from fedplan.reports.exposure import study_exposure
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
-from fedplan.reports.study_warnings import data_warnings, study_warnings
+from fedplan.reports.study_warnings import study_warnings
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import (
     Experiment,
@@ -78,7 +78,7 @@ def explain_experiment(
     )
     explanation = replace(explanation, forecast=forecast)
     record = data_record(study, experiment.data)
-    warnings = (*study_warnings(study, agreement, roster), *data_warnings(study, record))
+    warnings = tuple(study_warnings(study, agreement, record, roster))
     exposure = study_exposure(agreement)
     on_gpu = study.device != "cpu" and (study.device != AUTO or resolve_device(AUTO).type != "cpu")
     explanation = replace(explanation, warning=exposure, warnings=warnings, on_gpu=on_gpu)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from math import ceil
 from typing import Any
 
+from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.language.coverage import planned_turns
 from fedplan.language.resolution import Participants, phase_names
@@ -25,6 +26,8 @@ from fedplan.studies.schema import Study
 
 MIN_TEST_EXAMPLES = 30
 """With fewer test examples, one example changes an accuracy by more than 0.03."""
+NOTHING_RUN = "nothing was run"
+"""What a strict run says that is refused before its first round."""
 MAX_NAMES = 5
 """The most names in a warning."""
 
@@ -57,6 +60,21 @@ def phase_fields(study: Study) -> dict[str, str]:
 
 
 def study_warnings(
+    study: Study,
+    agreement: Agreement,
+    record: Mapping[str, Any],
+    clients: Iterable[str] = (),
+) -> list[RunWarning]:
+    """Return the warnings of a study that are known before its first round.
+
+    `record`: its `data_record`. `clients`: names, by default those of the study or of the record.
+    """
+    names = clients or study.clients.names or record.get("train") or ()
+    roster = {name: study.clients.traits.get(name, {}) for name in names}
+    return [*planned_warnings(study, agreement, roster), *data_warnings(study, record)]
+
+
+def planned_warnings(
     study: Study, agreement: Agreement, roster: Mapping[str, Mapping[str, str]]
 ) -> Iterator[RunWarning]:
     """Yield the warnings of a study's plan, over all rounds of the run that is planned.
@@ -212,6 +230,13 @@ def _tested_on_training(owner: str, client: str) -> RunWarning:
         f"{owner} the training examples of {client}, so its score says nothing of new examples.",
         "Give test examples that no client trains on.",
     )
+
+
+def refuse_warnings(warnings: Sequence[RunWarning], outcome: str) -> None:
+    """Raise FedplanError with the codes of warnings, for a strict run; `outcome`: what was run."""
+    if warnings:
+        codes = ", ".join(dict.fromkeys(warning.code for warning in warnings))
+        raise FedplanError(f"strict: {outcome}, because of {codes}")
 
 
 def join_names(names: Iterable[object]) -> str:

@@ -69,8 +69,9 @@ def test_a_bar_is_drawn_for_a_terminal_and_for_nobody_else(here: Path, terminal:
 def test_the_bar_says_what_the_status_says() -> None:
     events, written = EventStream(), io.StringIO()
     console = Console(file=written, force_terminal=True, width=100)
-    with show_rounds(events, console, 3, lambda closed: f"round {closed.round}", done=1) as bar:
+    with show_rounds(events, console, 3, lambda closed: f"round {closed.round}") as bar:
         events.emit(RunStarted(RunStatus(rounds=3, round=1)))
+        assert bar.tasks[0].completed == 1, "a resumed run, of sites as well"
         events.emit(RoundStarted(4))
         events.emit(ClientChanged("north", SiteState.RESPONDED))
         bar.refresh()

@@ -22,10 +22,12 @@ from silent_mistakes import (
 
 import fedplan as fp
 from fedplan.audits.run import audit_run
+from fedplan.errors import FedplanError
 from fedplan.reports.plan_warnings import PLAN_WARNINGS
 from fedplan.reports.run_warnings import RESULT_WARNINGS
 from fedplan.reports.status import run_snapshot
 from fedplan.reports.study_warnings import DATA_WARNINGS
+from fedplan.studies.schema import read_study
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 MEANINGS = PLAN_WARNINGS | DATA_WARNINGS | RESULT_WARNINGS
@@ -127,6 +129,17 @@ def test_strict_makes_them_errors(study: Path) -> None:
     )
     assert code == 1 and "Never aggregated" in words, words
     assert typed("run", "study.toml", "--strict", "--output", "good")[0] == 0
+
+
+def test_strict_makes_them_errors_in_python(study: Path) -> None:
+    file = study / "study.toml"
+    with pytest.raises(FedplanError, match="nothing was run, because of nothing-trained"):
+        fp.run_study(read_study(file, ["method.plan=freeze()"]), "frozen", strict=True)
+    assert fp.open_run("frozen").round == 0
+    late = read_study(file, ["clients.late_fraction=1.0", "train.rounds=1"])
+    with pytest.raises(FedplanError, match=r"late is doubtful, because of .*never-aggregated"):
+        fp.run_study(late, "late", strict=True)
+    assert fp.open_run("late").round == 1
 
 
 def test_client_level_privacy_tells_nothing_of_clients() -> None:
