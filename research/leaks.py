@@ -50,7 +50,8 @@ from research.bench.facts import facts_of
 
 RESULTS = Path(__file__).parent / "results" / "update-leaks.jsonl"
 CLIENTS, TOKEN_CLIENTS, SEED = 120, 18, 0
-VOCABULARY, LENGTH, WIDTH, BLOCKS, CLASSES = 500, 16, 32, 2, 4
+SIZES = {"vocabulary": 500, "length": 16, "classes": 4}
+"""Of the attacked texts and the model that reads them."""
 EPSILON, DELTA, EXPECTED = 8.0, tokens.DELTA, 8
 """Of both kinds of privacy; EXPECTED is the public number of examples of DP-SGD."""
 GROUPS = (3, 5)
@@ -90,7 +91,7 @@ def images(method: str) -> bool:
 
 
 def classes(method: str) -> int:
-    return len(victims.CLASSES) if images(method) else CLASSES
+    return len(victims.CLASSES) if images(method) else SIZES["classes"]
 
 
 @cache
@@ -98,22 +99,13 @@ def cohort(of_images: bool) -> Cohort:
     """The attacked clients: all methods have the same texts, or the same images."""
     if of_images:
         return Cohort.draw(partial(victims.random_images, SEED), CLIENTS, SEED)
-    sizes = {"vocabulary": VOCABULARY, "length": LENGTH, "classes": CLASSES}
-    return Cohort.draw(partial(victims.population_texts, 0, SEED, **sizes), CLIENTS, SEED)
+    return Cohort.draw(partial(victims.population_texts, 0, SEED, **SIZES), CLIENTS, SEED)
 
 
 def make_model(method: str, dropout: float = 0.0) -> nn.Module:
     if images(method):
         return victims.image_classifier()
-    return victims.text_classifier(
-        vocabulary=VOCABULARY,
-        width=WIDTH,
-        blocks=BLOCKS,
-        length=LENGTH,
-        spread=0.05,
-        dropout=dropout,
-        classes=CLASSES,
-    )
+    return victims.text_classifier(**SIZES, width=32, blocks=2, spread=0.05, dropout=dropout)
 
 
 def train(name: str, setup: str, data: Sequence[Any], epsilon: float = 0.0) -> Changes:

@@ -18,7 +18,7 @@ import duals
 import pytest
 import torch
 from chat import chat_tokenizer, pairs, tiny_chat
-from clients import GUARANTEES, RUN
+from clients import GUARANTEES, RUN, client_of
 from commands import STUDY
 from flwr.app import Context
 from flwr.app import Message as FlowerMessage
@@ -58,7 +58,7 @@ from fedplan.runners.simulation import Simulation
 from fedplan.sites.policy import policy_from_dict
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.store import Store
-from fedplan.studies.experiment import Experiment, build_experiment, make_eval_set
+from fedplan.studies.experiment import Experiment, build_experiment
 from fedplan.studies.export import export_run
 from fedplan.studies.model_card import describe_export
 from fedplan.studies.run import read_run
@@ -158,21 +158,15 @@ class Sites:
     def endpoint(self, name: str, run: str = RUN) -> Endpoint:
         if name not in self.endpoints:
             experiment, folder = self.experiment, self.folder / "sites" / name
-            client = Client(
-                name=name,
-                examples=experiment.data.train[name],
-                journal=open_journal(site_run_folder(folder, run)),
-                setup=TrainSetup(
-                    copy.deepcopy(experiment.model),
-                    experiment.data.task.loss,
-                    experiment.initial_values,
-                    experiment.initial_model,
-                ),
-                privacy=ClientPrivacy(
+            client = client_of(
+                self.study,
+                experiment,
+                name,
+                site_run_folder(folder, run),
+                ClientPrivacy(
                     account=Account(self.folder / "accounts" / name, self.limits),
                     metric_policy=self.disclosures.get(name.replace("-", "_"), MetricPolicy()),
                 ),
-                eval_set=make_eval_set(self.study, experiment.data, name),
             )
             client.__dict__["digest_key"] = name.encode().ljust(32)
             self.endpoints[name] = Endpoint(

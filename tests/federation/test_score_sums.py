@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clients import client_of
 from commands import STUDY
 from flwr.app import Context
 from grids import InProcess
@@ -22,13 +22,11 @@ from fedplan.audits.run import verify_run
 from fedplan.data.predictions import Predictions
 from fedplan.data.score_counts import ScoreCounts
 from fedplan.federation.client import (
-    Client,
     ClientPrivacy,
     MetricPolicy,
-    TrainSetup,
     make_example_guard,
 )
-from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
+from fedplan.federation.endpoint import Endpoint, site_run_folder
 from fedplan.federation.evaluation import make_eval_request
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.ledger.egress import Account, read_egress
@@ -43,7 +41,7 @@ from fedplan.runners.flower.apps import client_app, run_server
 from fedplan.runners.simulation import Simulation
 from fedplan.sites.policy import Policy
 from fedplan.sites.review import review_study
-from fedplan.studies.experiment import build_experiment, make_eval_set, privacy_statement
+from fedplan.studies.experiment import build_experiment, privacy_statement
 from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import run_scores
 from fedplan.studies.schema import ConfigError, Study, read_study
@@ -103,22 +101,16 @@ class Sites:
             experiment, folder = self.experiment, self.folder / "sites" / name
             agreement = replace(experiment.pinned_agreement, run=run)
             account, place = Account(self.accounts / name), site_run_folder(folder, run)
-            client = Client(
-                name=name,
-                examples=experiment.data.train[name],
-                journal=open_journal(place),
-                setup=TrainSetup(
-                    copy.deepcopy(experiment.model),
-                    experiment.data.task.loss,
-                    experiment.initial_values,
-                    experiment.initial_model,
-                ),
-                privacy=ClientPrivacy(
+            client = client_of(
+                self.study,
+                experiment,
+                name,
+                place,
+                ClientPrivacy(
                     guard=make_example_guard(agreement, folder, account),
                     account=account,
                     metric_policy=self.policies.get(name.replace("-", "_"), MetricPolicy()),
                 ),
-                eval_set=make_eval_set(self.study, experiment.data, name),
             )
             masker = None
             if agreement.secagg.active:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from fedplan.federation.client import KEY
+from fedplan.federation.client import KEY, Client, ClientPrivacy, TrainSetup
+from fedplan.federation.endpoint import open_journal
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import SECRET_FILE
 from fedplan.storage.journal import client_state_folder
+from fedplan.studies.experiment import Experiment, make_eval_set
+from fedplan.studies.schema import Study
 
 GUARANTEES = {
     "veiled": Guarantee(
@@ -37,6 +41,25 @@ GUARANTEES = {
 
 RUN = "ab" * 8
 """The id of runs whose noise is to be the same: votes of rows are drawn by it."""
+
+
+def client_of(
+    study: Study, experiment: Experiment, name: str, folder: Path, privacy: ClientPrivacy
+) -> Client:
+    """A client of a study with a model and a journal of its own, as a site makes it."""
+    return Client(
+        name=name,
+        examples=experiment.data.train[name],
+        journal=open_journal(folder),
+        setup=TrainSetup(
+            copy.deepcopy(experiment.model),
+            experiment.data.task.loss,
+            experiment.initial_values,
+            experiment.initial_model,
+        ),
+        privacy=privacy,
+        eval_set=make_eval_set(study, experiment.data, name),
+    )
 
 
 def know_secrets(folder: Path, clients: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fedplan.cli import app
 
-STUDY = """
+IMAGES = """
 name = "tiny"
 [model]
 type = "vit"
@@ -19,8 +19,10 @@ config = { image_size = 8, patch_size = 4, hidden_size = 16, num_hidden_layers =
 kind = "image-classification"
 input = "image"
 label = "digit"
-labels = [0, 1, 2]
 image_size = 8
+"""
+"""The head of a study of small images, of a tiny model."""
+STUDY = f"""{IMAGES}labels = [0, 1, 2]
 [data]
 path = "digits.npz"
 split = "train"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from commands import IMAGES
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -87,16 +88,9 @@ def played(
     return fp.simulate(method, model or net(), data or clients(), task_loss, train=how, **more)
 
 
-STUDY = """
-name = "tiny"
-[model]
-type = "vit"
-config = { image_size = 8, patch_size = 4, hidden_size = 8, num_hidden_layers = 2, num_attention_heads = 2, intermediate_size = 8 }
-[task]
-kind = "image-classification"
-input = "image"
-label = "shade"
-image_size = 8
+STUDY = (
+    IMAGES.replace("size = 16", "size = 8").replace("digit", "shade")
+    + """\
 [data]
 path = "shades.npz"
 split = "train"
@@ -109,6 +103,7 @@ rounds = 3
 batch_size = 8
 lr = 0.01
 """
+)
 
 
 def some_shades(folder: Path) -> None:
