@@ -38,6 +38,7 @@ from .row_digests import example_digests, group_digests
 from .schema_inference import SAMPLED_ROWS, TableSchema, infer_schema
 from .score_counts import BINS, MAX_CLASSES, NOISY_BINS, Counts, ScoreCounts
 from .tables import (
+    ROW,
     DataError,
     class_names,
     column_values,
@@ -50,6 +51,7 @@ from .tables import (
     load_table,
     matches_any,
     missing_cells,
+    open_images,
     plain_cells,
     require_column,
     select_rows,
@@ -71,6 +73,7 @@ __all__ = [
     "Task",
     "TokenSequences",
     "load_table",
+    "open_images",
     "make_task",
     "metric_direction",
     "metric_named",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from fedplan.data.tables import (
+    ROW,
     class_names,
     number_text,
     require_column,
@@ -41,7 +42,7 @@ def example_digests(table: Dataset, columns: Iterable[str] = ()) -> list[bytes]:
 
     arrays = datasets.Array2D | datasets.Array3D | datasets.Array4D
     hashers = [hashlib.sha256() for _ in range(len(table))]
-    for name in sorted(set(columns) or set(table.column_names)):
+    for name in sorted(set(columns) or {*table.column_names} - {ROW}):
         require_column(table, name)
         feature, labels = cast("Any", table.features)[name], class_names(table, name)
         column = table.select_columns([name])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedplan.data.tables import (
+    IMAGE_FILE,
     DataError,
     class_names,
     label_text,
@@ -74,7 +76,8 @@ class ColumnSchema:
 
     `values` are the distinct values (of lists: items) as texts; empty if a column without lists has
     over MAX_CLASSES. `distinct` is the number of distinct values, `missing` the number of cells
-    without a value, and `length` the 95th percentile of words per cell; 0 if not measured. `lists`:
+    without a value, and `length` the 95th percentile of words per cell; 0 if not measured. `common`
+    is the share of cells with the most frequent value of a column of classes. `lists`:
     whether cells are lists. `separator`: text between labels, if cells seem to have several; then
     `values` are the single labels.
     """
@@ -87,6 +90,7 @@ class ColumnSchema:
     distinct: int = 0
     lists: bool = False
     separator: str = ""
+    common: float = 0.0
 
     @property
     def summary(self) -> str:
@@ -294,6 +298,8 @@ def _infer_column(table: Dataset, name: str) -> ColumnSchema:
         words = bool(items) and isinstance(items[0], str) and many
         return ColumnSchema(name, "words" if words else "class", values, missing, lists=True)
     texts, names = [label_text(cell) for cell in cells], class_names(table, name)
+    if all(map(IMAGE_FILE.fullmatch, texts)):
+        return ColumnSchema(name, "image", missing=missing)
     values = tuple(names or sorted(set(texts)))
     length = sorted(len(text.split()) for text in texts)[int(0.95 * (len(texts) - 1))]
     dated = sum(DATE.fullmatch(text) is not None for text in texts) > 0.9 * len(texts)
@@ -314,7 +320,8 @@ def _infer_column(table: Dataset, name: str) -> ColumnSchema:
         return ColumnSchema(name, kind, few_values, missing, length, len(values))
     fractional = any(_is_number(text) and not text.lstrip("-").isdecimal() for text in texts)
     kind = "number" if fractional else "text" if length > 5 else "class"
-    return ColumnSchema(name, kind, values, missing, length, len(values))
+    common = Counter(texts).most_common(1)[0][1] / len(texts)
+    return ColumnSchema(name, kind, values, missing, length, len(values), common=common)
 
 
 def _find_separator(texts: Sequence[str]) -> str:

@@ -23,7 +23,47 @@ class DataError(FedplanError):
     code = "data"
 
 
-def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Dataset:
+IMAGE_FILE = re.compile(r".+\.(png|jpe?g|bmp|gif|tiff?|webp)", re.IGNORECASE)
+"""Names of image files."""
+
+
+def open_images(table: Dataset, columns: Iterable[str], path: str, *, private: bool) -> Dataset:
+    """Return a table with the contents of files in columns that have the names of image files.
+
+    The files lie in the folder of the table at `path`. Other columns stay as they are. Raises
+    DataError if a file cannot be read; with `private` its cell is missing instead, since the error
+    would tell what a row holds.
+    """
+    from datasets import Value
+
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    for column in columns:
+        names = plain_cells(table, column)
+        if not any(isinstance(name, str) and IMAGE_FILE.fullmatch(name) for name in names):
+            continue
+        cells = list[bytes | None]()
+        for row, name in enumerate(names, 1):
+            try:
+                cells.append(None if name is None else (folder / str(name)).read_bytes())
+            except OSError as error:
+                if not private:
+                    raise DataError(
+                        f"row {row} names the image {name!r} in column {column!r}, which is no "
+                        f"file in {folder.absolute()}: give paths that start there"
+                    ) from error
+                cells.append(None)
+        rest = cast("Any", table.remove_columns(column))
+        table = rest.add_column(column, cells, feature=Value("binary"))
+    return table
+
+
+ROW = "fedplan.row"
+"""Name of the column that `load_table` adds with `numbered`; it is no part of a row's content."""
+
+
+def load_table(
+    path: str, *, split: str = "", allow_empty: bool = False, numbered: bool = False
+) -> Dataset:
     """Load a table from a file, a folder, or the Hub as `hub:org/name` (uses the network).
 
     `path` is a .csv, .json, .jsonl, .parquet or .npz file, or a folder of such files. Files are
@@ -34,7 +74,9 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
     the split, or else such rows of each file; or the split of this name in a dataset of the Hub or
     saved by `datasets`. `allow_empty` is as in `filter_rows`; with it, cells of a JSON file may
     have any type, each its own, instead of one type per column, and a folder with JSON files may
-    have no others. Raises DataError if the table or the split cannot be read.
+    have no others. `numbered` adds the column ROW to the table of a .csv, .json, .jsonl or .parquet
+    file: the number of each row in the file, from 1. Raises DataError if the table or the split
+    cannot be read.
     """
     place = Path(path)
     if is_hub_id(path):
@@ -49,6 +91,8 @@ def load_table(path: str, *, split: str = "", allow_empty: bool = False) -> Data
                 table = _from_json(place, any_types=True)
             else:
                 table = _READERS[place.suffix](place)
+            if numbered:
+                table = cast("Any", table).add_column(ROW, list(range(1, len(table) + 1)))
             if split and "split" not in table.column_names:
                 if allow_empty and place.suffix in JSON_SUFFIXES:
                     return select_rows(table, [])
@@ -304,7 +348,7 @@ def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
             labels = cast("list[str]", value) if isinstance(value, list) else [value]
             names |= set(labels)
             count += len(labels)
-    remedy = "if they are classes, list them in task.labels"
+    remedy = "name another label column; or, if they are classes, list them in task.labels"
     if fractional := sorted(label for label in names if _is_fractional(label)):
         raise DataError(
             f"column {column!r} has the value {fractional[0]}, which looks like a measurement and "

@@ -101,7 +101,7 @@ def _label(values: Mapping[str, Any], plan: str, differing: Sequence[str]) -> st
 
     present = [name for name in differing if values.get(name) not in UNSET]
     if not present:
-        return f"{short(differing[0])} not set" if len(differing) == 1 else ""
+        return f"{', '.join(map(short, differing))} not set" if differing else ""
     leading = [str(values[name]) for name in alone if name in present]
     settings = [f"{short(name)} {values[name]}" for name in present if name not in alone]
     return ", ".join([*leading, *settings])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplan.data.tables import DataError, has_json_columns, load_table
+from fedplan.data.tables import DataError, has_json_columns, load_table, open_images
 from fedplan.federation.client import (
     Client,
     ClientPrivacy,
@@ -250,7 +250,8 @@ def load_site_table(site: Site, study: Study) -> Dataset:
             columns = {*task.input_columns, task.label, *data.filter, *data.train_filter} - {""}
             for column in sorted(columns - {*table.column_names}):
                 table = table.add_column(column, [None] * len(table))  # pyright: ignore
-        return table
+        images = task.input_columns if task.kind.startswith("image") else []
+        return open_images(table, images, site.data, private=is_private)
     file, _, function = site.reader.rpartition(":")
     module_spec = importlib.util.spec_from_file_location("fedplan_site_rows", file)
     if module_spec is None or module_spec.loader is None:

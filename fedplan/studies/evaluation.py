@@ -41,8 +41,8 @@ class RunPredictions:
     """Predictions of a run's models: by model ("global", "personal") and client, or COMMON.
 
     `test` are on test examples, `validation` on those of which thresholds are chosen. `groups` are
-    the groups of test examples, by client. `untrained`: kinds of params of the global model that
-    have their initial values.
+    the groups of test examples, by client, and `rows` their rows in the dataset's file, if known.
+    `untrained`: kinds of params of the global model that have their initial values.
     """
 
     task: Task
@@ -50,6 +50,7 @@ class RunPredictions:
     test: dict[tuple[str, str], Predictions]
     validation: dict[tuple[str, str], Predictions]
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    rows: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     untrained: str = ""
 
     def tables(self) -> dict[str, Any]:
@@ -104,8 +105,9 @@ class RunPredictions:
     def write_csv(self, file: Path) -> int:
         """Write a row for each test prediction, and return the number of rows.
 
-        Columns: client ("" for the common test set), model, example, truth, predicted, and the
-        probability of each label, as `p(label)`. Labels of one example are joined by "|". Raises
+        Columns: client ("" for the common test set), model, example, row (the number of its row in
+        the dataset's file, from 1; "" if not known), truth, predicted, and the probability of each
+        label, as `p(label)`. Labels of one example are joined by "|". Raises
         ConfigError for a language task without generated texts.
         """
         task = self.task
@@ -118,10 +120,13 @@ class RunPredictions:
         columns = [f"p({label})" for label in task.labels] if shown is not None else []
         with file.open("w", encoding="utf-8", newline="") as stream:
             writer, count = csv.writer(stream), 0
-            writer.writerow(["client", "model", "example", "truth", "predicted", *columns])
+            writer.writerow(["client", "model", "example", "row", "truth", "predicted", *columns])
             for (model, client), predictions in self.test.items():
-                for row in _rows(task, predictions):
-                    writer.writerow([client, model, *row])
+                rows = self.rows.get(client, ())
+                known = len(rows) == len(predictions)
+                for example, *values in _rows(task, predictions):
+                    row = rows[example] if known else ""
+                    writer.writerow([client, model, example, row, *values])
                     count += 1
         return count
 
@@ -210,7 +215,12 @@ def predict_all(
                     predict(kind, ("personal", name), of_clients[kind].get(name))
     untrained = untrained_kinds(agreement)
     return RunPredictions(
-        task, round_number, **predictions, groups=data.test_groups, untrained=untrained
+        task,
+        round_number,
+        **predictions,
+        groups=data.test_groups,
+        rows=data.test_rows,
+        untrained=untrained,
     )
 
 

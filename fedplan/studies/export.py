@@ -68,6 +68,7 @@ from fedplan.studies.run import (
     sweep_expenses,
 )
 from fedplan.studies.run_scores import (
+    client_score,
     is_personal,
     personal_params,
     run_scores,
@@ -86,7 +87,7 @@ from fedplan.studies.stored_model import (
 )
 from fedplan.tensors.named import Tensors
 
-HIDDEN_COLUMNS = ("global.examples", "global.clients")
+HIDDEN_COLUMNS = ("examples", "clients")
 """Metrics that are no scores; the number of test examples is not revealed."""
 VALUES_EXPORT = "model.safetensors"
 """File of an exported model whose code is unknown: all values by name."""
@@ -141,6 +142,13 @@ def export_run(
     if best and (client or is_site):
         raise ConfigError(
             "--best is for the global model: leave out --client, and run it in a run's folder"
+        )
+    if key and not is_site:
+        raise ConfigError(f"--key decrypts a site's state, and {folder} is a run: leave it out")
+    if client and not is_site and not is_personal(read_run(folder).agreement):
+        raise ConfigError(
+            f"the plan of {folder} keeps nothing at clients, so {client} has the shared model: "
+            "leave out --client"
         )
     if client and global_model:
         raise ConfigError("--client and --global exclude each other: give one of them")
@@ -300,9 +308,12 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     names = run.clients or list(study.clients.names)
     public, number = statement is None, global_state.round
     row = next((row for row in run.metrics if public and row["round"] == number), {})
-    scores = score_rules(run).of_row(row).scores
-    own = "personal" if client else "global"
-    scores = sorted(scores, key=lambda score: score.kind != own)  # this model's first
+    scores = list(score_rules(run).of_row(row).scores)
+    if not client:
+        scores.sort(key=lambda score: score.kind != "global")  # this model's first
+    elif public and (own := client_score(run, client)):
+        scores = [replace(own, kind="this client"), *scores]
+    prefix = f"clients.{client}." if client else "global."
     card = ModelCard(
         study,
         run.agreement,
@@ -312,9 +323,9 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
         statement=statement,
         earlier=earlier,
         scores={
-            name.removeprefix("global."): value
+            name.removeprefix(prefix): value
             for name, value in row.items()
-            if name.startswith("global.") and not client and name not in HIDDEN_COLUMNS
+            if name.startswith(prefix) and name.removeprefix(prefix) not in HIDDEN_COLUMNS
         },
         score_texts=tuple(replace(score, client="").text for score in scores),
         train_examples=_train_examples(run) if public else 0,

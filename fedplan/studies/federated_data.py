@@ -17,15 +17,16 @@ from fedplan.data.metrics import metric_named
 from fedplan.data.partition import sample_rows
 from fedplan.data.row_digests import example_digests
 from fedplan.data.tables import (
+    ROW,
     DataError,
     class_names,
-    column_values,
     filter_rows,
     label_names,
     label_text,
     label_values,
     load_table,
     matches_any,
+    open_images,
     plain_cells,
     require_column,
     select_rows,
@@ -55,7 +56,8 @@ class FederatedData:
     which the global model is evaluated. `client_validations` and `common_validation`: the same for
     the examples on which something is chosen. `notes`: sentences for the user about the data.
     `test_groups`: the value of `data.group` of each test example, by client, and of the common test
-    set by ""; empty without groups.
+    set by ""; empty without groups. `test_rows`: the row of each test example in the dataset's
+    file, in the same way; empty if it is no single file, or with [privacy].
     `left_out`: at a site, a sentence about rows that do not fit the study; it must stay there.
     """
 
@@ -68,6 +70,7 @@ class FederatedData:
     client_validations: dict[str, Examples] = field(default_factory=dict[str, Examples])
     common_validation: Examples | None = None
     test_groups: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    test_rows: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def held_out(self, name: str) -> dict[str, Examples]:
         """Return a client's examples that are not trained on, as "test" and "validation"."""
@@ -147,16 +150,21 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
             "": _groups(study, test),
             **{name: each.test_groups for name, each in clients.items() if len(each.test)},
         },
+        {
+            "": _row_numbers(test),
+            **{name: each.test_rows for name, each in clients.items() if len(each.test)},
+        },
     )
 
 
 class ClientExamples(NamedTuple):
-    """A client's examples to train on, to choose on and to test, and the groups of the last."""
+    """A client's examples to train on, to choose on and to test; groups and rows of the last."""
 
     train: Examples
     validation: Examples
     test: Examples
     test_groups: list[str]
+    test_rows: list[int]
 
 
 def _prepare(
@@ -183,8 +191,8 @@ def _prepare(
     clients = dict[str, ClientExamples]()
     for name, each in rows.items():
         parts = [task.prepare(select_rows(task_table, part)) for part in each]
-        groups = _groups(study, select_rows(table, each.test))
-        clients[name] = ClientExamples(parts[0], parts[1], parts[2], groups)
+        tests = select_rows(table, each.test)
+        clients[name] = ClientExamples(*parts, _groups(study, tests), _row_numbers(tests))
     return clients, task, notes
 
 
@@ -211,6 +219,12 @@ def _groups(study: Study, table: Dataset | None) -> list[str]:
     if table is None or not group or group not in table.column_names:
         return []
     return [label_text(value) for value in plain_cells(table, group)]
+
+
+def _row_numbers(table: Dataset | None) -> list[int]:
+    """Return the number of each row in its file; empty if that is not known."""
+    known = table is not None and ROW in table.column_names
+    return cast("list[int]", table[ROW][:]) if table is not None and known else []
 
 
 def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
@@ -347,8 +361,9 @@ def _load_common(
     """Return the rows of a common set; DataError, which names its `fields`, if there are none."""
     if not path:
         raise DataError(f"{fields} needs a dataset: set data.test_path, since data.path is empty")
-    table = filter_rows(load_table(path, split=split), conditions)
-    table = _filter_values(table, study.data.filter)
+    numbered = study.privacy is None
+    table = filter_rows(load_table(path, split=split, numbered=numbered), conditions)
+    table = _open_images(study, _filter_values(table, study.data.filter), path)
     if not len(table):
         raise DataError(
             f"{fields} selects no row of {path!r} for a common set: change it, or data.filter"
@@ -368,13 +383,22 @@ def _load_train_table(study: Study, site_rows: Dataset | None) -> Dataset | None
         return None
     table = site_rows
     if table is None:
-        table = load_table(section.path, split=section.split, allow_empty=is_private)
+        table = load_table(
+            section.path, split=section.split, allow_empty=is_private, numbered=not is_private
+        )
     table = filter_rows(table, section.train_filter, allow_empty=is_private)
-    table = _filter_values(table, section.filter, allow_missing=is_private)
+    table = _filter_values(table, section.filter, all_occur=site_rows is None and not is_private)
     if not len(table) and not is_private:
         raise DataError("no row is left to train on: change data.train_filter or data.filter")
     limit = section.max_examples
-    return sample_rows(table, limit, seed=study.seed) if limit else table
+    table = sample_rows(table, limit, seed=study.seed) if limit else table
+    return table if site_rows is not None else _open_images(study, table, section.path)
+
+
+def _open_images(study: Study, table: Dataset, path: str) -> Dataset:
+    """Return the table of a task on images with the contents of image files: see `open_images`."""
+    columns = study.task.input_columns if study.task.kind.startswith("image") else []
+    return open_images(table, columns, path, private=study.privacy is not None)
 
 
 def _drop_empty_clients(
@@ -438,15 +462,20 @@ def _make_task(study: Study, labels: Iterable[str | int]) -> Task:
 
 
 def _filter_values(
-    table: Dataset, allowed_values: Mapping[str, list[Any]], *, allow_missing: bool = False
+    table: Dataset, allowed_values: Mapping[str, list[Any]], *, all_occur: bool = False
 ) -> Dataset:
     """Return the rows of a table with an allowed value in each listed column.
 
-    A row without a value is an error, or left out with `allow_missing`.
+    With `all_occur`, raises DataError for an allowed value that no row has.
     """
     for column, allowed in allowed_values.items():
-        read = plain_cells if allow_missing else column_values
-        values = read(table, column)
+        values = plain_cells(table, column)
+        present = {label_text(value) for value in values if value is not None}
+        if absent := [value for value in allowed if all_occur and label_text(value) not in present]:
+            listed = ", ".join(sorted(present)[:20])
+            raise DataError(
+                f"data.filter has {column} = {absent[0]!r}, and no row has that; there are {listed}"
+            )
         table = select_rows(
             table, [row for row, value in enumerate(values) if matches_any(value, allowed)]
         )

@@ -138,11 +138,14 @@ class ModelCard:
 
     def _plan(self) -> str:
         plan, params = self.agreement.method.plan, self.agreement.params
-        initial = () if self.personal else untrained_params(self.agreement)
+        changed, initial = (
+            set(self.changed),
+            () if self.personal else untrained_params(self.agreement),
+        )
         roles = {role: params_with_roles(plan, params, role) for role in ROLE_PHRASES}
         trained = {p for some in roles.values() for p in some}
         groups = {
-            ROLE_PHRASES[role]: [p for p in some if p.name in self.changed or p in initial]
+            ROLE_PHRASES[role]: [p for p in some if p.name in changed or p in initial]
             for role, some in roles.items()
         }
         as_planned = {p for some in groups.values() for p in some}

@@ -64,6 +64,10 @@ def open_study(
     """
     if same_environment and not resume:
         raise ConfigError("--same-environment is for a run that continues: give --resume, too")
+    if resume and not file.exists() and file.suffix != ".toml":
+        runs = sorted(str(path.parent) for path in file.parent.glob(f"*/{STUDY}"))
+        there = f"there are {', '.join(runs[:10])}" if runs else "name the folder of a run"
+        raise ConfigError(f"there is no run in {file} to resume: {there}")
     if file.is_dir():
         if not resume:
             raise ConfigError(f"{file} is a run: continue it with --resume")

@@ -18,9 +18,9 @@ from fedplan.language.resolution import params_with_roles
 from fedplan.models.params import Params
 from fedplan.studies.run import RunReader
 
-ScoreKind = Literal["personal", "worst client", "global", "mean of clients"]
-"""Mean over the clients' personal models; the worst of these; the global model; or the mean over
-clients of a model that all of them share."""
+ScoreKind = Literal["personal", "worst client", "global", "mean of clients", "this client"]
+"""Mean over the clients' personal models; the worst of these; the global model; the mean over
+clients of a model that all of them share; or the personal model of one client."""
 COMMON_TEST, CLIENT_TESTS = "the common test set", "all clients' test examples"
 """On which examples a score is."""
 SPREAD_PREFIXES = (
@@ -70,6 +70,8 @@ class RunScore:
         """The name without value and examples: `personal accuracy`, `worst client`."""
         if self.kind == "worst client":
             return self.kind
+        if self.kind == "this client":
+            return f"this client's {self.metric}"
         if self.kind == "mean of clients":
             return f"{self.metric}, mean of clients"
         return f"{self.kind} {self.metric}"
@@ -79,7 +81,7 @@ class RunScore:
         """Whose score it is, and on which examples."""
         if self.kind == "personal" and not self.client:
             return f"mean of {self.clients} clients, each on its own test examples"
-        if self.kind in ("personal", "worst client"):
+        if self.kind in ("personal", "worst client", "this client"):
             return f"{f'{self.client}, ' if self.client else ''}on its own test examples"
         return self.on
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -376,12 +376,28 @@ def study_from_dict(values: dict[str, Any]) -> Study:
 
 def config_error(schema: type[BaseModel], error: ValidationError) -> ConfigError:
     """Return the ConfigError for a study or section (`schema`) that pydantic has rejected."""
-    faults = [_fault_line(schema, details) for details in error.errors()]
+    faults = _merge_choices(_fault_line(schema, details) for details in error.errors())
     causes = [details.get("ctx", {}).get("error") for details in error.errors()]
     unknown = any(isinstance(getattr(c, "__cause__", None), UnknownName) for c in causes)
     code = UnknownName.code if unknown else ConfigError.code
     kind = "study file" if schema is Study else schema.__name__
     return ConfigError(f"invalid {kind}:\n  " + "\n  ".join(faults)).with_code(code)
+
+
+UNION_CHOICE = re.compile(r"\.[^.:]*\[[^:]*\](?=: )|\.(str|int|float|bool)(?=: )")
+"""The end of a field's name that pydantic adds for each choice of a union."""
+CHOICE = re.compile(r"(.*?: Input should be )(.*)(, not '.*')")
+
+
+def _merge_choices(lines: Iterable[str]) -> list[str]:
+    """Return lines on fields with the choices of one field in one line: `a or b, not 'c'`."""
+    merged = dict[tuple[str, str], list[str]]()
+    for line in lines:
+        parts = CHOICE.fullmatch(UNION_CHOICE.sub("", line))
+        head, choice, end = parts.groups() if parts else (line, "", "")
+        merged.setdefault((head, end), []).append(choice)
+    lists = merged.items()
+    return [f"{head}{' or '.join(dict.fromkeys(some))}{end}" for (head, end), some in lists]
 
 
 def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pydantic._internal._model_construction import ModelMetaclass
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks.definition import Task
+from fedplan.data.tasks.kinds import TASK_KINDS
 from fedplan.methods.method import Method
 from fedplan.models.values import QUANTIZATIONS
 from fedplan.studies.field_types import (
@@ -230,6 +231,26 @@ class TaskSection(Section):
     from_python: str = ""
     """Set by fedplan.simulate: text of an in-memory task. Leave empty in files."""
 
+    @model_validator(mode="after")
+    def _validate_fields(self) -> TaskSection:
+        kind = TASK_KINDS.get(self.kind)
+        if kind is None or self.from_python:
+            return self  # a task of the user's own
+        uses = {
+            "label_separator": kind.answer_kind == "labels",
+            "tokenizer": not self.kind.startswith("image-") or self.kind == "image-text",
+            "prompt_template": self.kind == "image-text",
+        }
+        for name, used in uses.items():
+            if getattr(self, name) != type(self).model_fields[name].default and not used:
+                raise ValueError(f"{name} is not used by {self.kind}: leave it out")
+        if "{}" not in self.prompt_template:
+            raise ValueError(
+                f"prompt_template is {self.prompt_template!r}: put {{}} where the label stands, as "
+                f"in {Task.template!r}"
+            )
+        return self
+
     @property
     def input_columns(self) -> list[str]:
         """The names of the input columns."""
@@ -289,6 +310,19 @@ class DataSection(Section):
     one client unless partition is "column"."""
     from_python: bool = False
     """Set by fedplan.simulate: the data came from Python. Leave out in files."""
+
+    @model_validator(mode="after")
+    def _validate_partition(self) -> DataSection:
+        if self.partition == "column" and self.path and not self.partition_column:
+            raise ValueError(
+                'partition_column is empty: with partition = "column", name the column of clients'
+            )
+        if self.classes_per_client and self.partition != "pathological":
+            raise ValueError(
+                'classes_per_client is for partition = "pathological", and the partition is '
+                f'"{self.partition}": leave it out, or change the partition'
+            )
+        return self
 
 
 class MethodSection(Section):

@@ -17,12 +17,19 @@ from fedplan.errors import FedplanError
 from fedplan.methods.registry import METHOD_REGISTRY
 from fedplan.models.catalog import SHORT_NAMES, is_hub_id, load_model_config
 from fedplan.storage.files import SHARED, write_atomic
-from fedplan.studies.schema import read_study
+from fedplan.studies.federated_data import compute_split
+from fedplan.studies.schema import Study, read_study
 
 LENGTHS = (32, 64, 128, 256, 512)
 """Choices of max_length; the first that fits most texts is used."""
 MIN_EXAMPLES = 20
 """Minimum number of examples per client, if examples are divided at random."""
+UNKNOWN = frozenset(
+    ("na", "n/a", "n.a.", "nan", "none", "null", "unknown", "missing", "not known", "?", "-", "")
+)
+"""Labels, in lower case, that look like a missing value."""
+UNEQUAL = 0.8
+"""Share of rows with one label, from which accuracy says little."""
 MAX_CLIENTS = 100
 """Maximum number of clients, if a column names more."""
 NEW_WEIGHTS_LR, PRETRAINED_LR = "1e-3", "5e-5"
@@ -58,15 +65,34 @@ def new_study(
     options = options or StudyOptions()
     if output.exists():
         raise FedplanError(f"{output} exists already: name another file with --output")
+    if output.suffix != ".toml" or not output.absolute().parent.is_dir():
+        raise FedplanError(f"--output is {output}: name a .toml file in a folder that exists")
+    if options.client and options.clients:
+        raise FedplanError(
+            f"--client names the clients by the column {options.client!r}, and --clients "
+            f"{options.clients} divides rows at random: give one of them"
+        )
     METHOD_REGISTRY.find(options.method)
     draft = _StudyDraft(infer_schema(data), model, output, options)
     write_atomic(output, draft.text(), mode=SHARED)
     try:
-        read_study(output)
+        study = read_study(output)
+        return [*draft.findings, _row_counts(study, draft.schema.rows)]
     except FedplanError:
         output.unlink()  # an invalid file would block the next attempt
         raise
-    return draft.findings
+
+
+def _row_counts(study: Study, total: int) -> str:
+    """Return a line on how many of all rows a run uses; DataError if it cannot divide them."""
+    split = compute_split(study)
+    held_out = sum(len(rows.test) + len(rows.validation) for rows in split.clients.values())
+    train = sum(len(rows.train) for rows in split.clients.values())
+    left_out = total - train - held_out
+    return (
+        f"rows    {train} to train and {held_out} to test at {len(split.clients)} clients"
+        f"{f'; {left_out} of {total} are left out' if left_out > 0 else ''}"
+    )
 
 
 class _StudyDraft:
@@ -80,6 +106,8 @@ class _StudyDraft:
     ) -> None:
         self.schema, self.model, self.output, self.options = schema, model, output, options
         self.config, _ = load_model_config(model)
+        for name in filter(None, (options.client, options.label)):
+            schema.column(name)
         chosen = options.input or schema.input_columns()
         # A space separates two columns, unless it is in the name of one.
         is_one = any(chosen == column.name for column in schema.columns)
@@ -165,7 +193,27 @@ class _StudyDraft:
             lines.append(f"group   {self.group}: its rows stay together in every split")
         if missing := [f"{count} in {name!r}" for name, count in self.missing.items() if count]:
             lines.append(f"missing {', '.join(missing)}: these rows are left out")
+        if unknown := self._unknown_labels():
+            lines.append(
+                f"caution {', '.join(map(repr, unknown))}: a class of its own here; if it means "
+                f"that {self.label!r} is not known, leave these rows out: see filter in "
+                f"{self.output}"
+            )
+        if common := self._common_label():
+            lines.append(f"caution {common}: accuracy says little, so other scores stand beside it")
         return lines
+
+    def _unknown_labels(self) -> list[str]:
+        """Return the labels that look like a missing value, such as NA."""
+        values = self.schema.column(self.label).values if self._label_summary() else ()
+        return [value for value in values if value.strip().casefold() in UNKNOWN]
+
+    def _common_label(self) -> str:
+        """Return a text on the label that most rows have, if they are so many; else ""."""
+        if not self._label_summary() or task_class(self.kind).answer_kind != "class":
+            return ""
+        column = self.schema.column(self.label)
+        return f"{column.common:.0%} of rows have one label" if column.common >= UNEQUAL else ""
 
     def _label_summary(self) -> str:
         """Return the number of labels and the first eight, or "" for tasks without classes."""
@@ -190,6 +238,10 @@ class _StudyDraft:
             "batch_size = 16",
             _commented("epochs = 1", "passes over a client's examples in each round"),
         ]
+        if self._common_label():
+            comment = "means over labels, whatever their share"
+            metrics = _commented('metrics = ["recall_macro", "auprc"]', comment)
+            method_and_train += ["", "[evaluate]", metrics]
         parts = (self._head(), self._model(), self._task(), self._data(), method_and_train)
         return "\n".join(line for part in parts for line in part) + "\n"
 
@@ -232,6 +284,9 @@ class _StudyDraft:
         lines = ["[task]", f"kind = {_to_toml(self.kind)}", f"input = {_to_toml(self.input)}"]
         if self.label:
             lines.append(_commented(f"label = {_to_toml(self.label)}", self._label_summary()))
+            if self._common_label():
+                comment = "rare labels count more in the loss"
+                lines.append(_commented('# class_weights = "balanced"', comment))
             if separator := self.schema.column(self.label).separator:
                 comment = "between the labels of a cell; an empty cell has none"
                 lines.append(_commented(f"label_separator = {_to_toml(separator)}", comment))
@@ -256,6 +311,10 @@ class _StudyDraft:
         schema = self.schema
         lines = ["[data]", f"path = {_to_toml(self._relative_path(schema.path))}"]
         lines += [f"split = {_to_toml(schema.train)}"] if schema.train else []
+        if unknown := self._unknown_labels():
+            known = [value for value in schema.column(self.label).values if value not in unknown]
+            kept = f"# filter = {_to_toml({self.label: known})}"
+            lines.append(_commented(kept, f"without {', '.join(unknown)}"))
         if schema.test:
             comment = "the common test set: never trained on"
             lines.append(_commented(f"test_split = {_to_toml(schema.test)}", comment))
@@ -303,5 +362,9 @@ def _to_toml(value: Any) -> str:
     """Return a string, number, boolean or list as TOML, or a dict of these as inline table."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return "{ " + ", ".join(f"{k} = {_to_toml(v)}" for k, v in items) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {_to_toml(v)}" for k, v in items) + " }"
     return json.dumps(value, ensure_ascii=False)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

@@ -214,9 +214,11 @@ def choose_scores(name: str, results: Sequence[RunResult]) -> list[str]:
         (r for r in results if all(r.score(each) is None for each in candidates)), results[0]
     )
     present = sorted({key for row in lacking.public_metrics for key in row})
+    scores = [key for key in present if not key.startswith(("clients.", "sites.by."))]
+    meant = [key for key in scores if key.endswith(f".{name}")] if name else []
     raise FedplanError(
         f"not all runs have {name or 'a common score'}: {lacking.folder} has "
-        f"{', '.join(present) or 'no round yet'}; name a metric of all runs with --score"
+        f"{', '.join(meant or scores) or 'no round yet'}; name a metric of all runs with --score"
     )
 
 

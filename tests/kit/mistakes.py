@@ -121,6 +121,71 @@ MISTAKES = (
         'evaluate.trackers=["wandbb"]',
         *("'wandbb'", "did you mean wandb?"),
     ),
+    _set(
+        "The column of clients has no name.", "data.partition=column", "partition_column is empty"
+    ),
+    _set("The label has no name.", "task.label=", "needs the column of its labels", "label of"),
+    _set(
+        "A word for the class weights is misspelt.",
+        "task.class_weights=balancd",
+        *("task.class_weights", "a valid dictionary or 'balanced'", "'balancd'"),
+    ),
+    _set(
+        "Several labels are separated in a task with one.",
+        "task.label_separator=;",
+        *("label_separator is not used by image-classification", "leave it out"),
+    ),
+    _set("Images get a tokenizer.", "task.tokenizer=notok", "tokenizer is not used by image"),
+    _set(
+        "A prompt has no place for the label.",
+        "task={kind='image-text',label='digit',prompt_template='hello'}",
+        *("prompt_template is 'hello'", "put {}"),
+    ),
+    _set(
+        "Classes per client are set for another division.",
+        "data.classes_per_client=99",
+        *("classes_per_client", 'partition = "pathological"', '"dirichlet"'),
+    ),
+    _set(
+        "A filter names a value that no row has.",
+        "data.filter={digit=[0, 7]}",
+        *("digit = 7", "no row has that", "0, 1, 2"),
+    ),
+    Mistake(
+        "A run to be resumed is not there.",
+        "run --resume nothing",
+        ("there is no run in nothing to resume", "done"),
+    ),
+    Mistake(
+        "A study and a run are resumed.",
+        "run study.toml --resume done",
+        ("not both study.toml and done", "fedplan run done --resume"),
+    ),
+    Mistake(
+        "A score is named without the model that it is of.",
+        "compare done --score accuracy",
+        ("done has global.accuracy, personal.accuracy",),
+    ),
+    Mistake(
+        "A run is exported with the key of a site.",
+        "export done model --global --key nokey",
+        ("--key decrypts a site's state", "leave it out"),
+    ),
+    Mistake(
+        "The column of clients is misspelt.",
+        "new study reviews.csv --model vit-tiny-16 --client ofice -o texts.toml",
+        ("no column 'ofice'", "review, mood"),
+    ),
+    Mistake(
+        "A new study has no folder.",
+        "new study reviews.csv --model vit-tiny-16 -o nosuch/study.toml",
+        ("nosuch/study.toml", "a folder that exists"),
+    ),
+    Mistake(
+        "Clients are a column and a number.",
+        "new study reviews.csv --model vit-tiny-16 --client mood --clients 5 -o texts.toml",
+        ("'mood'", "--clients 5", "one of them"),
+    ),
     Mistake(
         "A run is there already.",
         "run study.toml --output done",

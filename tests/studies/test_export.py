@@ -310,14 +310,15 @@ def test_a_card_tells_of_the_plan_and_of_no_row_and_no_site(here: Path) -> None:
     assert run("run", "study.toml", "--set", "train.rounds=2")[0] == 0
     rows = np.load("digits.npz")
     canaries = {name: torch.from_numpy(rows[name]) for name in ("image_train", "image_test")}
-    for whose in ("", "client-01"):
+    for whose in ("", "client-01", "client-02"):
         option = ["--client", whose] if whose else ["--global"]
         assert run("export", "runs/tiny", f"model{whose}", *option)[0] == 0
         card = Path(f"model{whose}/README.md").read_text()
         assert not hits(canaries, [Path(f"model{whose}")])
         assert "client-0" not in card and 'client_in("...")' in card
         assert "3 clients were asked" in card and "after 2 rounds" in card
-        assert ("| accuracy |" in card) == (not whose), "a client's scores are its own"
+        assert ("| accuracy |" in card) == (whose != "client-01"), "it has no test examples"
+        assert ("- this client's accuracy 0." in card) == (whose == "client-02")
         assert not re.search(r"\b20\b", card), "how many rows test it is not told"
         assert re.search(r"They have \d\d training examples in all", card)
         assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "image-classification"

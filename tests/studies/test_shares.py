@@ -156,7 +156,10 @@ def test_any_two_tables_are_kept_apart(
             {"path": "", "test_filter": {"fold": 2}},
             "data.test_filter needs a dataset: set data.test_path",
         ),
-        ({"filter": {"mood": ["glad"]}}, "no row is left to train on"),
+        (
+            {"filter": {"mood": ["glad"]}},
+            "data.filter has mood = 'glad', and no row has that; there are calm",
+        ),
         (
             {"num_clients": 12, "max_examples": 24, "holdout_fraction": 0.9},
             "in 100 draws, .* gave each of 12 clients 2 examples",

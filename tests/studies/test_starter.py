@@ -159,6 +159,7 @@ def test_what_is_said_goes_before_what_is_found(place: Path, tmp_path: Path) -> 
     [
         ({}, {"input": "reveiw"}, ["no column 'reveiw'", "review, mood, ward"]),
         ({}, {"label": "moods"}, ["no column 'moods'"]),
+        ({}, {"label": "review"}, ["'review' has 60 different values", "do not look like classes"]),
         ({}, {"method": "fedperr"}, ["no method 'fedperr'", "did you mean fedper?"]),
         ({}, {"task": "text-clasification"}, ["did you mean text-classification?"]),
         ({"mood": None}, {"label": "mood"}, ["'mood'", "in any of its first 60", "name another"]),
@@ -186,6 +187,30 @@ def rows_with(**columns: list[object]) -> list[dict[str, object]]:
         {"review": f"{row(n)['text']} {n}", **{name: v[n % len(v)] for name, v in columns.items()}}
         for n in range(40)
     ]
+
+
+def test_unknown_outcomes_unequal_classes_and_lost_rows_are_told(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NA and a question mark are no outcomes: the study says how to leave them out, and does it."""
+    monkeypatch.chdir(tmp_path)
+    outcomes = ["alive"] * 17 + ["NA", "?", "died", ""]
+    rows = [
+        {
+            "review": f"cat {n}",
+            "outcome": outcomes[n % 21],
+            "ward": "abc"[n % 3] if n % 10 else "",
+        }
+        for n in range(210)
+    ]
+    written(rows, tmp_path / "rows.csv")
+    code, out = run("new", "study", "rows.csv", "--model", str(place / "bert"))
+    assert code == 0 and "caution '?', 'NA': a class of its own here" in out, out
+    assert "caution 85% of rows have one label" in out
+    assert "30 of 210 are left out" in out and "at 3 clients" in out
+    text = Path("study.toml").read_text()
+    Path("study.toml").write_text(text.replace("# filter", "filter"))
+    assert "from left to right: alive, died\n" in run("data", "study.toml")[1]
 
 
 def test_a_label_that_may_be_one_of_several_is_asked_for(place: Path, tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def picture() -> bytes:
     return made.getvalue()
 
 
+def saved(number: int) -> str:
+    """A picture in a file of the table's folder, by its path there."""
+    Path("scans").mkdir(exist_ok=True)
+    (file := Path("scans") / f"{number}.png").write_bytes(picture())
+    return str(file)
+
+
 def some(labels: list[str]) -> list[str]:
     return [label for label in labels if DRAW.random() < 0.4]
 
@@ -102,7 +109,7 @@ TABLES = {
     ),
     "imbalanced": Table(
         lambda: [{"text": text(), "class": "rare" if n % 16 == 0 else "usual"} for n in range(160)],
-        "text-classification", "class",
+        "text-classification", "class", ('# class_weights = "balanced"', '"recall_macro", "auprc"'),
     ),
     "float target": Table(
         lambda: [
@@ -118,6 +125,10 @@ TABLES = {
     "multi-label images": Table(
         lambda: [{"image": picture(), "findings": some(["mass", "node", "scar"])} for _ in range(60)],
         "image-multi-label", "findings", (), (), "image", "table.parquet",
+    ),
+    "images in files": Table(
+        lambda: [{"scan": saved(n), "finding": "ab"[n % 2]} for n in range(60)],
+        "image-classification", "finding", (), (), "image",
     ),
     "tokens": Table(
         lambda: [
@@ -158,7 +169,7 @@ TABLES = {
 }  # fmt: skip
 FEW = 5
 """With fewer examples of a label, a report has no area under a curve without an interval."""
-DAY = ("five classes", "multi-label text", "grouped by patient")
+DAY = ("five classes", "multi-label text", "images in files", "grouped by patient")
 
 
 def write(rows: list[dict[str, Any]], file: Path) -> None:

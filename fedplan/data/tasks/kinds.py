@@ -101,10 +101,11 @@ def make_task(
         raise DataError(
             f"{kind} has the input columns {list(columns)}: it takes {count}, as separate names"
         )
-    if cls.answer_kind in ("class", "labels") and not (label and sorted_labels):
-        raise DataError(f"{kind} needs the label column and all labels: see label_names")
-    if cls.answer_kind == "number" and not label:
-        raise DataError(f"{kind} needs the column of its numbers: give it as the label")
+    if cls.answer_kind != "tokens" and not label:
+        content = "numbers" if cls.answer_kind == "number" else "labels"
+        raise DataError(f"{kind} needs the column of its {content}: name it as label of the task")
+    if cls.answer_kind in ("class", "labels") and not sorted_labels:
+        raise DataError(f"{kind} needs all labels: list them as labels of the task")
     if cls.answer_kind == "tokens":
         label = ""
     if cls.answer_kind in ("number", "tokens"):

@@ -36,6 +36,7 @@ from fedplan.reports.pages.test_scores import test_scores_section
 from fedplan.reports.pages.traffic import traffic_section
 from fedplan.reports.run_warnings import run_warnings
 from fedplan.storage.logs import utc_now
+from fedplan.studies.record import read_sessions
 from fedplan.studies.run import read_consistently
 from fedplan.studies.run_scores import ScoreKind
 from fedplan.tensors.devices import AUTO
@@ -252,7 +253,9 @@ def _summary(facts: RunFacts) -> PageBlock:
             f"Differential privacy: {guarantee.unit}-level, epsilon {guarantee.epsilon:g} at delta "
             f"{guarantee.delta:g}, noise multiplier {guarantee.noise_multiplier:.3g}."
         )
-    device = "the best available device" if study.device == AUTO else f"the device {study.device}"
+    planned = "the best available device" if study.device == AUTO else f"the device {study.device}"
+    used = dict.fromkeys(str(session["device"]) for session in read_sessions(facts.run.folder))
+    trains = f"It trained on {', '.join(used)}" if used and not live else f"It trains on {planned}"
     return block(
         "summary",
         state=snapshot.state,
@@ -267,7 +270,7 @@ def _summary(facts: RunFacts) -> PageBlock:
         plan=facts.agreement.method.plan.text,
         fingerprint=facts.agreement.method.plan.fingerprint,
         stages=" ".join(_stages(facts)),
-        privacy=f"{privacy} It trains on {device}.",
+        privacy=f"{privacy} {trains}.",
         folder=str(facts.run.folder),
         run=f", run {facts.run.identity.id}" if facts.run.round else "",
         numbers=list(_numbers(facts)),
