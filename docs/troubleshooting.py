@@ -14,8 +14,9 @@ sys.path.insert(0, str(HERE.parent / "tests" / "kit"))
 from mistakes import MISTAKES, asked, made, message  # noqa: E402
 from silent_mistakes import MISTAKES as SILENT_MISTAKES  # noqa: E402
 
+from fedplan.reports.plan_warnings import PLAN_WARNINGS  # noqa: E402
 from fedplan.reports.run_warnings import RESULT_WARNINGS  # noqa: E402
-from fedplan.reports.study_warnings import DATA_WARNINGS, PLAN_WARNINGS  # noqa: E402
+from fedplan.reports.study_warnings import DATA_WARNINGS  # noqa: E402
 
 START = "<!-- made by docs/troubleshooting.py: all that follows -->"
 """The page above this line is written by hand."""

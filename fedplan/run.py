@@ -26,8 +26,9 @@ from fedplan.federation.server import STUDY
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.reports.pages.run_report import report
+from fedplan.reports.plan_warnings import RunWarning
 from fedplan.reports.run_warnings import read_run_warnings
-from fedplan.reports.study_warnings import NOTHING_RUN, RunWarning, refuse_warnings, study_warnings
+from fedplan.reports.study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 from fedplan.runners.executors.executor import make_pool_config
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.export import export_run, load_run_model, load_run_values

@@ -152,9 +152,9 @@ def status_command(
     """Print the status of a run: round, loss, time left, warnings, and each site's last error."""
     from rich.live import Live
 
+    from fedplan.reports.plan_warnings import warnings_text
     from fedplan.reports.run_warnings import read_run_warnings
     from fedplan.reports.status import make_console, run_snapshot, watch
-    from fedplan.reports.study_warnings import warnings_text
 
     with print_errors():
         if as_json:

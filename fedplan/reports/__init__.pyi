@@ -24,11 +24,12 @@ from .pages.page import WIDTHS, Page, PageBlock, PageFigure, PageSection, block
 from .pages.round_grids import roles_section
 from .pages.run_report import report, watch_report
 from .pages.scores import drift_section
+from .plan_warnings import RunWarning, warnings_text
 from .progress import run_flower_with_progress, run_with_progress
 from .role_figure import RoleFigure, draw_roles
 from .run_warnings import read_run_warnings
 from .status import follow_run, make_console, run_snapshot, stop_run, watch
 from .study_explanation import explain_study, read_privacy_statement, write_privacy_statement
-from .study_warnings import NOTHING_RUN, RunWarning, refuse_warnings, study_warnings, warnings_text
+from .study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 
 __all__ = ["data_distribution", "draw_roles", "run_snapshot", "stop_run"]

@@ -26,7 +26,7 @@ from fedplan.reports.figures.drawing import ROLE_STYLES
 from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
 from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory
-from fedplan.reports.study_warnings import RunWarning, plan_warnings, warnings_text
+from fedplan.reports.plan_warnings import RunWarning, plan_warnings, warnings_text
 
 if TYPE_CHECKING:
     from torch import nn

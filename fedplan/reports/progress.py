@@ -25,16 +25,11 @@ from fedplan.reports.formats import (
     sites_line,
 )
 from fedplan.reports.monitoring import start_monitoring
+from fedplan.reports.plan_warnings import RunWarning, warnings_text
 from fedplan.reports.run_warnings import read_run_warnings
 from fedplan.reports.status import answered_text
 from fedplan.reports.study_explanation import write_privacy_statement
-from fedplan.reports.study_warnings import (
-    NOTHING_RUN,
-    RunWarning,
-    refuse_warnings,
-    study_warnings,
-    warnings_text,
-)
+from fedplan.reports.study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import outline_agreement

@@ -15,12 +15,11 @@ from fedplan.language.parts import named
 from fedplan.language.plan import chain, freeze
 from fedplan.language.predicates import Turn
 from fedplan.reports.pages.facts import RunFacts, read_run_facts
+from fedplan.reports.plan_warnings import RunWarning, plan_warnings
 from fedplan.reports.study_warnings import (
-    RunWarning,
     data_warnings,
     join_names,
     phase_fields,
-    plan_warnings,
     planned_warnings,
     setting_text,
 )

@@ -23,9 +23,10 @@ from silent_mistakes import (
 import fedplan as fp
 from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError
+from fedplan.reports.plan_warnings import PLAN_WARNINGS
 from fedplan.reports.run_warnings import RESULT_WARNINGS
 from fedplan.reports.status import run_snapshot
-from fedplan.reports.study_warnings import DATA_WARNINGS, PLAN_WARNINGS
+from fedplan.reports.study_warnings import DATA_WARNINGS
 from fedplan.studies.schema import read_study
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()

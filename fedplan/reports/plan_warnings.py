@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of a plan that runs as written and yet does not do what its author may think.
+
+Apart from `study_warnings`, which imports torch: `explain` of a plan does without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from shlex import quote
+
+from rich.text import Text
+
+from fedplan.language.coverage import overridden_steps, unreached_branches
+from fedplan.language.plan import Chain, Plan, Step, chain
+from fedplan.language.predicates import Turn
+from fedplan.language.resolution import permitted_roles
+from fedplan.models.params import Params
+
+
+@dataclass(frozen=True)
+class RunWarning:
+    """A reason to doubt the result of a run, which nothing refuses: `text`, and a `remedy`.
+
+    `code` names the kind of warning: one of PLAN_WARNINGS, DATA_WARNINGS or RESULT_WARNINGS.
+    """
+
+    code: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.text} {self.remedy}"
+
+    def json(self) -> dict[str, str]:
+        """Return code, text and remedy by name."""
+        return asdict(self)
+
+
+PLAN_WARNINGS = {
+    "nothing-trained": "no client trains any param",
+    "idle-rounds": "in some rounds no client trains any param",
+    "phase-not-reached": "a phase never begins: the warm-up is as long as the run",
+    "branch-not-reached": "no turn reaches a branch of a when, cycle or by",
+    "step-overridden": "a later step of the plan replaces an earlier one for all its params",
+}
+"""The codes of warnings of a plan, with their meaning."""
+
+SettingText = Callable[[str, object], str]
+"""Returns the text by which a user sets a field of a study, given as "train.rounds", to a value."""
+_PYTHON_SECTIONS = {"train": "TrainConfig", "participation": "ClientsConfig"}
+
+
+def file_setting(field: str, value: object) -> str:
+    """Return the option of `fedplan run` that sets a field.
+
+    >>> file_setting("train.rounds", 5)
+    '--set train.rounds=5'
+    """
+    text = json.dumps(value) if isinstance(value, list) else value
+    return f"--set {quote(f'{field}={text}')}"
+
+
+def python_setting(field: str, value: object) -> str:
+    """Return the argument of `simulate` that sets a field.
+
+    >>> python_setting("train.rounds", 5)
+    'train=fp.TrainConfig(rounds=5)'
+    """
+    section, _, name = field.partition(".")
+    section = "participation" if section == "clients" else section
+    if section == "method":
+        return f"fp.parse({json.dumps(value)})" if name == "plan" else f"{name}={value}"
+    config = _PYTHON_SECTIONS.get(section, f"{section.capitalize()}Config")
+    return f"{section}=fp.{config}({name}={json.dumps(value)})"
+
+
+def explain_setting(field: str, value: object) -> str:
+    """Return the argument of `fedplan explain MODEL PLAN` that sets a field."""
+    return f"--rounds {value}" if field == "train.rounds" else quote(str(value))
+
+
+def plan_warnings(
+    plan: Plan,
+    params: Params,
+    turns: Sequence[Turn],
+    *,
+    phases: Mapping[str, int] | None = None,
+    setting: SettingText = explain_setting,
+    phase_fields: Mapping[str, str] | None = None,
+) -> Iterator[RunWarning]:
+    """Yield the warnings of a plan over the turns of a run, planned or recorded.
+
+    `phases` maps phases to the round after which each begins, if that is planned. `setting` writes
+    the remedies; `phase_fields` has the field that sets the begin of a phase, by phase.
+    """
+    trained = dict[int, bool]()
+    trains = dict[tuple[Step, ...], bool]()
+    for turn in turns:
+        steps = plan.active_steps(turn)
+        if steps not in trains:
+            roles = permitted_roles(plan, params, turn)
+            trains[steps] = any(role.is_trained for role in roles.values())
+        trained[turn.round] = trained.get(turn.round, False) or trains[steps]
+    rounds, idle = len(trained), sorted(n for n, any_trained in trained.items() if not any_trained)
+    if idle and len(idle) == rounds:
+        yield RunWarning(
+            "nothing-trained",
+            f"Nothing is trained: the plan {plan.text} gives no param the role SHARE or KEEP.",
+            f"Share or keep a part, as {setting('method.plan', 'share()')}",
+        )
+    elif idle:
+        last = max(trained.keys() - set(idle))
+        yield RunWarning(
+            "idle-rounds",
+            f"In {len(idle)} of {rounds} rounds nothing is trained, first in round {idle[0]}.",
+            f"End the run sooner: {setting('train.rounds', last)}"
+            if idle[0] > last
+            else f"Share or keep a part in each round, as {setting('method.plan', 'share()')}",
+        )
+    for branch in unreached_branches(plan, turns):
+        after = max([branch.after, *((phases or {}).get(name, 0) for name in branch.phases)])
+        longer = setting("train.rounds", 2 * max(after, rounds)) if after or branch.phases else ""
+        if branch.phases:
+            name, fields = branch.phases[0], phase_fields or {}
+            sooner = setting(fields[name], rounds // 2) if name in fields else ""
+            yield RunWarning(
+                "phase-not-reached",
+                f"The phase {name!r} does not begin within {rounds} rounds, so "
+                f"{branch.plan.text} never applies.",
+                f"Run longer: {longer}" + (f"; or begin it sooner: {sooner}" if sooner else ""),
+            )
+        else:
+            yield RunWarning(
+                "branch-not-reached",
+                f"{branch.plan.text} never applies in {rounds} rounds: {branch.condition}.",
+                "Correct the plan, or leave this out of it"
+                + (f"; or run longer: {longer}" if longer else ""),
+            )
+    for step in overridden_steps(plan, params, turns):
+        others = [
+            each for each in (plan.steps if isinstance(plan, Chain) else (plan,)) if each != step
+        ]
+        yield RunWarning(
+            "step-overridden",
+            f"{step.text} has no effect: later steps of the plan replace it for all its params.",
+            f"Put it last: {setting('method.plan', chain(*others, step).text)}",
+        )
+
+
+def warnings_text(warnings: Sequence[RunWarning]) -> list[Text]:
+    """Return lines on all warnings, each with its remedy; none without warnings."""
+    if not warnings:
+        return []
+    count = f"{len(warnings)} {'warning' if len(warnings) == 1 else 'warnings'}:"
+    lines = [Text(count, style="bold yellow")]
+    for each in warnings:
+        lines.append(Text(f"- {each.text} ({each.code})", style="yellow"))
+        lines.append(Text(f"  {each.remedy}"))
+    return [Text(), *lines]
