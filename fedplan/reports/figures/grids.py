@@ -201,8 +201,9 @@ def matrix_chart(
                 color = (LIGHT["c0"], round(0.55 * share, 3))
                 ax.add_artist(Rectangle((x, y), step - GAP, ROW_HEIGHT, color=color, gid=tip(note)))
                 if number == place:
-                    frame = {"fill": False, "edgecolor": LIGHT["ink"], "linewidth": 1.2}
-                    ax.add_artist(Rectangle((x, y), step - GAP, ROW_HEIGHT, **frame))
+                    frame = Rectangle((x, y), step - GAP, ROW_HEIGHT, linewidth=1.2, fill=False)
+                    frame.set_edgecolor(LIGHT["ink"])
+                    ax.add_artist(frame)
                 text = f"{amount:,}"
                 size = 12 if text_width(text, 12) + 2 <= step else 9
                 if text_width(text, size) <= step - GAP:
