@@ -73,7 +73,6 @@ __all__ = [
     "Task",
     "TokenSequences",
     "load_table",
-    "open_images",
     "make_task",
     "metric_direction",
     "metric_named",

@@ -140,7 +140,7 @@ def _wilson(
 
     Unlike the bootstrap it has a width if all or none of few examples are right.
     """
-    from scipy.stats import binomtest
+    from scipy import stats
 
     positives = int((predictions.truth == 1).sum())
     wholes = {"accuracy": len(predictions)}
@@ -150,7 +150,7 @@ def _wilson(
     for name, count in wholes.items():
         if name in values and isfinite(values[name]):
             right = round(values[name] * count)
-            bounds[name] = binomtest(right, count).proportion_ci(method="wilson")
+            bounds[name] = cast("Any", stats).binomtest(right, count).proportion_ci(method="wilson")
     return bounds
 
 

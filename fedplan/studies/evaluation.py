@@ -122,7 +122,7 @@ class RunPredictions:
             writer, count = csv.writer(stream), 0
             writer.writerow(["client", "model", "example", "row", "truth", "predicted", *columns])
             for (model, client), predictions in self.test.items():
-                rows = self.rows.get(client, ())
+                rows: Sequence[Any] = self.rows.get(client, ())
                 known = len(rows) == len(predictions)
                 for example, *values in _rows(task, predictions):
                     row = rows[example] if known else ""

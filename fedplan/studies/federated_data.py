@@ -192,7 +192,9 @@ def _prepare(
     for name, each in rows.items():
         parts = [task.prepare(select_rows(task_table, part)) for part in each]
         tests = select_rows(table, each.test)
-        clients[name] = ClientExamples(*parts, _groups(study, tests), _row_numbers(tests))
+        clients[name] = ClientExamples(
+            parts[0], parts[1], parts[2], _groups(study, tests), _row_numbers(tests)
+        )
     return clients, task, notes
 
 

@@ -92,6 +92,10 @@ def test_a_runs_test_scores_are_those_of_scikit_learn(tmp_path: Path) -> None:
     assert printed.exit_code == 0 and "Personal models on the test examples" in printed.output
     with (tmp_path / "p.csv").open() as stream:
         rows = list(csv.DictReader(stream))
+    source = pq.read_table(tmp_path / "scans.parquet").to_pylist()
+    for row in rows:
+        origin = source[int(row["row"]) - 1]
+        assert (origin["hospital"], origin["finding"]) == (row["client"], row["truth"])
     for entry in tables["sets"]:
         own = [row for row in rows if row["model"] == entry["model"]]
         truth, guess = ([row[side] for row in own] for side in ("truth", "predicted"))
