@@ -116,11 +116,10 @@ class Server:
         self.agreement = agreement = replace(agreement, run=self.identity.id)
         meta = checkpoint.meta if checkpoint else {}
         files: dict[str, Any] = meta.get("files", {})
+        self._files: dict[str, list[int | str]] = dict(files)
         # Another noise secret would draw other noise for values that were already released.
         for name in (name for name in files if Path(name).name == SECRET_FILE):
-            file = folder / name
-            if not file.is_file() or file_size_and_digest(file) != files[name]:
-                raise FedplanError(f"{file} is missing or changed: restore it from a backup")
+            self.require_unchanged(name)
         self.global_state = (
             GlobalState.from_tensors(checkpoint.tensors, meta)
             if checkpoint
@@ -133,7 +132,6 @@ class Server:
         self._drop_outdated_start()
         if max(Store(folder / BEST, keep=1).numbers(), default=0) > self.global_state.round:
             shutil.rmtree(folder / BEST)  # of a round whose state is damaged, and that is run again
-        self._files: dict[str, list[int | str]] = dict(files)
         if checkpoint is None:
             self.record_files([RUN_FILE])
         self.ledger = open_ledger(folder, files, self.global_state.round)
@@ -164,6 +162,14 @@ class Server:
             old: dict[str, list[int | str]] = checkpoint.meta["files"]
             files = {name: old[name] for name in old if name in self._files} | entries
             self.store.replace_meta(checkpoint.meta | {"files": files}, number=checkpoint.number)
+
+    def require_unchanged(self, name: str) -> None:
+        """Raise FedplanError if a file of the folder was recorded, and is lost or changed."""
+        if name in self._files and not self.is_recorded(name):
+            raise FedplanError(
+                f"{self.folder / name} is missing or changed: restore it from a backup, or repair "
+                "a simulation with `fedplan verify --repair`"
+            )
 
     def is_recorded(self, name: str) -> bool:
         """Whether a file of the folder is as it was recorded last."""

@@ -202,6 +202,7 @@ class Simulation:
                 events.call_back(self._with_task(last) if last else None)
                 if last is None:
                     write_record(server, INITIAL_SCORES_FILE, self.initial_scores())
+                server.require_unchanged(INITIAL_SCORES_FILE)
                 while (
                     server.global_state.round < server.rounds
                     and not events.stop_text
