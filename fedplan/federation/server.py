@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fedplan import seeds
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.aggregation.factory import make_aggregation
 from fedplan.federation.aggregation.protocol import Aggregator
 from fedplan.federation.agreement import Agreement, Roster, class_turns, last_changing_rounds
@@ -130,8 +130,10 @@ class Server:
         )
         self._file_digests = dict[Path, tuple[tuple[int, int, int], list[int | str]]]()
         self._drop_outdated_start()
+        self._checks_best = True
         if max(Store(folder / BEST, keep=1).numbers(), default=0) > self.global_state.round:
             shutil.rmtree(folder / BEST)  # of a round whose state is damaged, and that is run again
+            self._checks_best = False
         if checkpoint is None:
             self.record_files([RUN_FILE])
         self.ledger = open_ledger(folder, files, self.global_state.round)
@@ -363,12 +365,24 @@ class Server:
         return replace(committed, scores=scores, metrics=Metrics(self.history))
 
     def keep_best(self, number: int) -> None:
-        """If the global state is of round `number`, not 0, store it in place of the best one."""
+        """If the global state is of round `number`, not 0, store it in place of the best one.
+
+        The first call checks the stored one: raises StoreError if it is damaged or of another
+        round.
+        """
+        folder, checks, self._checks_best = self.folder / BEST, self._checks_best, False
+        store = Store(folder, keep=1)
         if number == self.global_state.round and number:
-            store, best = Store(self.folder / BEST, keep=1), replace(self.global_state, memory={})
+            if checks and store.find_damage():
+                shutil.rmtree(folder)
             if number not in store.numbers():
-                tensors, meta = best.to_tensors()
+                tensors, meta = replace(self.global_state, memory={}).to_tensors()
                 store.write(tensors, meta | {"run": self.identity.id}, number=number)
+        elif checks and number and (store.find_damage() or store.numbers() != [number]):
+            raise StoreError(
+                f"{folder} does not hold the best round, {number}, intact: restore it from a "
+                "backup, or repair a simulation with `fedplan verify --repair`"
+            )
 
     @property
     def history(self) -> Metrics:

@@ -511,14 +511,11 @@ def undisturbed(setting: Setting, root: Path) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def try_seed(seed: int, root: Path, plan: Plan | None = None) -> Counter[str]:
-    """Run the trial of a seed; return the faults it had. Raises AssertionError if a promise broke.
-
-    `plan`: the faults' probabilities, drawn if None.
-    """
+def try_seed(seed: int, root: Path) -> Counter[str]:
+    """Run the trial of a seed; return the faults it had. Raises AssertionError if a promise broke."""
     rng = Random(seed)
     setting = Setting.draw(rng)
-    plan, expected = plan or Plan.draw(rng), undisturbed(setting, root)
+    plan, expected = Plan.draw(rng), undisturbed(setting, root)
     folder = root / f"seed{seed}"
     try:
         trial = Trial(setting, folder, rng, plan).run()

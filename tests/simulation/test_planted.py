@@ -10,9 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from network import Weather
-from power import PowerDisk
-from simulator import Plan, Setting, try_seed, undisturbed
+from simulator import Setting, try_seed, undisturbed
 
 from fedplan.federation import client, rounds, server
 from fedplan.privacy.accounting import budget
@@ -114,32 +112,3 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path, record_property: A
                 record_property("seeds", seed + 1)
                 return
     pytest.fail(f"{fault}: not found in {SEEDS} seeds")
-
-
-OUTAGES = Plan(Weather(), 0.6, 0.6, 0.0, 1.0, 0.0, 0.0, 0.0)
-"""Only deaths with power cuts."""
-REDUNDANT: dict[str, str] = {}
-"""Lines that sync though another does it as well, each with the reason."""
-
-
-def find_removed(line: str, root: Path, seeds: int) -> int:
-    """Return how many seeds find that a line of code no longer syncs; 0 if none does."""
-    for seed in range(seeds):
-        undisturbed(Setting.draw(Random(seed)), root)
-        PowerDisk.removed.add(line)
-        try:
-            try_seed(seed, root, OUTAGES)
-        except Exception:
-            return seed + 1
-        finally:
-            PowerDisk.removed.clear()
-    return 0
-
-
-@pytest.mark.nightly
-def test_every_single_sync_that_is_removed_is_missed(tmp_path: Path) -> None:
-    for seed in range(40):
-        try_seed(seed, tmp_path, OUTAGES)
-    lines = sorted(line for line in PowerDisk.seen if line.split(":")[0] not in REDUNDANT)
-    assert len(lines) >= 10
-    assert [line for line in lines if not find_removed(line, tmp_path, SEEDS)] == []
