@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .custom_task import CUSTOM_KIND, CustomTask, model_loss
-from .evaluation import evaluate_predictions, youden_threshold
+from .evaluation import MIN_EXAMPLES, evaluate_predictions, youden_threshold
 from .examples import (
     Examples,
     ImageExamples,

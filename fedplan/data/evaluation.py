@@ -20,6 +20,9 @@ from fedplan.data.tasks.definition import Task
 
 RESAMPLES, TOKEN_RESAMPLES = 500, 100
 """Bootstrap resamples of a test set; of tasks with a label for each token, which take longer."""
+MIN_EXAMPLES = 5
+"""Fewest examples with a label, and without it, of which an area under a curve tells anything, and
+fewest groups of an interval."""
 CURVE_POINTS = 200
 """Largest number of points of a curve."""
 
@@ -36,12 +39,13 @@ def evaluate_predictions(
 
     `examples`; `metrics` by name, each with `value` and, with `intervals`, the bounds `low` and
     `high` of the 95 % interval: Wilson's for a fraction of examples without groups, else of the
-    bootstrap; `classes` (support, precision, recall, f1 and auroc by label); `confusion` (rows:
-    truth); `calibration` (count, confidence and frequency of each bin; of two labels for the second
-    one); of two labels `roc` (false and true positive rate) and `threshold`. Tables that the task
-    does not have are left out. `groups`: the group of each example, of which all or no example is
-    drawn; `groups` is then their number. `threshold`: the probability of the second label from
-    which it counts as predicted, in `sensitivity` and `specificity`; None is 0.5.
+    bootstrap, or in `no_interval` why there is none; `classes` (support, precision, recall, f1 and
+    auroc by label); `confusion` (rows: truth); `calibration` (count, confidence and frequency of
+    each bin; of two labels for the second one); of two labels `roc` (false and true positive rate)
+    and `threshold`. Tables that the task does not have are left out. `groups`: the group of each
+    example, of which all or no example is drawn; `groups` is then their number. `threshold`: the
+    probability of the second label from which it counts as predicted, in `sensitivity` and
+    `specificity`; None is 0.5.
     """
     values = task.measure(predictions)
     examples = int(values.pop("examples"))
@@ -56,9 +60,16 @@ def evaluate_predictions(
         bounds = _bootstrap(task, predictions, groups, threshold if binary else None, binary=binary)
         if not len(groups) and (predictions.sizes == 1).all():
             bounds |= _wilson(predictions, values)
+    reasons = _no_interval(predictions, bounds, groups)
     tables["metrics"] = {
         name: {"value": _finite(value)}
-        | ({"low": bounds[name][0], "high": bounds[name][1]} if name in bounds else {})
+        | (
+            {"no_interval": reasons[name]}
+            if name in reasons
+            else {"low": bounds[name][0], "high": bounds[name][1]}
+            if name in bounds
+            else {}
+        )
         for name, value in values.items()
     }
     if task.answer_kind in ("class", "labels") and len(predictions.truth):
@@ -131,6 +142,22 @@ def _bootstrap(
         for name, drawn in samples.items()
         if name != "examples"
     }
+
+
+def _no_interval(
+    predictions: Predictions, names: Iterable[str], groups: Sequence[str]
+) -> dict[str, str]:
+    """Return why the resamples of a metric tell no interval, by name: few groups or examples."""
+    if 0 < len(set(groups)) < MIN_EXAMPLES:
+        return dict.fromkeys(names, f"fewer than {MIN_EXAMPLES} groups")
+    areas = {"auroc", "auprc"}.intersection(names)
+    if not areas or predictions.probabilities is None:
+        return {}
+    hits = class_columns(predictions.truth, predictions.probabilities)
+    counts = [int(count) for count in hits.sum(0) if 0 < count < len(hits)]
+    if all(MIN_EXAMPLES <= count <= len(hits) - MIN_EXAMPLES for count in counts):
+        return {}
+    return dict.fromkeys(areas, f"fewer than {MIN_EXAMPLES} examples with or without a label")
 
 
 def _wilson(

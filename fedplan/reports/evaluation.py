@@ -43,13 +43,20 @@ def metric_title(name: str, tables: Mapping[str, Any]) -> str:
     return f"{score} ({average})" if average in ("macro", "micro", "weighted") else name
 
 
+def _positive_label(name: str, tables: Mapping[str, Any]) -> str:
+    """Return the end of a metric's title that names the positive one of two labels."""
+    binary = tables["answer_kind"] == "class" and len(tables["labels"]) == 2
+    of_label = binary and name in ("auroc", "auprc", "sensitivity", "specificity")
+    return f", positive label {tables['labels'][1]!r}" if of_label else ""
+
+
 def metric_rows(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (name, value, 95 % interval) of each metric of a set; the primary one is first.
 
     `tables` are of the whole evaluation. Of several clients the primary metric stands there twice:
     its mean over clients, and of all their examples together.
     """
-    metrics: Mapping[str, Mapping[str, float | None]] = entry["metrics"]
+    metrics: Mapping[str, Mapping[str, Any]] = entry["metrics"]
     primary, rows = tables["primary"], list[tuple[str, str, str]]()
     of_clients = [each["metrics"].get(primary, {}) for each in entry.get("clients", {}).values()]
     values = [value for each in of_clients if (value := each.get("value")) is not None]
@@ -63,7 +70,10 @@ def metric_rows(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> list[tup
         between = "" if low is None or high is None else f"{number(low)} to {number(high)}"
         if between and low == high:
             between = "unknown: equal in all resamples"
-        rows.append((metric_title(name, tables) + together, number(metric["value"]), between))
+        if "no_interval" in metric:
+            between = f"none: {metric['no_interval']}"
+        title = metric_title(name, tables) + _positive_label(name, tables) + together
+        rows.append((title, number(metric["value"]), between))
     return rows
 
 

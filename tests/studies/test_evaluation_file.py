@@ -25,7 +25,7 @@ from fedplan.data.tasks.kinds import make_task
 from fedplan.federation.server import EVALUATION
 from fedplan.reports.evaluation import evaluation_lines, metric_rows, metric_title
 from fedplan.reports.pages.run_report import report_page
-from fedplan.reports.pages.test_scores import _site_table
+from fedplan.reports.pages.test_scores import _class_table, _figures, _site_table
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.evaluation import evaluate_run, predict_all
 from fedplan.studies.federation_sections import PrivacyConfig
@@ -181,6 +181,31 @@ def test_a_fraction_of_few_examples_has_a_wide_interval_and_rare_labels_no_area(
     assert metric_title("accuracy", labels) == "accuracy (all labels right)"
 
 
+@pytest.mark.parametrize("positives", [4, 5, 35, 36])
+def test_few_examples_of_either_label_have_no_area_and_no_interval_of_it(positives: int) -> None:
+    truth = np.array([1] * positives + [0] * (40 - positives))
+    well = np.random.default_rng(0).random(40)
+    made = Predictions(
+        truth, (well > 0.5).astype(int), np.stack([1 - well, well], 1), well, np.ones(40, int)
+    )
+    task = make_task("text-classification", columns="x", label="y", labels=["well", "ill"])
+    named = {**TABLES, "labels": list(task.labels)}
+    whole = evaluate_predictions(task, made)
+    entry = {"model": "personal", "on": "clients", **whole, "clients": {"a": whole, "b": whole}}
+    few = positives in (4, 36)
+    told = {title: between for title, _, between in metric_rows(entry, named)}
+    between = told["auroc, positive label 'well'"], told["sensitivity, positive label 'well'"]
+    assert (between[0] == "none: fewer than 5 examples with or without a label") == few
+    assert "none" not in between[1] and ("low" in whole["metrics"]["auroc"]) != few
+    for blocks in (_class_table(entry), _site_table(entry, named)):
+        _, table, note = blocks
+        at = table.values["columns"].index("auroc")
+        assert all((row[at] == "\N{EN DASH}") == few for row in table.values["rows"])
+        assert ("fewer than 5 examples with or without" in note.values["text"]) == few
+    *_, roc = _figures(entry, named)
+    assert ("Without 2 clients" in roc.caption) == few
+
+
 def test_an_interval_draws_whole_groups_and_a_threshold_is_chosen_on_validation() -> None:
     draw = np.random.default_rng(0)
     truth = draw.integers(0, 2, 60)
@@ -194,10 +219,11 @@ def test_an_interval_draws_whole_groups_and_a_threshold_is_chosen_on_validation(
     )
     task = make_task("text-classification", columns="x", label="y", labels=["no", "yes"])
     wide = evaluate_predictions(task, made, groups=[str(i // 10) for i in range(60)])
-    single = evaluate_predictions(task, made, groups=["one"] * 60)["metrics"]["accuracy"]
-    assert wide["groups"] == 6 and single["low"] == single["value"] == single["high"]
-    told = metric_rows({"metrics": {"accuracy": single}}, TABLES)
-    assert told[0][2] == "unknown: equal in all resamples", "one group has no interval"
+    few = evaluate_predictions(task, made, groups=[str(i // 15) for i in range(60)])["metrics"]
+    assert wide["groups"] == 6 and "low" in wide["metrics"]["accuracy"]
+    assert all("low" not in metric for metric in few.values()), "of four groups"
+    told = metric_rows({"metrics": few}, TABLES)
+    assert told[0][2] == "none: fewer than 5 groups"
     threshold = youden_threshold(made)
     best = evaluate_predictions(task, made, threshold=threshold)["metrics"]
     default = evaluate_predictions(task, made)["metrics"]

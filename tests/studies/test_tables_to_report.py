@@ -315,7 +315,7 @@ class Sheet:
         )
         names = ("precision", "recall", "f1", "examples")
         rows = [dict(zip(names, column, strict=True)) for column in zip(*scores, strict=True)]
-        many = [row["examples"] >= FEW for row in rows]
+        many = [FEW <= sum(hits) <= len(hits) - FEW for hits in self.hits.T]
         return [row | {"auroc": self.area(i) if many[i] else None} for i, row in enumerate(rows)]
 
     def confusion(self) -> list[list[int]]:
@@ -374,7 +374,7 @@ def check_test_scores(page: ReportTables, kind: str, rows: list[dict[str, str]])
         if len(sheet.labels) == 2 and sheet.truth.ndim == 1:
             positives = int(sum(sheet.truth))
             known |= {f"of these {sheet.labels[1]!r}": positives}
-            known |= {"auroc": None} if positives < FEW else {}
+            known |= {"auroc": None} if min(positives, len(sheet.truth) - positives) < FEW else {}
         for name, text in row.items():
             assert same(text, known[name]), (name, row)
     marks = {

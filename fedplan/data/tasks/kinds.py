@@ -87,10 +87,10 @@ def make_task(
     """Make a task of a kind, with checked arguments; nothing is loaded yet.
 
     `columns` is the input column, or two: a pair of texts, a text and its target, or a prompt and
-    its response. `labels` are the labels of all clients, in any order; the task has them sorted.
-    The tokenizer or image processor is that of `model`, a folder or Hub id; `tokenizer` names
-    another. All other arguments are fields of Task. Raises DataError if an argument is missing or
-    does not fit the kind.
+    its response. `labels` are the labels of all clients, in any order; the task has them sorted,
+    and of two the last is the positive one. The tokenizer or image processor is that of `model`, a
+    folder or Hub id; `tokenizer` names another. All other arguments are fields of Task. Raises
+    DataError if an argument is missing or does not fit the kind.
     """
     cls = task_class(kind)
     columns = (columns,) if isinstance(columns, str) else tuple(columns)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fedplan.data.evaluation import MIN_EXAMPLES
 from fedplan.reports.evaluation import (
     interval_text,
     metric_rows,
@@ -22,9 +23,9 @@ from fedplan.studies.evaluation import absence_reason, read_evaluation
 
 MAX_CLASSES, MAX_MATRIX, MAX_SITES, MAX_CURVES = 40, 20, 40, 6
 """The most classes in a table and in a confusion matrix, sites in a table, and curves of sites."""
-MIN_POSITIVES = 5
-"""Without an interval, no area under a curve stands for fewer examples of a label."""
-FEW_POSITIVES = f"; no area under a curve for fewer than {MIN_POSITIVES} examples of a label"
+FEW_EXAMPLES = (
+    f"; no area under a curve for fewer than {MIN_EXAMPLES} examples with or without a label"
+)
 SMALL_MATRIX = 6
 """The most classes of a confusion matrix that takes half the width of the page."""
 
@@ -56,13 +57,14 @@ def _class_table(entry: Mapping[str, Any]) -> Iterator[PageBlock]:
     classes: list[dict[str, Any]] = entry.get("classes", [])
     if not classes:
         return
+    total = sum(map(sum, entry["confusion"])) if "confusion" in entry else entry["examples"]
     text = "Classes"
     if len(classes) > MAX_CLASSES:
         text = f"The {MAX_CLASSES} most frequent of {len(classes)} classes"
         classes = sorted(classes, key=lambda each: -each["support"])[:MAX_CLASSES]
     yield block("heading", text=text)
     columns = ("precision", "recall", "f1", "auroc")
-    few = [each["support"] < MIN_POSITIVES for each in classes]
+    few = [min(n := each["support"], total - n) < MIN_EXAMPLES for each in classes]
     rows = [
         (
             each["label"],
@@ -72,7 +74,7 @@ def _class_table(entry: Mapping[str, Any]) -> Iterator[PageBlock]:
         for each, hide in zip(classes, few, strict=True)
     ]
     yield block("table", columns=("class", "examples", *columns), rows=rows, numbers=5)
-    text = f"{set_title(entry)}. AUROC: one class against the rest{FEW_POSITIVES * any(few)}."
+    text = f"{set_title(entry)}. AUROC: one class against the rest{FEW_EXAMPLES * any(few)}."
     yield block("note", text=text)
 
 
@@ -80,6 +82,13 @@ def _positives(client: Mapping[str, Any], labels: Sequence[str]) -> int | None:
     """Return how many test examples of a client have the second of two labels; else None."""
     binary = len(labels) == 2 and "threshold" in client
     return int(client["classes"][1]["support"]) if binary and "classes" in client else None
+
+
+def _has_few(client: Mapping[str, Any], labels: Sequence[str]) -> bool:
+    """Return whether a client has few test examples of one of two labels."""
+    if _positives(client, labels) is None:
+        return False
+    return min(each["support"] for each in client["classes"]) < MIN_EXAMPLES
 
 
 def _site_table(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[PageBlock]:
@@ -95,7 +104,7 @@ def _site_table(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator
     names = dict.fromkeys(name for each in clients.values() for name in each["metrics"])
     order = sorted(names, key=lambda name: name != tables["primary"])
     positives = {name: _positives(each, tables["labels"]) for name, each in clients.items()}
-    few = {name for name, n in positives.items() if n is not None and n < MIN_POSITIVES}
+    few = {name for name, each in clients.items() if _has_few(each, tables["labels"])}
     binary = None not in positives.values()
     rows = list[tuple[str, ...]]()
     for client, each in clients.items():
@@ -107,7 +116,7 @@ def _site_table(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator
     of_label = (f"of these {tables['labels'][1]!r}",) if binary else ()
     columns = ("client", "examples", *of_label, *(metric_title(name, tables) for name in order))
     yield block("table", columns=columns, rows=rows, numbers=len(columns) - 1)
-    note = f"A dash: not defined for the client's examples{FEW_POSITIVES * bool(few)}."
+    note = f"A dash: not defined for the client's examples{FEW_EXAMPLES * bool(few)}."
     yield block("note", text=f"{set_title(entry)}. {note}")
 
 
@@ -150,7 +159,7 @@ def _figures(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[Pa
     curves = {"all": entry.get("roc")} if len(entry.get("clients", {})) != 1 else {}
     clients: Mapping[str, Any] = entry.get("clients", {})
     positives = {name: _positives(each, labels) or 0 for name, each in clients.items()}
-    sites = {n: each.get("roc") for n, each in clients.items() if positives[n] >= MIN_POSITIVES}
+    sites = {n: each.get("roc") for n, each in clients.items() if not _has_few(each, labels)}
     order = sorted(sites, key=lambda name: -clients[name]["examples"])[: MAX_CURVES - 1]
     curves |= {f"{name} ({positives[name]})": sites[name] for name in sites if name in order}
     series = [Series(name, tuple(map(tuple, points))) for name, points in curves.items() if points]
@@ -171,5 +180,5 @@ def _figures(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[Pa
         if len(sites) > len(order):
             some = f"The {len(order)} clients with most test examples. {some}"
         if few := len(clients) - len(sites):
-            some += f"Without {few} clients that have fewer than {MIN_POSITIVES} of these. "
+            some += f"Without {few} clients that have fewer than {MIN_EXAMPLES} of either label. "
         yield PageFigure("roc", drawn, caption=f"{some}{caption}")
