@@ -177,6 +177,8 @@ def _wilson(
     for name, count in wholes.items():
         if name in values and isfinite(values[name]):
             right = round(values[name] * count)
+            if not 0 <= right <= count or abs(values[name] * count - right) > 1e-3:
+                continue  # a task's own metric of this name, which is no fraction of examples
             bounds[name] = cast("Any", stats).binomtest(right, count).proportion_ci(method="wilson")
     return bounds
 

@@ -225,6 +225,7 @@ def _score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[RunW
     """Yield warnings of the score that leads the run's report; `record` is of the run's data."""
     score, setting = facts.scores.leading, setting_text(facts.study)
     if score is None:
+        yield from _no_score_warnings(facts, record)
         return
     label, value, higher = score.label, score.value, facts.rules.higher_is_better
     rounds = setting("train.rounds", 2 * facts.study.train.rounds)
@@ -253,6 +254,24 @@ def _score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[RunW
             f1 = setting("evaluate.metrics", ["f1_macro"])
             train_more += f"; if labels are rare, compare by another metric, too: {f1}"
         yield RunWarning("score-not-above-majority", text, train_more)
+
+
+def _no_score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[RunWarning]:
+    """Yield a warning if the last round has no score, where the data of clients is not recorded."""
+    if (
+        record.get("train")
+        or record.get("common_test")
+        or facts.run.round < facts.study.train.rounds
+    ):
+        return
+    remedy = "Give a common test set, as by data.test_path"
+    if facts.study.data.from_python:
+        remedy = "Give a common test set: test=..."
+    elif not facts.study.hides_clients:
+        on_clients = setting_text(facts.study)("evaluate.on_clients", True)
+        remedy += f", or test examples to the sites, with {on_clients}"
+    text = "No model has a score: there is no common test set, and no client sent a score."
+    yield RunWarning("no-test-examples", text, remedy)
 
 
 def _majority_share(score: RunScore, record: Mapping[str, Any]) -> float | None:

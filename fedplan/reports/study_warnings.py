@@ -110,8 +110,7 @@ def data_warnings(study: Study, record: Mapping[str, Any]) -> Iterator[RunWarnin
     common: Mapping[str, Any] | None = record.get("common_test")
     train: Mapping[str, Mapping[str, Any]] = record.get("train") or {}
     tests: Mapping[str, Mapping[str, Any]] = record.get("test") or {}
-    scored = tests if study.evaluate.personal or study.evaluate.on_clients else {}
-    yield from _test_size_warnings(study, common, scored, train)
+    yield from _test_size_warnings(study, common, tests, train)
     for name, split in train.items():
         if common and split["digest"] == common["digest"]:
             yield _tested_on_training("The common test set has", name)
@@ -142,12 +141,12 @@ def data_warnings(study: Study, record: Mapping[str, Any]) -> Iterator[RunWarnin
 def _test_size_warnings(
     study: Study,
     common: Mapping[str, Any] | None,
-    scored: Mapping[str, Mapping[str, Any]],
+    tests: Mapping[str, Mapping[str, Any]],
     train: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[RunWarning]:
-    """Yield warnings of missing and of small test sets; `scored` are those of the clients."""
+    """Yield warnings of missing and of small test sets; `tests` are those of the clients."""
     setting, python = setting_text(study), study.data.from_python
-    sizes = {name: int(split["examples"]) for name, split in scored.items()}
+    sizes = {name: int(split["examples"]) for name, split in tests.items()}
     if common is None and train and not sizes:
         remedy = "give test=..., or clients={name: {'train': ..., 'test': ...}}"
         if not python:
@@ -161,6 +160,8 @@ def _test_size_warnings(
         remedy = "Give more test examples" + ("" if python else ", as by data.test_path")
         yield RunWarning("few-test-examples", text, remedy)
     few = [name for name, size in sizes.items() if size < MIN_TEST_EXAMPLES]
+    if not (study.evaluate.personal or study.evaluate.on_clients):
+        few = list[str]()  # no client has a score of its own
     if few and (common or total >= MIN_TEST_EXAMPLES):
         least = min(few, key=lambda name: sizes[name])
         every = sizes[least] + int(train[least]["examples"])

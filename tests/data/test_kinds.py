@@ -276,6 +276,8 @@ def test_metrics_come_by_name_or_as_functions(words: str) -> None:
     assert found["far"] == pytest.approx(found["max_error"]) and "r2" in found
     with pytest.raises(FedplanError, match="no metric 'f2': there are accuracy, auprc, auroc"):
         metric_named("f2")
+    with pytest.raises(DataError, match="'accuracy' has the name of a metric of fedplan"):
+        asked("regression", words, extra_metrics=[Metric("accuracy", far)])
     odd = asked("regression", words, extra_metrics=[Metric("odd", lambda truth, guess: "high")])  # type: ignore[arg-type,return-value]
     with pytest.raises(FedplanError, match="'odd' returned a str"):
         odd.score(model_for("regression", made), made.prepare(table()), batch_size=5)

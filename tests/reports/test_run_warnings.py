@@ -157,6 +157,14 @@ def test_client_level_privacy_tells_nothing_of_clients() -> None:
     assert not {*codes} & clients_codes
 
 
+def test_a_run_without_any_score_says_so_and_one_with_pooled_tests_does_not() -> None:
+    private = fp.PrivacyConfig(unit="client", epsilon=1e6, noise_multiplier=0.01)
+    no_score = played(data={n: s["train"] for n, s in clients(4).items()}, privacy=private)
+    assert "no-test-examples" in [each.code for each in no_score.warnings]
+    pooled = played(data=clients(test=16), evaluate=fp.EvaluateConfig(personal=False))
+    assert not pooled.warnings, "the global model is scored on 32 examples of both clients"
+
+
 @pytest.mark.parametrize("kind", ["plain", "secure"])
 def test_verify_proves_that_trained_params_moved(kind: str) -> None:
     how = fp.AggregationConfig(kind=kind, threshold=2 * (kind == "secure"), min_contributors=2)

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from fedplan.cli import app
 from fedplan.data.evaluation import evaluate_predictions, youden_threshold
+from fedplan.data.metrics import Metric
 from fedplan.data.predictions import Predictions
 from fedplan.data.tasks.kinds import make_task
 from fedplan.federation.server import EVALUATION
@@ -204,6 +206,15 @@ def test_few_examples_of_either_label_have_no_area_and_no_interval_of_it(positiv
         assert ("fewer than 5 examples with or without" in note.values["text"]) == few
     *_, roc = _figures(entry, named)
     assert ("Without 2 clients" in roc.caption) == few
+
+
+def test_a_metric_that_is_no_fraction_of_examples_has_the_interval_of_resamples() -> None:
+    values = np.random.default_rng(0).random(40)
+    made = Predictions(values, values + 0.1, None, values, np.ones(40, int))
+    task = make_task("regression", columns="x", label="y")
+    percent = Metric("accuracy", lambda truth, guess: 100 * float(np.mean(guess)))
+    told = evaluate_predictions(replace(task, extra_metrics=(percent,)), made)["metrics"]
+    assert told["accuracy"]["low"] < told["accuracy"]["value"] < told["accuracy"]["high"]
 
 
 def test_an_interval_draws_whole_groups_and_a_threshold_is_chosen_on_validation() -> None:

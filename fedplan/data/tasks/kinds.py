@@ -180,6 +180,10 @@ def _applicable_metrics(
     """Return the metrics as a tuple; DataError if one does not apply to a task of `kind`."""
     metrics, answer_kind = tuple(metrics), task_class(kind).answer_kind
     for metric in metrics:
+        if METRICS.get(metric.name, metric) != metric:
+            raise DataError(
+                f"the metric {metric.name!r} has the name of a metric of fedplan: give it another"
+            )
         if answer_kind not in metric.answer_kinds:
             names = ", ".join(n for n, each in METRICS.items() if answer_kind in each.answer_kinds)
             raise DataError(
