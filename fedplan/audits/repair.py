@@ -13,7 +13,7 @@ from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.client import KEY
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS
-from fedplan.federation.identity import RUN_FILE
+from fedplan.federation.identity import RUN_FILE, read_identity
 from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
 from fedplan.federation.server import EVALUATION, STUDY, WRITE_ONCE_FILES
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
@@ -97,6 +97,9 @@ def _copy_inputs(folder: Path, replica: Path, number: int) -> None:
     """Copy the files of a run that no round writes: study, identity, secrets, initial model."""
     del number
     replica.mkdir(mode=0o700)
+    for name in (STUDY, RUN_FILE):
+        if not (folder / name).is_file():
+            raise FedplanError(f"{name} is lost")
     inputs = [folder / STUDY, folder / RUN_FILE, *(folder / CLIENTS).rglob(KEY)]
     inputs += [*(folder / PRIVACY).rglob(SECRET_FILE), *(folder / MODEL_FOLDER).rglob("*")]
     for file in inputs:
@@ -117,6 +120,10 @@ def _repeat_rounds(replica: Path, number: int) -> None:
 
 def _require_same_run(folder: Path, replica: Path) -> None:
     """Raise FedplanError unless the replica's ledger, or its global state, is that of the run."""
+    with suppress(StoreError):
+        checkpoint = Store(folder / GLOBAL_FOLDER, read_only=True).peek()
+        if checkpoint and checkpoint.meta["run"] != read_identity(replica).id:
+            raise FedplanError(f"{RUN_FILE} is not of the same run as {GLOBAL_FOLDER}")
     ledgers = sorted(file.name for file in replica.glob("ledger*.jsonl"))
     newest = max(Store(replica / GLOBAL_FOLDER, read_only=True).numbers(), default=0)
     evidence: tuple[list[str], ...] = (ledgers, [f"{GLOBAL_FOLDER}/{newest}.json"])

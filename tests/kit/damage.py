@@ -23,7 +23,8 @@ KINDS: dict[str, list[str]] = {
     "personal": [],
     "best": ["evaluate.keep_best=personal", "data.validation_fraction=0.2"],
     "client": [f"privacy.{each}" for each in ("unit=client", *PRIVATE)],
-    "example": [f"privacy.{each}" for each in ("unit=example", *PRIVATE)],
+    "example": [f"privacy.{each}" for each in ("unit=example", "examples_per_site=15", *PRIVATE)]
+    + ["train.steps=2"],
     "secure": ["aggregation.kind=secure"],
 }
 """Further settings of a study, by kind of run."""
