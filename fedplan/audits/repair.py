@@ -14,12 +14,13 @@ from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.client import KEY
 from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS
 from fedplan.federation.identity import RUN_FILE, read_identity
-from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
+from fedplan.federation.ledger.records import RecordError, RoundRecord, parse_line, read_record
+from fedplan.federation.ledger.segments import newest_segment
 from fedplan.federation.server import EVALUATION, STUDY, WRITE_ONCE_FILES
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.runners.simulation import Simulation
-from fedplan.storage.append_log import AppendLog, DamagedLog, head_file
-from fedplan.storage.files import wrap_disk_errors, write_atomic
+from fedplan.storage.append_log import AppendLog, LogHead, head_file
+from fedplan.storage.files import wrap_disk_errors, write_atomic, write_if_changed
 from fedplan.storage.locks import acquire_folder_lock, sync_folder
 from fedplan.storage.store import Store
 from fedplan.studies.record import (
@@ -43,14 +44,16 @@ def repair_run(folder: Path) -> list[str]:
     Runs the last round again from the one before, or else all rounds from the start, in a folder
     beside the run's. The rounds must repeat the run: the new ledger, or if the old one is damaged
     the new global state, must have the same bytes as the old; else nothing is changed. Returns []
-    if the run has no faults. Raises FedplanError if the run cannot be repeated, or is open.
+    if the run has no faults. Raises FedplanError if the run cannot be repeated, or if another
+    process has it open.
     """
+    replica = folder.absolute().with_name(f".{folder.absolute().name}.repair")
+    shutil.rmtree(replica, ignore_errors=True)  # of a repair that was killed
     with suppress(FedplanError):
         if not audit_run(folder).faults:
             return []
     with wrap_disk_errors(f"{folder} cannot be locked", "name the folder of a run"):
         lock = acquire_folder_lock(folder)
-    replica = folder.absolute().with_name(f".{folder.absolute().name}.repair")
     number, failures = _last_round(folder), list[str]()
     try:
         for prepare in (_copy_before_last_round, _copy_inputs):
@@ -66,19 +69,22 @@ def repair_run(folder: Path) -> list[str]:
     finally:
         shutil.rmtree(replica, ignore_errors=True)
         del lock
+    reasons = "; ".join(dict.fromkeys(failures))
     raise FedplanError(
-        f"{folder} cannot be repaired: {failures[-1]}. A repair needs the run's data, and these "
-        f"files: {IRREPLACEABLE}; restore what is damaged from a backup"
+        f"{folder} cannot be repaired: {reasons}. A repair needs the run's data, and these files: "
+        f"{IRREPLACEABLE}; restore what is damaged from a backup"
     )
 
 
 def _last_round(folder: Path) -> int:
-    """Return the last committed round, by the global state or, if that is damaged, the ledger."""
-    with suppress(StoreError):
-        if checkpoint := Store(folder / GLOBAL_FOLDER, read_only=True).peek():
-            newest = max(Store(folder / GLOBAL_FOLDER, read_only=True).numbers())
-            return max(checkpoint.number, newest)
-    return last_ledger_round(newest_segment(folder))
+    """Return the last round of which the global state or the ledger has a whole record."""
+    numbers = Store(folder / GLOBAL_FOLDER, read_only=True).numbers()
+    ledger = newest_segment(folder)
+    for line in ledger.read_bytes().splitlines() if ledger.is_file() else ():
+        with suppress(RecordError):
+            if isinstance(record := read_record(parse_line(line)), RoundRecord):
+                numbers.append(record.round)
+    return max(numbers, default=0)
 
 
 def _copy_before_last_round(folder: Path, replica: Path, number: int) -> None:
@@ -155,6 +161,8 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
         name = file.relative_to(replica)
         if not _is_intact(folder / name, file):
             (folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if file.name == CHARGES_FILE:
+                write_atomic(head_file(folder / name), head_file(file).read_bytes())
             write_atomic(folder / name, file.read_bytes())
             yield str(name)
     for part in (CLIENTS, GLOBAL_FOLDER, BEST):
@@ -165,13 +173,20 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
 
 
 def _is_intact(file: Path, expected: Path) -> bool:
-    """Whether a file has the expected content, or is a charges log that only goes on after it."""
+    """Whether a file has the expected content, or is a charges log that only goes on after it.
+
+    Mends the head of such a log: a charge must never be forgotten.
+    """
+    if file.name == head_file(Path(CHARGES_FILE)).name:
+        return True  # mended with its log, or copied here
     if not file.is_file():
         return False
-    name = file.name.removesuffix(".head")
-    if name == CHARGES_FILE:  # a charge must never be forgotten
-        with suppress(DamagedLog):
-            lines = AppendLog(file.with_name(name), chained=True).read()
-            replayed = AppendLog(expected.with_name(name), chained=True).read()
-            return head_file(file.with_name(name)).exists() and lines[: len(replayed)] == replayed
-    return filecmp.cmp(file, expected, shallow=False)
+    content = file.read_bytes()
+    if file.name != CHARGES_FILE or not content.startswith(expected.read_bytes()):
+        return content == expected.read_bytes()
+    head = LogHead()
+    for line in content.splitlines(keepends=True):
+        head = head.extended_by(line)
+    write_if_changed(head_file(file), head.text)
+    AppendLog(file, chained=True).read()  # raises DamagedLog if the charges after it are damaged
+    return True

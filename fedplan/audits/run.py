@@ -12,6 +12,8 @@ from fedplan.audits.ledger import verify_ledger
 from fedplan.audits.movement import Movement
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
+from fedplan.federation.evaluation import EvalConfig
+from fedplan.federation.global_state import BEST
 from fedplan.federation.identity import changed_examples
 from fedplan.federation.ledger.digests import keyed_digest
 from fedplan.federation.ledger.records import (
@@ -204,13 +206,21 @@ def _global_state_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]
 
 
 def _best_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
-    """Faults of the run's stored best global model, as sentences; [] if none is stored."""
-    if not run.has_best:
+    """Faults of the run's stored best global model, as sentences; [] if none is to be stored."""
+    higher = bool(run.higher_is_better(run.primary))
+    config = EvalConfig(1, keep_best=run.study.evaluate.keep_best, primary=run.primary)
+    expected = replace(config, higher_is_better=higher).best_round(run.metrics)
+    if not expected and not run.has_best:
         return []
     try:
         best = run.best_state
     except FedplanError as error:
         return [f"the best global model: {error}"]
+    if best.round != expected:
+        return [
+            f"{BEST} holds round {best.round}, and round {expected} is the best: continue the run "
+            "with --resume, or restore it"
+        ]
     last = dict[str, str]()
     for record in rounds:
         if record.round <= best.round:

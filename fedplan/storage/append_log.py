@@ -154,7 +154,7 @@ class AppendLog:
             if not self.chained or self.head == stored:  # else another process appends meanwhile
                 break
         end, entries, stored_found = LogHead(), list[dict[str, Any]](), not stored.lines
-        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+        for line in self._whole_lines(stored, content):
             entries.append(self._parse(end, line))
             end = end.extended_by(line)
             stored_found |= end == stored
@@ -193,6 +193,22 @@ class AppendLog:
             )
         return entry
 
+    def _whole_lines(self, stored: LogHead, content: bytes) -> list[bytes]:
+        """Return the lines of `content`, without a last one that a power cut left in part.
+
+        Such a line may have its end, and not all before it. A line that the head `stored` counts is
+        never left out.
+        """
+        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+        last = lines[-1] if lines else b""
+        counted = self.chained and hashlib.sha256(last).hexdigest() == stored.sha256
+        if last and not counted:
+            try:
+                json.loads(last)
+            except (ValueError, RecursionError):
+                return lines[:-1]
+        return lines
+
     def _end(self, out: BinaryIO) -> LogHead:
         """Return the end of the open log's complete lines; a plain log's has no count of lines.
 
@@ -203,8 +219,7 @@ class AppendLog:
         last = out.read(stored.last)
         if hashlib.sha256(last).hexdigest() != stored.sha256 and stored.lines:
             raise _cut_error(self.file, stored)
-        content = out.read()
-        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+        lines = self._whole_lines(stored, last + out.read())[bool(last) :]
         if not self.chained:
             return LogHead(0, sum(map(len, lines)), len(lines[-1]) if lines else 0)
         end = stored

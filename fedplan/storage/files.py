@@ -39,6 +39,10 @@ STALE = 3600.0
 """Age in seconds after which a temporary file is a leftover of a killed process."""
 
 
+MAX_UNSYNCED = 5
+"""The most folders within one another that a run makes at a time."""
+
+
 def make_folder(folder: Path, *, private: bool = False) -> None:
     """Create a folder and its missing parents with mode 0700, each synced to disk.
 
@@ -51,6 +55,11 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path.parent)
+        if not missing and not any(folder.iterdir()):
+            # A process that was killed may have made it, and not have synced its names.
+            for path in list(folder.parents)[:MAX_UNSYNCED]:
+                with suppress(PermissionError):
+                    sync_folder(path)
         folder.mkdir(exist_ok=True)
     if private:
         with wrap_disk_errors(f"others may read {folder}", "name a folder of your own"):

@@ -46,11 +46,11 @@ from fedplan.studies.schema import ConfigError, Study, resolve_paths, study_from
 from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, stored_files
 
 MANIFEST, TASK = "manifest.json", "task.json"
+"""Files in the folder of a run, here or at a site: model parameters; labels and clients."""
 SWEEP_FILE = "sweep.json"
 """File in a sweep's folder with its specification."""
 EARLIER = "earlier_privacy"
 """Key of the task file: the expenses of the initial model."""
-"""Files in the folder of a run, here or at a site: model parameters; labels and clients."""
 READ_ATTEMPTS = 5
 """Attempts to read a run that commits rounds meanwhile."""
 

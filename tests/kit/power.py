@@ -54,6 +54,17 @@ class PowerDisk:
             with open(f"/proc/self/fd/{descriptor}", "rb") as file:
                 self.contents[state.st_ino] = file.read()
 
+    def copied(self, folder: Path, before: dict[str, int]) -> None:
+        """Take a copy of a folder, put in its place, for the folder with the inodes `before`."""
+        new = {inode: (folder / name).stat().st_ino for name, inode in before.items()}
+        synced = {new[i]: self.contents[i] for i in new if i in self.contents}
+        stale = new.keys() | set(new.values())
+        self.contents = {i: c for i, c in self.contents.items() if i not in stale} | synced
+        self.names = {
+            path: {name: new.get(i, i) for name, i in entries.items()}
+            for path, entries in self.names.items()
+        }
+
     def cut(self, folder: Path, rng: Random) -> str:
         """Leave of a folder what a power cut leaves; return the kind of loss.
 
@@ -94,8 +105,15 @@ class PowerDisk:
                 unchanged = sum(takewhile(bool, same))
                 torn = rng.randint(unchanged, len(present))
                 zeros = bytes(len(present) - torn)
-                content = rng.choice((content, present, present[:torn] + zeros, present[:torn]))
+                hole = present[:unchanged] + bytes(torn - unchanged) + present[torn:]
+                states = (content, present, present[:torn] + zeros, present[:torn], hole)
+                content = rng.choice(states)
             yield path, content
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    """Return the inodes of all that is in a folder, by relative path."""
+    return {str(path.relative_to(folder)): path.stat().st_ino for path in folder.rglob("*")}
 
 
 def _entries(folder: Path) -> dict[str, int]:

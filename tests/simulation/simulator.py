@@ -30,7 +30,7 @@ from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from masked import directory, node
 from network import Network, VirtualClock, Weather
-from power import PowerDisk
+from power import PowerDisk, inodes
 from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_ledger
@@ -196,7 +196,7 @@ class Trial:
     plan: Plan | None = None
     acts: int = 0
     faults: Counter[str] = field(default_factory=Counter[str])
-    damaged: dict[str, Path] = field(default_factory=dict[str, Path])
+    damaged: dict[str, list[tuple[Path, bytes, bytes | None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         setting, made = self.setting, method_of(self.setting)
@@ -300,13 +300,17 @@ class Trial:
                 setting = f"{point}:{self.rng.choice(('raise', 'enospc'))}@{times}"
         storage_files._reached, old = Counter(), os.environ.get(storage_files.VARIABLE, "")
         os.environ[storage_files.VARIABLE] = setting
-        snapshot = self.folder.with_name(f"{self.folder.name}.{place.name}")
+        snapshot, alive = (
+            self.folder.with_name(f"{self.folder.name}.{place.name}"),
+            dict[str, int](),
+        )
 
         def die(*_: object) -> None:
             shutil.rmtree(snapshot, ignore_errors=True)
             if plan is not None and self.rng.random() < plan.power:
                 self.faults[f"power cut, {self.disk.cut(place, self.rng)}"] += 1
             shutil.copytree(place, snapshot)
+            alive.update(inodes(place))
             raise Killed(setting)
 
         old_kill = self.on_kill
@@ -317,7 +321,7 @@ class Trial:
             # What `finally` clauses did after the death does not count.
             shutil.rmtree(place)
             shutil.move(snapshot, place)
-            self.disk.settle(place)
+            self.disk.copied(place, alive)
             self.faults[f"killed at {setting.split(':')[0]}"] += 1
             raise
         finally:
@@ -361,28 +365,32 @@ class Trial:
 
     def harm(self, place: Path) -> None:
         """Flip a bit of a file of a machine that is off, or delete the file."""
-        self.damaged.setdefault(place.name, place.with_name(f"{place.name}.backup"))
-        backup = self.damaged[place.name]
-        if not backup.exists():
-            shutil.copytree(place, backup)
         files = sorted(f for f in place.rglob("*") if f.is_file())
         if not (place / "account" / "replies.jsonl").exists():
             files = [f for f in files if f.name != "secret"]  # unused, it may be drawn anew
         file = self.rng.choice(files)
-        content = bytearray(file.read_bytes())
+        whole, content = file.read_bytes(), bytearray(file.read_bytes())
         if content and self.rng.random() < 0.7:
             content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
             file.write_bytes(content)
+            self.damaged.setdefault(place.name, []).append((file, whole, bytes(content)))
         else:
             file.unlink()
+            self.damaged.setdefault(place.name, []).append((file, whole, None))
         self.disk.settle(place)
         self.faults["file damaged"] += 1
 
     def restore(self, place: Path) -> None:
-        """Put back the files of a machine whose damage was noticed."""
-        self.faults["damage noticed, backup restored"] += 1
-        shutil.rmtree(place)
-        shutil.move(self.damaged.pop(place.name), place)
+        """Mend the files of a machine whose damage was noticed, as from a backup of that moment."""
+        self.faults["damage noticed and mended"] += 1
+        for file, whole, damaged in reversed(self.damaged.pop(place.name)):
+            present = file.read_bytes() if file.exists() else None
+            if present == damaged or not (present or damaged):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(whole)
+                file.chmod(0o600)
+            elif damaged and present and present.startswith(damaged):  # a log that went on
+                file.write_bytes(whole + present[len(damaged) :])
         self.disk.settle(place)
 
     def restart_site(self, name: str, seconds: float) -> None:
@@ -400,9 +408,9 @@ class Trial:
     def _handle(self, context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
         reply = self.endpoints[name].answer(kind, message)
-        self.check_reply(name, reply)
         if name in self.damaged and reply_fields(reply).keys() & {"refused", "failed"}:
             raise DamageNoticed(name)
+        self.check_reply(name, reply)
         return reply
 
     # -- the run

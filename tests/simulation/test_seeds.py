@@ -52,7 +52,8 @@ def main(first: int, count: int, results: Path) -> int:
 
     root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     failed, faults, began = list[tuple[int, str]](), Counter[str](), time.process_time()
-    for seed in range(first, first + count):
+    end, total = first + count, 0
+    for seed in range(first, end):
         try:
             faults += try_seed(seed, root)
         except BaseException as error:
@@ -61,13 +62,14 @@ def main(first: int, count: int, results: Path) -> int:
             failed.append((seed, f"{type(error).__name__}: {error}"[:500]))
             sys.stdout.write(f"failed: {failed[-1]}\n")
             sys.stdout.flush()
-        if (seed + 1 - first) % 100 == 0 or seed + 1 == first + count:
+            total += 1
+        if seed + 1 - first == 100 or seed + 1 == end:
             seconds = round(time.process_time() - began, 1)
             line = {"first": first, "next": seed + 1, "failed": failed, "cpu_seconds": seconds}
             with results.open("a") as out:
                 out.write(json.dumps(line | {"faults": dict(sorted(faults.items()))}) + "\n")
             first, failed, faults, began = seed + 1, [], Counter(), time.process_time()
-    return len(failed)
+    return total
 
 
 if __name__ == "__main__":

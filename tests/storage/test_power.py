@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 import torch
-from power import PowerDisk
+from power import PowerDisk, inodes
 
 from fedplan.errors import FedplanError
 from fedplan.privacy.mechanisms.noise import load_or_create_secret, read_secret
@@ -59,20 +59,14 @@ class Disk:
             shutil.rmtree(saved, ignore_errors=True)
             shutil.copytree(self.folder, saved)
             contents, names = dict(self.power.contents), dict(self.power.names)
-            inodes = {
-                str(p.relative_to(self.folder)): p.stat().st_ino for p in self.folder.rglob("*")
-            }
+            before = inodes(self.folder)
             self.power.cut(self.folder, self.rng)
             check()
             # As before the cut, with the new inodes of the same files.
             shutil.rmtree(self.folder)
             shutil.move(saved, self.folder)
-            new = {inodes[n]: (self.folder / n).stat().st_ino for n in inodes}
-            self.power.contents = {new.get(i, i): c for i, c in contents.items()}
-            self.power.names = {
-                folder: {name: new.get(i, i) for name, i in entries.items()}
-                for folder, entries in names.items()
-            }
+            self.power.contents, self.power.names = contents, names
+            self.power.copied(self.folder, before)
 
 
 def small_file(disk: Disk) -> None:
@@ -81,6 +75,14 @@ def small_file(disk: Disk) -> None:
     for content in (b"one", b"two"):
         write_atomic(file, content)
         disk.after_cuts(lambda content=content: _equal(file.read_bytes(), content))
+
+
+def folder_of_a_killed_process(disk: Disk) -> None:
+    file = disk.folder / "a" / "b" / "file"
+    file.parent.mkdir(parents=True)
+    make_folder(file.parent)
+    write_atomic(file, b"one")
+    disk.after_cuts(lambda: _equal(file.read_bytes(), b"one"))
 
 
 def secret(disk: Disk) -> None:
@@ -104,6 +106,12 @@ def append_log(disk: Disk) -> None:
             )
             if not first:
                 continue
+
+            def go_on(file: Path = file, chained: bool = chained) -> None:
+                AppendLog(file, chained=chained).append({"n": 1})
+                _equal([x["n"] for x in AppendLog(file, chained=chained).read()][-1], 1)
+
+            disk.after_cuts(go_on)
             AppendLog(file, chained=chained).append({"n": 1})
 
             def check(file: Path = file, chained: bool = chained) -> None:
@@ -142,7 +150,17 @@ def checkpoints(disk: Disk) -> None:
             shutil.rmtree(folder)
 
 
-ACTS = {act.__name__: act for act in (small_file, secret, committed_log, append_log, checkpoints)}
+ACTS = {
+    act.__name__: act
+    for act in (
+        small_file,
+        folder_of_a_killed_process,
+        secret,
+        committed_log,
+        append_log,
+        checkpoints,
+    )
+}
 
 
 def _equal(found: object, expected: object) -> None:
