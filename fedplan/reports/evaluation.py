@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from math import fsum
 from typing import Any
 
-from fedplan.studies.run_scores import untrained_note
+from fedplan.studies.run_scores import score_text, untrained_note
 
 UNDEFINED = "\N{EN DASH}"
 """The text of a number that is not defined."""
 
 
 def number(value: float | None) -> str:
-    """Return a score as text with three decimals, or four digits from 10."""
+    """Return a score as text with three decimals, or four digits from 10; two if it is small."""
     if value is None:
         return UNDEFINED
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
+    return score_text(value) if abs(value) < 10 else f"{value:.4g}"
 
 
 def set_title(entry: Mapping[str, Any]) -> str:
@@ -30,7 +30,8 @@ def set_title(entry: Mapping[str, Any]) -> str:
     if entry["on"] == "common":
         return f"{model} on the common test set, {examples}"
     clients = len(entry["clients"])
-    return f"{model} on the test examples of {clients} clients together, {examples}"
+    whose = "one client" if clients == 1 else f"{clients} clients together"
+    return f"{model} on the test examples of {whose}, {examples}"
 
 
 def metric_title(name: str, tables: Mapping[str, Any]) -> str:

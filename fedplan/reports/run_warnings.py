@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import fsum, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedplan.audits.movement import Movement
 from fedplan.errors import FedplanError
@@ -47,9 +47,8 @@ RESULT_WARNINGS = {
     "unreadable": "the folder of the run cannot be read",
 }
 """The codes of warnings of a result, with their meaning."""
-LOSS_GROWTH, START_GROWTH, LOSS_EXPLOSION = 1.05, 1.5, 10.0
-"""Factors by which the last loss has grown over that of the first round, or over that of the
-starting model, and by which any loss has exploded."""
+LOSS_GROWTH, LOSS_EXPLOSION = 1.05, 10.0
+"""Factors by which the last loss has grown over the first, and by which any loss has exploded."""
 
 ROUNDING = 1e-6
 """Two accuracies that differ by less are equal: tasks may average in single precision."""
@@ -136,7 +135,7 @@ def _movement_warnings(facts: RunFacts) -> Iterator[RunWarning]:
 
 
 def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
-    """Yield warnings of the training loss by round."""
+    """Yield warnings of training losses: of each client's first, highest and last, the means."""
     agreement, remedy = facts.agreement, f"Lower {_lower_lr(facts.study)}"
     visible = agreement.guarantee is None and not agreement.secagg.active
     not_finite = [
@@ -152,18 +151,27 @@ def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
             f"{first.round} at {first.client}."
         )
         yield RunWarning("loss-not-finite", text, remedy)
-    losses = facts.column("", "loss").points
+    by_client = dict[str, list[float]]()
+    for turn in (turn for turns in facts.turns for turn in turns if turn.loss is not None):
+        by_client.setdefault(turn.client, []).append(cast("float", turn.loss))
+    losses = list(by_client.values())
     if not losses:
         return
+    first, highest, last = (
+        fsum(values) / len(losses)
+        for values in zip(*((each[0], max(each), each[-1]) for each in losses), strict=True)
+    )
     initial = read_initial_scores(facts.run.folder)
-    before = [value for name, value in initial.items() if name.endswith(".loss")]
-    first, last, highest = losses[0][1], losses[-1][1], max(loss for _, loss in losses)
-    start = min(first, fsum(before) / len(before)) if before else first
-    if highest > LOSS_EXPLOSION * start > 0:
-        text = f"The training loss rose to {highest:.4g}, from {start:.4g} at the start."
+    tested = [value for name, value in initial.items() if name.endswith(".loss")]
+    start = fsum(tested) / len(tested) if tested else 0.0
+    if highest > LOSS_EXPLOSION * first > 0:
+        text = f"The training loss rose from {first:.4g} to {highest:.4g}."
         yield RunWarning("loss-exploded", text, remedy)
-    elif last - first > (LOSS_GROWTH - 1) * abs(first) or last > START_GROWTH * start > 0:
-        text = f"The training loss grew from {min(first, start):.4g} to {last:.4g}."
+    elif highest > LOSS_EXPLOSION * start > 0:
+        text = f"The training loss is {highest:.4g}; the starting model's test loss is {start:.4g}."
+        yield RunWarning("loss-exploded", text, remedy)
+    elif last - first > (LOSS_GROWTH - 1) * abs(first):
+        text = f"The training loss grew from {first:.4g} to {last:.4g}."
         yield RunWarning("loss-grew", text, remedy)
 
 

@@ -74,6 +74,7 @@ from .run_scores import (
     is_personal,
     run_scores,
     score_rules,
+    score_text,
     untrained_note,
     untrained_params,
 )

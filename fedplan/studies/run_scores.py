@@ -32,6 +32,8 @@ GLOBAL_PREFIXES = ("global.", "sites.global.")
 """Prefixes of the global model's metrics."""
 CLIENT_COLUMNS = ("clients.{}.{}", "sites.by.{}.personal.{}", "sites.by.{}.global.{}")
 """Names of the metrics of one client, with its name and the metric."""
+SMALL_SCORE = 0.01
+"""Three decimals of a score below tell too little of it."""
 POOLED_CLIENTS = "global.clients"
 """Number of clients whose test examples are those of the global model's metrics; absent if these
 are on the common test set."""
@@ -62,8 +64,8 @@ class RunScore:
     @property
     def number(self) -> str:
         """The value, with its interval if it has one: `0.712 (0.690 to 0.731)`."""
-        between = f" ({self.interval[0]:.3f} to {self.interval[1]:.3f})" if self.interval else ""
-        return f"{self.value:.3f}{between}"
+        between = " ({} to {})".format(*map(score_text, self.interval)) if self.interval else ""
+        return f"{score_text(self.value)}{between}"
 
     @property
     def label(self) -> str:
@@ -79,6 +81,8 @@ class RunScore:
     @property
     def about(self) -> str:
         """Whose score it is, and on which examples."""
+        if self.column.startswith("sites.personal."):
+            return f"pooled over {self.clients} clients, each on its own test examples"
         if self.kind == "personal" and not self.client:
             return f"mean of {self.clients} clients, each on its own test examples"
         if self.kind in ("personal", "worst client", "this client"):
@@ -88,7 +92,10 @@ class RunScore:
     @property
     def on(self) -> str:
         """The examples, and what the model lacks: `on the common test set`."""
-        return f"on {self.examples}{untrained_note(self.untrained)}"
+        mean = ""
+        if self.kind == "global" and self.clients:
+            mean = f", mean of {self.clients} clients weighted by examples"
+        return f"on {self.examples}{mean}{untrained_note(self.untrained)}"
 
     @property
     def text(self) -> str:
@@ -178,12 +185,15 @@ class ScoreRules:
             return None
         of_clients = column.startswith("sites.") or POOLED_CLIENTS in row
         examples = CLIENT_TESTS if of_clients else COMMON_TEST
+        spread = "sites.spread.global."  # of metrics by client; score counts have none
+        averaged = column.startswith("sites.") and f"{spread}{self.metric}" in row
         return RunScore(
             "global",
             self.metric,
             row[column],
             column,
             examples,
+            clients=int(row.get(f"{spread}clients", 0)) if averaged else 0,
             untrained=self.untrained,
             interval=_interval(row, column),
         )
@@ -214,6 +224,11 @@ class ScoreRules:
                 name = key[len(before) : -len(after)]
                 break
         return RunScore("worst client", self.metric, value, column, CLIENT_TESTS, client=name)
+
+
+def score_text(value: float) -> str:
+    """Return a score with three decimals, or a small one with two digits: `0.712`, `0.0004`."""
+    return f"{value:.2g}" if 0 < abs(value) < SMALL_SCORE else f"{value:.3f}"
 
 
 def _interval(row: Mapping[str, float], column: str) -> tuple[float, float] | None:

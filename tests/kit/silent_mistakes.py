@@ -321,7 +321,7 @@ MISTAKES = (
     mistake(
         "The learning rate is so high that the loss grows.",
         "loss-grew",
-        train={"lr": 1.0},
+        train={"lr": 10.0, "optimizer": "sgd"},
     ),
     mistake(
         "A metric divides by zero.",

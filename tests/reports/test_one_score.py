@@ -11,6 +11,7 @@ import pytest
 from fedplan.data.metrics import METRICS, metric_spread
 from fedplan.data.tasks.kinds import TASK_KINDS
 from fedplan.federation.ledger.records import RoundRecord
+from fedplan.reports.evaluation import number, set_title
 from fedplan.reports.formats import round_heading, simulation_line, sites_line
 from fedplan.studies.run_scores import CLIENT_TESTS, COMMON_TEST, ScoreRules
 
@@ -83,6 +84,23 @@ def test_a_noisy_score_has_its_interval_wherever_it_stands() -> None:
     lines = (simulation_line(row, rules), sites_line(record, row, rules), *rules.of_row(row).texts)
     assert all("0.700 (0.650 to 0.810)" in line for line in lines), lines
     assert rules.of_row(row).json()["scores"][0]["interval"] == (0.65, 0.81)
+
+
+def test_a_score_says_whether_it_is_pooled_or_a_mean_and_small_ones_have_digits() -> None:
+    counted = {**COUNTS, "sites.personal.accuracy": 0.8, "sites.clients": 5.0}
+    (score,) = ScoreRules("accuracy", True, True).of_row(counted).scores
+    assert score.about == "pooled over 5 clients, each on its own test examples"
+    spread = {"sites.spread.global.rmse": 0.0005, "sites.spread.global.clients": 2.0}
+    rules, row = ScoreRules("rmse", False, False), {**COUNTS, "sites.global.rmse": 0.0004}
+    assert rules.of_row({**row, **spread}).texts == [
+        "global rmse 0.0004 (on all clients' test examples, mean of 2 clients weighted by examples)"
+    ]
+    assert rules.of_row(row).texts == ["global rmse 0.0004 (on all clients' test examples)"]
+    assert [number(value) for value in (0.0, 0.00042, 0.5, 12.345)] == [
+        *("0.000", "0.00042", "0.500", "12.35")
+    ]
+    entry = {"model": "global", "on": "clients", "examples": 7, "clients": {"north": {}}}
+    assert set_title(entry) == "Global model on the test examples of one client, 7 test examples"
 
 
 def test_of_a_plan_that_shares_all_the_global_model_leads() -> None:

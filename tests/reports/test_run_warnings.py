@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace as Like
+from typing import Any
 
 import pytest
 from commands import run as typed
@@ -23,6 +25,7 @@ from silent_mistakes import (
 import fedplan as fp
 from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError
+from fedplan.reports import run_warnings
 from fedplan.reports.plan_warnings import PLAN_WARNINGS
 from fedplan.reports.run_warnings import RESULT_WARNINGS
 from fedplan.reports.status import run_snapshot
@@ -155,6 +158,30 @@ def test_client_level_privacy_tells_nothing_of_clients() -> None:
     assert "site-" not in " ".join(map(str, run.warnings))
     clients_codes = {"few-client-test-examples", "client-never-drawn", "client-never-aggregated"}
     assert not {*codes} & clients_codes
+
+
+@pytest.mark.parametrize(
+    ("losses", "code"),
+    [
+        ({"a": (0.9, 0.7)}, ""),  # above the test loss of the starting model
+        ({"a": (0.3, 0.25), "b": (0.9,)}, ""),  # b has its only turn in the last round
+        ({"a": (0.3, 0.25), "b": (0.6, 0.9)}, "loss-grew"),
+        ({"a": (0.3, 3.2, 0.3)}, "loss-exploded"),
+        ({"a": (4.1,)}, "loss-exploded"),
+    ],
+)
+def test_training_losses_are_compared_client_by_client(
+    losses: dict[str, tuple[float, ...]], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_warnings, "read_initial_scores", lambda _: {"global.loss": 0.4})
+    turns = [Like(client=name, loss=each, steps=1) for name in losses for each in losses[name]]
+    facts: Any = Like(
+        agreement=Like(guarantee=None, secagg=Like(active=False)),
+        study=Like(train=Like(lr=0.1), data=Like(from_python=True), has_central_data=True),
+        turns=(turns,),
+        run=Like(folder=tmp_path),
+    )
+    assert [each.code for each in run_warnings._loss_warnings(facts)] == [code] * bool(code)
 
 
 def test_a_run_without_any_score_says_so_and_one_with_pooled_tests_does_not() -> None:
