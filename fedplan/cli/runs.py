@@ -33,7 +33,6 @@ RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 )
 def run_command(
     study: Annotated[Path, typer.Argument(help="A study file (TOML), or the folder of a run.")],
-    folder_too: Annotated[Path | None, typer.Argument(hidden=True)] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", help="Override a field of the study: train.rounds=5; repeatable."),
@@ -99,11 +98,6 @@ def run_command(
     from fedplan.studies.resume import open_study
 
     with outlive_viewer(), print_errors():
-        if folder_too is not None:
-            raise FedplanError(
-                f"give a study file or the folder of a run, not both {study} and {folder_too}; to "
-                f"resume a run: fedplan run {folder_too} --resume"
-            )
         console = Console(highlight=False, stderr=as_json)
         opened_study, folder = open_study(
             study,

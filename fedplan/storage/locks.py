@@ -23,8 +23,10 @@ _MOUNTS = Path("/proc/self/mounts")
 class NoLocks(StoreError):
     """A file or folder on a file system without locks, such as some network mounts."""
 
-    def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> NoLocks:
+        """Return the error for a path that could not be locked."""
+        return cls(
             f"{path} is on a disk without locks ({_file_system(path)}: {error.strerror}), where "
             "two processes could overwrite each other's files: name a folder on a local disk, or "
             "mount this one with locks"
@@ -161,7 +163,7 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
         except BlockingIOError as error:
             raise StoreError(f"another process writes to {file}: wait until it ends") from error
         except OSError as error:
-            raise NoLocks(file, error) from error
+            raise NoLocks.of(file, error) from error
         try:
             yield descriptor
         finally:  # unlocked at once: a process forked meanwhile would keep the lock
@@ -184,7 +186,7 @@ def _open_locked(folder: Path, *, timeout: float = 0.0) -> int:
         raise StoreError(f"another process writes to {folder}: wait until it ends") from error
     except OSError as error:
         os.close(descriptor)
-        raise NoLocks(folder, error) from error
+        raise NoLocks.of(folder, error) from error
     return descriptor
 
 

@@ -125,8 +125,8 @@ def alike(releases: list[Release]) -> Generator[None]:
         patch.object(NoisyVote, "release", vote),
         patch.object(GaussianMechanism, "add_noise", add_noise),
         patch.object(ClientGuard, "_uniform", staticmethod(uniform)),
-        patch.object(guard, "load_or_create_secret", lambda *_: SECRET),
-        patch.object(client_module, "load_or_create_secret", lambda *_: SECRET),
+        patch.object(guard, "load_or_create_secret", lambda *_, **__: SECRET),
+        patch.object(client_module, "load_or_create_secret", lambda *_, **__: SECRET),
         patch.object(egress, "timestamp", lambda: "2026-01-01T00:00:00.000+00:00"),
     ]
     with ExitStack() as stack:
@@ -280,7 +280,7 @@ def attacked(attack: Attack, here: Path) -> Outcome:
     place.mkdir()
     study = place / "study.toml"
     study.write_text(attack.case.study(here))
-    with patch.object(guard, "load_or_create_secret", lambda *_: SECRET):
+    with patch.object(guard, "load_or_create_secret", lambda *_, **__: SECRET):
         moves = Attacker(attack, study).moves()
     rows = tables_of(attack.case, without=True)[SITE]
     worlds = [

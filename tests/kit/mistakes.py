@@ -157,11 +157,6 @@ MISTAKES = (
         ("there is no run in nothing to resume", "done"),
     ),
     Mistake(
-        "A study and a run are resumed.",
-        "run study.toml --resume done",
-        ("not both study.toml and done", "fedplan run done --resume"),
-    ),
-    Mistake(
         "A score is named without the model that it is of.",
         "compare done --score accuracy",
         ("done has global.accuracy, personal.accuracy",),

@@ -438,7 +438,7 @@ def _watched(seen: Seen) -> Generator[None]:
 @contextmanager
 def secrets_known() -> Generator[None]:
     """Every guard has one secret, and draws as it always does."""
-    with patch.object(guard, "load_or_create_secret", lambda *_: SECRET):
+    with patch.object(guard, "load_or_create_secret", lambda *_, **__: SECRET):
         yield
 
 

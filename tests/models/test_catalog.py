@@ -52,7 +52,10 @@ def test_bytes_follow_the_dtype() -> None:
         (lambda: params_of("vit-base"), "did you mean vit-base-16"),
         (lambda: params_of("./nowhere"), "'./nowhere' is not a folder"),
         (lambda: params_of("nobody/nothing"), "'nobody/nothing' is not a folder"),
-        (lambda: params_of("hub:nobody/nothing"), "'hub:nobody/nothing' cannot be read"),
+        (
+            lambda: params_of("hub:nobody/nothing"),
+            "'hub:nobody/nothing' is not in this machine's cache",
+        ),
         (lambda: params_of("gpt2", task="poetry"), "no task 'poetry'"),
         (lambda: params_of("gpt2", dtype="float3"), "no dtype 'float3'"),
         (lambda: params_of("missing.json"), "missing.json is not a manifest"),

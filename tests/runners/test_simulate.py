@@ -512,7 +512,7 @@ def test_a_run_of_objects_has_a_report_and_its_model_in_its_folder(tmp_path: Pat
     assert all(torch.equal(values[name], each) for name, each in opened.global_values().items())
     assert values.keys() == opened.personal_values("north").keys()
     shutil.rmtree(run.folder / "model")
-    with pytest.raises(ConfigError, match=r"no initial model.*resume=True"):
+    with pytest.raises(ConfigError, match=r"model\.json is lost"):
         opened.global_values()
 
 

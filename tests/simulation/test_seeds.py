@@ -7,11 +7,13 @@ A failing seed is replayed by `make simulate SEED=n`, and stored in FOUND with i
 from __future__ import annotations
 
 import json
-import os
 import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,19 @@ from simulator import try_seed
 
 FOUND: dict[int, str] = {}
 """Seeds that once failed, with the fault that each has found."""
-SECONDS = 25.0
+SECONDS = 15.0
 """Seconds of a processor that fresh seeds have by day."""
 
 
+MEMORY = Path("/dev/shm")
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of trials, in memory where there is such a place: nothing there survives anyway."""
-    return tmp_path_factory.mktemp("simulation")
+def root() -> Iterator[Path]:
+    """Folders of trials: in memory, if there is such a place."""
+    folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("seed", FOUND)
@@ -48,9 +55,7 @@ def test_fresh_seeds_end_with_the_bits_of_an_undisturbed_run(root: Path) -> None
 
 def main(first: int, count: int, results: Path) -> int:
     """Try seeds and write a line for each hundred of them; return the number that failed."""
-    import tempfile
-
-    root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    root = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     failed, faults, began = list[tuple[int, str]](), Counter[str](), time.process_time()
     end, total = first + count, 0
     for seed in range(first, end):

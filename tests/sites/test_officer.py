@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from fedplan.sites.approvals import Approvals, current_user
 from fedplan.sites.compliance_report import compliance_page
 from fedplan.sites.egress import RunEgress, SiteRecord, is_site_state, read_egress_report
 from fedplan.sites.gateway import Approver, SiteGateway
-from fedplan.storage.append_log import AppendLog
+from fedplan.storage.append_log import AppendLog, LogHead, head_file
 from fedplan.studies.schema import parse_toml, study_from_dict
 from fedplan.tensors.serialization import unpack_message
 
@@ -105,7 +106,13 @@ def _turned(file: str, before: str, after: str) -> Callable[[Path], None]:
     def change(home: Path) -> None:
         (found,) = home.rglob(file)
         assert before in found.read_text()
-        found.write_text(found.read_text().replace(before, after))
+        lines, head = found.read_text().replace(before, after).splitlines(), LogHead()
+        found.write_text("")
+        for line in lines:  # who turns a line may chain the file anew
+            chained = json.dumps(json.loads(line) | {"before": head.sha256}, sort_keys=True) + "\n"
+            head = head.extended_by(chained.encode())
+            found.write_text(found.read_text() + chained)
+        head_file(found).write_text(head.text)
 
     return change
 

@@ -369,6 +369,7 @@ def test_labels_are_not_separated_in_a_column_of_images(tmp_path: Path) -> None:
     png = BytesIO()
     Image.new("L", (8, 8)).save(png, "png")
     study = study_text().replace('label = "digit"', 'label = "image"\nlabel_separator = ";"')
+    study = study.replace('"image-classification"', '"image-multi-label"')
     for number, image in enumerate((b"broken", png.getvalue())):
         desk = image_gateway(tmp_path / str(number), image)
         assert answer(desk, study) == "failed: data"

@@ -26,11 +26,11 @@ TASK = {
     **{"max_length": 8, "image_size": 0, "template": ""},
 }
 HOSTILE: list[tuple[str, Any, str]] = [
-    ("task", {**TASK, "kind": "hostile:Task"}, "not a built-in task"),
+    ("task", {**TASK, "kind": "hostile_code:Task"}, "not a built-in task"),
     ("task", {**TASK, "kind": ["text-classification"]}, "task.kind"),
     ("task", {**TASK, "tokenizer": "../outside"}, "tokenizer"),
-    ("task", "hostile", "task"),
-    ("class", "hostile.Model", "transformers has no model"),
+    ("task", "hostile_code", "task"),
+    ("class", "hostile_code.Model", "transformers has no model"),
     ("class", "AutoModel", "transformers has no model"),
     ("class", "pipeline", "transformers has no model"),
     ("class", "__builtins__", "transformers has no model"),
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store_model(adapted, CustomTask(), place / name)
     config = place / "outside/adapters/default/adapter_config.json"
     config.rename(place / "outside/adapter_config.json")
-    (place / "hostile.py").write_text("raise SystemExit('hostile code ran')")
+    (place / "hostile_code.py").write_text("raise SystemExit('hostile code ran')")
     return place / "model"
 
 
@@ -85,7 +85,7 @@ def test_a_hostile_description_is_refused(folder: Path, monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match="restore it from a backup") as refusal:
             load_stored_model(folder)
         assert message in str(refusal.value), (field, value)
-        assert "hostile" not in sys.modules, (field, value)
+        assert "hostile_code" not in sys.modules, (field, value)
         assert not [each for each in opened if "outside" in each], (field, value)
     for text in ("", "[]", "null", "{", "[" * 99_999, "{}"):
         file.write_text(text)
@@ -112,7 +112,11 @@ def test_names_of_values_cannot_replace_a_method(tmp_path: Path) -> None:
 def test_an_adapter_is_built_without_other_files(folder: Path) -> None:
     file = folder / "adapters/default/adapter_config.json"
     honest = json.loads(file.read_text())
-    more = {"megatron_config": {"a": 1}, "megatron_core": "hostile", "init_lora_weights": "pissa"}
+    more = {
+        "megatron_config": {"a": 1},
+        "megatron_core": "hostile_code",
+        "init_lora_weights": "pissa",
+    }
     file.write_text(json.dumps(honest | more))
     try:
         model, _ = load_stored_model(folder)
