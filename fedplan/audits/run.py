@@ -207,9 +207,14 @@ def _global_state_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]
 
 def _best_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
     """Faults of the run's stored best global model, as sentences; [] if none is to be stored."""
-    higher = bool(run.higher_is_better(run.primary))
-    config = EvalConfig(1, keep_best=run.study.evaluate.keep_best, primary=run.primary)
-    expected = replace(config, higher_is_better=higher).best_round(run.metrics)
+    expected, keep_best = 0, run.study.evaluate.keep_best
+    if keep_best:
+        higher = bool(run.higher_is_better(run.primary))
+        config = EvalConfig(keep_best=keep_best, primary=run.primary, higher_is_better=higher)
+        try:
+            expected = config.best_round(run.metrics)
+        except FedplanError:  # a damaged ledger or metrics file, which other checks name
+            return []
     if not expected and not run.has_best:
         return []
     try:

@@ -153,7 +153,9 @@ def environment_faults(folder: Path) -> list[str]:
     names = f"{ENVIRONMENT_FILE} or {head_file(file).name}"
     # A kill may leave one line that the head does not count yet.
     return (
-        [] if lines and lines - known in (0, 1) else [f"{names} is lost: restore it from a backup"]
+        []
+        if lines and known and lines - known in (0, 1)
+        else [f"{names} is lost: restore it from a backup"]
     )
 
 

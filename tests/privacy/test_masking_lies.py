@@ -364,7 +364,7 @@ def test_from_the_same_values_no_sum_of_other_sites_is_opened(tmp_path: Path) ->
     assert "from the same values" in refusal(lambda: opened("e", "another world", names))
     assert len((tmp_path / "ada" / "opened").read_text().splitlines()) == 3
     (tmp_path / "ada" / "opened").write_text("no line\n")
-    assert "damaged at line 1" in refusal(lambda: opened("f", "world", names))
+    assert "opened does not hold line" in refusal(lambda: opened("f", "world", names))
 
 
 def test_more_sites_than_twice_the_threshold_are_refused() -> None:
