@@ -170,8 +170,8 @@ class _LedgerChecker:
             arrived = 1 if masked is None else client in record.aggregated
             explained = (arrived + discarded.get(client, 0)) * upload
             if (uploaded := turns[client].upload_bytes) != explained:
-                told = f"{uploaded} bytes were uploaded"
-                yield f"{where}, {client}: {told}, and the plan explains {explained}"
+                text = f"{uploaded} bytes were uploaded"
+                yield f"{where}, {client}: {text}, and the plan explains {explained}"
         if sum(turn.upload_bytes for turn in turns.values()) != record.upload_bytes:
             total = f"{record.upload_bytes} bytes were uploaded in all"
             yield f"{where}: {total}, and its turns say another number"

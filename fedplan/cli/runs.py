@@ -154,8 +154,8 @@ def status_command(
         if as_json:
             for snapshot in watch(folder) if refresh else [run_snapshot(folder)]:
                 # While it is watched, a run in progress is not read from its start each second.
-                known = read_run_warnings(folder) if not (refresh and snapshot.live) else []
-                status = {**snapshot.json(), "warnings": [each.json() for each in known]}
+                warnings = read_run_warnings(folder) if not (refresh and snapshot.live) else []
+                status = {**snapshot.json(), "warnings": [each.json() for each in warnings]}
                 print(json.dumps(replace_nonfinite(status)), flush=True)
             return
         console = make_console()

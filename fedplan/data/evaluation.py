@@ -150,14 +150,15 @@ def _no_interval(
     """Return why the resamples of a metric tell no interval, by name: few groups or examples."""
     if 0 < len(set(groups)) < MIN_EXAMPLES:
         return dict.fromkeys(names, f"fewer than {MIN_EXAMPLES} groups")
-    areas = {"auroc", "auprc"}.intersection(names)
-    if not areas or predictions.probabilities is None:
-        return {}
+    reasons = {name: "resamples make it larger" for name in names if name == "calibration_error"}
+    if predictions.probabilities is None:
+        return reasons
     hits = class_columns(predictions.truth, predictions.probabilities)
     counts = [int(count) for count in hits.sum(0) if 0 < count < len(hits)]
     if all(MIN_EXAMPLES <= count <= len(hits) - MIN_EXAMPLES for count in counts):
-        return {}
-    return dict.fromkeys(areas, f"fewer than {MIN_EXAMPLES} examples with or without a label")
+        return reasons
+    few = f"fewer than {MIN_EXAMPLES} examples with or without a label"
+    return reasons | {name: few for name in names if name in ("auroc", "auprc")}
 
 
 def _wilson(
@@ -214,8 +215,7 @@ def _class_tables(task: Task, predictions: Predictions) -> dict[str, Any]:
         tables["confusion"] = counts.reshape(size, size).tolist()
     if usable and probabilities is not None:
         binary = truth.ndim == 1 and size == 2
-        sides = (truth[:, None], probabilities[:, 1:]) if binary else (truth, probabilities)
-        bins = zip(*calibration_bins(*sides), strict=True)
+        bins = zip(*calibration_bins(truth, probabilities), strict=True)
         tables["calibration"] = [
             [int(count), _finite(confidence), _finite(frequency)]
             for count, confidence, frequency in bins

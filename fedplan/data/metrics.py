@@ -264,11 +264,11 @@ def compute_metrics(metrics: Sequence[Metric], predictions: Predictions) -> dict
     return {name: value for name, value in values.items() if value is not None}
 
 
-def metric_direction(name: str, known: Mapping[str, bool] = MappingProxyType({})) -> bool | None:
-    """Return whether a higher value of a metric is better; None if nobody has said it.
+def metric_direction(name: str, own: Mapping[str, bool] = MappingProxyType({})) -> bool | None:
+    """Return whether a higher value of a metric is better; None if that is not known.
 
     `name` may stand in a round's row, as `global.accuracy` or `personal.accuracy_worst`. Directions
-    are those of `known` (by the names of metrics), of registered metrics and of tasks. A spread
+    are those of `own` (by the names of metrics), of registered metrics and of tasks. A spread
     over clients, as `personal.accuracy_std`, is better if lower.
     """
     plain = name.rpartition(".")[2]
@@ -278,7 +278,7 @@ def metric_direction(name: str, known: Mapping[str, bool] = MappingProxyType({})
         **{metric.name: metric.higher_is_better for metric in registered},
         **{name: higher for name, (higher, _) in _TASK_METRICS.items()},
         **{name: metric.higher_is_better for name, metric in METRICS.items()},
-        **known,
+        **own,
     }
     if plain.endswith("_std") and plain not in directions:
         return False

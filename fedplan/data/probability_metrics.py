@@ -69,11 +69,13 @@ def calibration_error(truth: Array, probabilities: Array) -> float:
 def calibration_bins(truth: Array, probabilities: Array) -> tuple[Array, Array, Array]:
     """Return (counts, mean confidence, frequency of right predictions) of each bin.
 
-    Confidence is the probability of the predicted class, or of each label. Means of an empty bin
-    are NaN.
+    Confidence is the probability of the second one of two classes, of the predicted one of more
+    classes, or of each label. Means of an empty bin are NaN.
     """
     if truth.ndim == 2:
         confidence, right = probabilities.ravel(), truth.ravel()
+    elif probabilities.shape[1] == 2:
+        confidence, right = probabilities[:, 1], truth == 1
     else:
         confidence, right = probabilities.max(1), probabilities.argmax(1) == truth
     if not np.isfinite(confidence).all():

@@ -160,21 +160,12 @@ class ScoreCounts:
     def _gaps(self, no: Floats, yes: Floats) -> tuple[Floats, Floats]:
         """Return by calibration bin the right answers minus their probabilities, and all answers.
 
-        An answer is the predicted class, with its probability, or each label.
+        An answer is the second one of two classes, the predicted one of more, or each label.
         """
-        if self._binary:
-            half, (no, yes) = self.bins // 2, (no[..., 0, :], yes[..., 0, :])
-            # A probability below one half predicts the first class.
-            right = yes[..., half:] + no[..., half - 1 :: -1]
-            wrong = no[..., half:] + yes[..., half - 1 :: -1]
-            centres = _centres(self.bins)[half:]
-        else:
-            last = slice(None) if self.multi_label else slice(-1, None)
-            right, wrong = yes[..., last, :].sum(-2), no[..., last, :].sum(-2)
-            centres = _centres(self.bins)
-        gaps = right - (right + wrong) * centres
-        groups = CALIBRATION_BINS * len(centres) // self.bins
-        gaps = gaps.reshape(*gaps.shape[:-1], groups, self.bins // CALIBRATION_BINS)
+        last = slice(None) if self.multi_label else slice(-1, None)
+        right, wrong = yes[..., last, :].sum(-2), no[..., last, :].sum(-2)
+        gaps = right - (right + wrong) * _centres(self.bins)
+        gaps = gaps.reshape(*gaps.shape[:-1], CALIBRATION_BINS, self.bins // CALIBRATION_BINS)
         return gaps.sum(-1), (right + wrong).sum(-1)
 
     def _calibration(
@@ -234,8 +225,8 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
 
 def _mean(values: Floats) -> Floats:
     """Return the mean over the last axis of the values that are not nan; nan without any."""
-    known = ~np.isnan(values)
-    return _ratio(np.where(known, values, 0.0).sum(-1), known.sum(-1).astype(float))
+    defined = ~np.isnan(values)
+    return _ratio(np.where(defined, values, 0.0).sum(-1), defined.sum(-1).astype(float))
 
 
 def _centres(bins: int) -> Floats:

@@ -344,8 +344,7 @@ def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
     """
     names, count = set[str](), 0
     for table in tables:
-        for value in label_values(table, column):
-            labels = cast("list[str]", value) if isinstance(value, list) else [value]
+        for labels in row_labels(table, column):
             names |= set(labels)
             count += len(labels)
     remedy = "name another label column; or, if they are classes, list them in task.labels"
@@ -376,6 +375,11 @@ def label_values(table: Dataset, column: str) -> list[Any]:
         return str(names[value]) if names else label_text(value)
 
     return [text(value) for value in column_values(table, column)]
+
+
+def row_labels(table: Dataset, column: str) -> list[list[str]]:
+    """Return the labels of each row as `label_values` has them, a single one in a list too."""
+    return [each if isinstance(each, list) else [each] for each in label_values(table, column)]
 
 
 def split_labels(table: Dataset, column: str, separator: str) -> Dataset:

@@ -180,8 +180,8 @@ class Endpoint:
             ).with_code("another-study")
         if self.agreement.secagg.active:
             fields["node_key"] = self._require_secagg_client().public_key.hex()
-            said = unpack_message(Message(message.header))[1]
-            self._erase_secrets(said.get(COMMITTED_ROUND), said.get(EVALUATED_ROUND))
+            progress = unpack_message(Message(message.header))[1]
+            self._erase_secrets(progress.get(COMMITTED_ROUND), progress.get(EVALUATED_ROUND))
         return self._log_answer(Message(pack_message({}, fields).header), HELLO, None, {})
 
     def _poll(self, message: Message) -> Message:

@@ -14,10 +14,8 @@ UNDEFINED = "\N{EN DASH}"
 
 
 def number(value: float | None) -> str:
-    """Return a score as text with three decimals, or four digits from 10; two if it is small."""
-    if value is None:
-        return UNDEFINED
-    return score_text(value) if abs(value) < 10 else f"{value:.4g}"
+    """Return a score as text, or a dash if it is not defined."""
+    return UNDEFINED if value is None else score_text(value)
 
 
 def set_title(entry: Mapping[str, Any]) -> str:

@@ -259,7 +259,7 @@ def allow_rejoin(site: Site, run: str) -> None:
     """
     file = Path(site.state) / RUNS_FOLDER / f"{run}.json"
     if not is_run_id(run) or not file.exists():
-        runs = [known.stem for known in sorted((Path(site.state) / RUNS_FOLDER).glob("*.json"))]
+        runs = [each.stem for each in sorted((Path(site.state) / RUNS_FOLDER).glob("*.json"))]
         raise FedplanError(
             f"{site.name} does not know run {run[:40]!r}: its runs are {', '.join(runs) or 'none'}"
         )

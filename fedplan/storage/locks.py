@@ -35,14 +35,14 @@ class NoLocks(StoreError):
 
 def _file_system(path: Path) -> str:
     """Return type and mount point of a path's file system; "unknown" without a /proc."""
-    path, found = path.resolve(), ("unknown", Path())
+    path, name, longest = path.resolve(), "unknown", Path()
     with suppress(OSError):
         for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
             _, place, kind, *_ = line.split(" ")
             mount = Path(place.replace("\\040", " "))
-            if path.is_relative_to(mount) and len(mount.parts) >= len(found[1].parts):
-                found = f"{kind} at {mount}", mount
-    return found[0]
+            if path.is_relative_to(mount) and len(mount.parts) >= len(longest.parts):
+                name, longest = f"{kind} at {mount}", mount
+    return name
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,9 @@ class RunPredictions:
             writer.writerow(["client", "model", "example", "row", "truth", "predicted", *columns])
             for (model, client), predictions in self.test.items():
                 rows: Sequence[Any] = self.rows.get(client, ())
-                known = len(rows) == len(predictions)
+                has_rows = len(rows) == len(predictions)
                 for example, *values in _rows(task, predictions):
-                    row = rows[example] if known else ""
+                    row = rows[example] if has_rows else ""
                     writer.writerow([client, model, example, row, *values])
                     count += 1
         return count

@@ -479,9 +479,9 @@ def _processor_code(task: Task) -> str:
 
 def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> None:
     """Write card, privacy file and golden example; `{}` in `loading_code` is the folder "."."""
-    # The inputs of a CustomTask are unknown.
-    known = not isinstance(exported.task, CustomTask)
-    example = make_golden_example(exported.model, exported.task) if known else None
+    example = None
+    if not isinstance(exported.task, CustomTask):  # whose inputs are unknown
+        example = make_golden_example(exported.model, exported.task)
     if example is not None:
         example.write(output)
     loading_code = loading_code.replace("{}", '"."')

@@ -23,12 +23,12 @@ from fedplan.data.tables import (
     filter_rows,
     label_names,
     label_text,
-    label_values,
     load_table,
     matches_any,
     open_images,
     plain_cells,
     require_column,
+    row_labels,
     select_rows,
     split_labels,
 )
@@ -90,8 +90,8 @@ class FederatedData:
 
 NO_TEST = (
     "No common test set: the global model is tested on all clients' test examples, and under "
-    "differential privacy not at all. Set data.test_split, data.test_filter or data.test_path to "
-    "have one."
+    "differential privacy only with evaluate.noise_multiplier. Set data.test_split, "
+    "data.test_filter or data.test_path to have one."
 )
 """Note of a study without a common test set."""
 EMPTY_CLIENTS = "clients have no training example, and take no part."
@@ -203,12 +203,7 @@ def _balanced_weights(task: Task, table: Dataset) -> tuple[tuple[str, float], ..
 
     A label that no row has gets the weight of a label with one row.
     """
-    values = label_values(table, task.label)
-    counts = Counter(
-        label
-        for value in values
-        for label in (cast("list[str]", value) if isinstance(value, list) else [value])
-    )
+    counts = Counter(label for row in row_labels(table, task.label) for label in row)
     total = sum(counts.values())
     return tuple(
         (label, total / (len(task.labels) * max(1, counts[label]))) for label in task.labels
@@ -225,8 +220,9 @@ def _groups(study: Study, table: Dataset | None) -> list[str]:
 
 def _row_numbers(table: Dataset | None) -> list[int]:
     """Return the number of each row in its file; empty if that is not known."""
-    known = table is not None and ROW in table.column_names
-    return cast("list[int]", table[ROW][:]) if table is not None and known else []
+    if table is None or ROW not in table.column_names:
+        return []
+    return cast("list[int]", table[ROW][:])
 
 
 def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
@@ -304,8 +300,7 @@ def compute_split(study: Study) -> DataSplit:
     task = _make_task(study, _find_labels(study, [t for t in (table, *common) if t is not None]))
     table, _ = drop_common(study, task, table, *common)
     has_classes = bool(task.label) and task.answer_kind in ("class", "labels")
-    values = label_values(table, task.label) if has_classes else []
-    labels = [cast("list[str]", value) if isinstance(value, list) else [value] for value in values]
+    labels = row_labels(table, task.label) if has_classes else []
     test_size = len(common[0]) if common[0] is not None else 0
     return DataSplit(split_rows(study, task, table), labels, test_size)
 

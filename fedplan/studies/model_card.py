@@ -26,7 +26,7 @@ from fedplan.models.folder import image_mean_std
 from fedplan.models.params import Params
 from fedplan.privacy.statement import HISTORY, SPENT, Expense, Statement
 from fedplan.studies.run import read_run
-from fedplan.studies.run_scores import client_score, score_rules, untrained_params
+from fedplan.studies.run_scores import client_score, score_rules, score_text, untrained_params
 from fedplan.studies.schema import Study
 from fedplan.tensors.devices import model_device, to_device
 from fedplan.tensors.named import Tensors
@@ -230,7 +230,7 @@ def describe_export(folder: Path | str, client: str = "", *, best: bool = False)
         row = next(row for row in run.metrics if row["round"] == run.best_state.round)
         name = f"{run.study.evaluate.keep_best} {run.primary}"
         value = row.get(f"validation.{name.replace(' ', '.')}")
-        by = f"{name} {value:.3f} on validation examples" if value is not None else "validation"
+        by = "validation" if value is None else f"{name} {score_text(value)} on validation examples"
         texts.append(f"Best round: {row['round']:g}, by {by}.")
     score = client_score(run, client) if client else score_rules(run).of_row(row).find("global")
     texts += [f"Score after round {row['round']:g}: {score.text}."] if score else []

@@ -147,14 +147,14 @@ def environment_faults(folder: Path) -> list[str]:
     """Return a sentence if the environment file of a started run is lost or was edited."""
     file = folder / ENVIRONMENT_FILE
     try:
-        known, lines = read_head(file).lines, len(read_sessions(folder))
+        counted, lines = read_head(file).lines, len(read_sessions(folder))
     except DamagedLog as error:
         return [str(error)]
     names = f"{ENVIRONMENT_FILE} or {head_file(file).name}"
     # A kill may leave one line that the head does not count yet.
     return (
         []
-        if lines and known and lines - known in (0, 1)
+        if lines and counted and lines - counted in (0, 1)
         else [f"{names} is lost: restore it from a backup"]
     )
 

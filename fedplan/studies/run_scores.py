@@ -32,8 +32,8 @@ GLOBAL_PREFIXES = ("global.", "sites.global.")
 """Prefixes of the global model's metrics."""
 CLIENT_COLUMNS = ("clients.{}.{}", "sites.by.{}.personal.{}", "sites.by.{}.global.{}")
 """Names of the metrics of one client, with its name and the metric."""
-SMALL_SCORE = 0.01
-"""Three decimals of a score below tell too little of it."""
+SMALL_SCORE, LARGE_SCORE = 0.01, 10
+"""Three decimals tell too little of a score below, and too much of one above."""
 POOLED_CLIENTS = "global.clients"
 """Number of clients whose test examples are those of the global model's metrics; absent if these
 are on the common test set."""
@@ -227,7 +227,9 @@ class ScoreRules:
 
 
 def score_text(value: float) -> str:
-    """Return a score with three decimals, or a small one with two digits: `0.712`, `0.0004`."""
+    """Return a score as text: `0.712`; from 10 with four digits, a small one with two: `0.0004`."""
+    if abs(value) >= LARGE_SCORE:
+        return f"{value:.4g}"
     return f"{value:.2g}" if 0 < abs(value) < SMALL_SCORE else f"{value:.3f}"
 
 
@@ -289,7 +291,7 @@ def run_scores(run: RunReader) -> RunScores:
 
 
 def client_score(run: RunReader, client: str) -> RunScore | None:
-    """Return the last score of one client's personal model; None if there is none."""
+    """Return the last score of one client, of the model that it has; None if there is none."""
     rules, row = score_rules(run), run.last_scores
     column = rules.client_column(row, client)
     if not column:

@@ -239,7 +239,7 @@ class _StudyDraft:
             _commented("epochs = 1", "passes over a client's examples in each round"),
         ]
         if self._common_label():
-            comment = "means over labels, whatever their share"
+            comment = "beside accuracy, which a common label makes high"
             metrics = _commented('metrics = ["recall_macro", "auprc"]', comment)
             method_and_train += ["", "[evaluate]", metrics]
         parts = (self._head(), self._model(), self._task(), self._data(), method_and_train)
@@ -312,8 +312,8 @@ class _StudyDraft:
         lines = ["[data]", f"path = {_to_toml(self._relative_path(schema.path))}"]
         lines += [f"split = {_to_toml(schema.train)}"] if schema.train else []
         if unknown := self._unknown_labels():
-            known = [value for value in schema.column(self.label).values if value not in unknown]
-            kept = f"# filter = {_to_toml({self.label: known})}"
+            labels = [value for value in schema.column(self.label).values if value not in unknown]
+            kept = f"# filter = {_to_toml({self.label: labels})}"
             lines.append(_commented(kept, f"without {', '.join(unknown)}"))
         if schema.test:
             comment = "the common test set: never trained on"

@@ -19,7 +19,7 @@ from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
 from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes
 from fedplan.reports.groups import group_by_seed
-from fedplan.studies.run_scores import GLOBAL_PREFIXES, SPREAD_PREFIXES, ScoreKind
+from fedplan.studies.run_scores import GLOBAL_PREFIXES, SPREAD_PREFIXES, ScoreKind, score_text
 from fedplan.sweeps.results import (
     ON_VALIDATION,
     RoleHistory,
@@ -234,24 +234,27 @@ class Comparison:
         """Return the tables as CSV with a header line, and a line for each group and metric.
 
         Numbers are not rounded, sizes in bytes, times in seconds; unknown values are empty. An
-        interval is three columns: the mean, and both ends.
+        interval is three columns: the mean, and both ends. Further scores are behind them: `global`
+        of runs that are compared by their personal models.
         """
         rows = list[dict[str, Any]]()
-        told = self.json()
+        tables = self.json()
         for metric, values in (
             (table["metric"], values)
-            for table in (told, *told["others"])
+            for table in (tables, *tables["others"])
             for values in table["groups"]
         ):
-            for name in ("score", "difference"):
-                interval = values.pop(name) or dict.fromkeys(("mean", "low", "high"))
-                values[name] = interval["mean"]
-                values |= {f"{name}_low": interval["low"], f"{name}_high": interval["high"]}
-            del values["runs"], values["differences"], values["scores"]
+            intervals = {name: values.pop(name) for name in ("score", "difference")}
+            intervals |= values.pop("scores")
+            del values["runs"], values["differences"]
+            for name, interval in intervals.items():
+                mean, low, high = interval.values() if interval else (None, None, None)
+                values |= {name: mean, f"{name}_low": low, f"{name}_high": high}
             label = spreadsheet_safe(values.pop("label"))
             rows.append({"label": label, "metric": metric, **values})
         output = StringIO()
-        writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
+        columns = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(output, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return output.getvalue()
@@ -433,8 +436,8 @@ def _privacy_notes(groups: Sequence[RunGroup]) -> list[str]:
             notes.append(
                 f"the {len(private)} runs with {unit}-level differential privacy cost epsilon "
                 f"{epsilon:.4g} at delta {delta:.3g} together (plain addition): whoever chooses "
-                "one of them by private examples has used all of them, and the scores themselves "
-                "are not covered"
+                "one of them by private examples has used all of them, and scores without noise "
+                "(evaluate.noise_multiplier) are not covered"
             )
     return notes
 
@@ -480,9 +483,10 @@ def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
     for row in rows:
         lows, highs = (row.group.scores(f"{score}_{end}").values() for end in ("low", "high"))
         if ends := [*lows, *highs]:
+            low, high = score_text(min(ends)), score_text(max(ends))
             notes.append(
-                f"{row.group.label}: bins or noise leave {score} of its runs anywhere from "
-                f"{min(ends):.3f} to {max(ends):.3f}, beside the interval over seeds"
+                f"{row.group.label}: bins or noise leave {score} of its runs anywhere from {low} "
+                f"to {high}, beside the interval over seeds"
             )
     for row in rows[1:]:
         same = row.difference and row.difference.mean == 0 and row.difference.half_width == 0

@@ -108,6 +108,6 @@ def event_line(event: SweepEvent) -> str:
     more = event.seconds_left and event.ended < event.total
     left = f", {duration(event.seconds_left)} left" if more else ""
     scores = event.run_scores.scores if event.run_scores else ()
-    told = ", ".join(f"{score.label} {score.number}" for score in scores)
-    told = f"{told}  " if told else ""
-    return f"{event.ended:{width}}/{event.total}  {event.name}  {told}{outcome}{stopped}{left}"
+    text = ", ".join(f"{score.label} {score.number}" for score in scores)
+    text = f"{text}  " if text else ""
+    return f"{event.ended:{width}}/{event.total}  {event.name}  {text}{outcome}{stopped}{left}"

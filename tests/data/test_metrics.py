@@ -160,11 +160,16 @@ def test_a_class_that_all_rows_or_no_row_has_is_left_out_of_the_area() -> None:
 
 
 def test_calibration_compares_confidence_with_frequency() -> None:
-    # Ten predictions of probability 0.75, of which half are right.
-    p, truth = np.tile([0.25, 0.75], (10, 1)), np.array([0, 1] * 5)
-    assert METRICS["calibration_error"](predictions(truth, p)) == pytest.approx(0.25)
-    counts, confidence, frequency = calibration_bins(truth, p)
-    assert (counts[7], confidence[7], frequency[7], counts.sum()) == (10, 0.75, 0.5, 10)
+    # Ten probabilities of one value, of which half are right: of the second one of two classes,
+    # and of the predicted one of three.
+    truth = np.array([0, 1] * 5)
+    for row, value in (([0.85, 0.15], 0.15), ([0.75, 0.2, 0.05], 0.75)):
+        p, size = np.tile(row, (10, 1)), int(value * 10)
+        error = METRICS["calibration_error"](predictions(truth, p))
+        assert error == pytest.approx(abs(value - 0.5))
+        counts, confidence, frequency = calibration_bins(truth, p)
+        assert confidence[size] == pytest.approx(value) and frequency[size] == 0.5
+        assert counts[size] == counts.sum() == 10
 
 
 def test_predictions_of_examples_with_several_labels_are_selected_and_joined() -> None:

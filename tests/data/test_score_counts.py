@@ -59,6 +59,7 @@ def pooled(layout: ScoreCounts, found: Predictions) -> dict[str, float]:
         scores["sensitivity"] = metrics.recall_score(truth, guess)
         scores["specificity"] = metrics.recall_score(truth, guess, pos_label=0)
         answers, p = answers[:, 1:], p[:, 1:]
+        calibration = answers[:, 0], p[:, 0]
     squares = (answers - p) ** 2
     return scores | {
         "auroc": metrics.roc_auc_score(answers, p, average="macro"),

@@ -311,7 +311,7 @@ def readable(folder: Path) -> list[str]:
     """Which files show a tensor's bytes, its name, the note or the name of the request."""
     raw = SECRETS["state/the tensor's name"].numpy().tobytes()
     assert len(raw) == 64
-    words = [NOTE.encode(), b"the tensor's name", b"request 7", b"notes", b"float", b"F32"]
+    words = [NOTE.encode(), b"the tensor's name", b"request 7", b"notes", b"float"]
     secrets = [raw, raw[:16], *words, *(b64encode(word)[:-4] for word in words if len(word) > 8)]
     kept = [p for p in folder.rglob("*") if p.is_file()]
     return [p.name for p in kept if any(s in p.read_bytes() + p.name.encode() for s in secrets)]

@@ -291,7 +291,7 @@ def _marker(path: str, x: str, y: str) -> str:
         radius = max(abs(float(number)) for number in NUMBER.findall(path))
         return f'circle cx="{_short(x)}" cy="{_short(y)}" r="{_short(radius)}"'
     moves = iter([float(x), float(y)] * (len(NUMBER.findall(path)) // 2))
-    moved = NUMBER.sub(lambda found: f"{float(found[0]) + next(moves):.4f}", path)
+    moved = NUMBER.sub(lambda match: f"{float(match[0]) + next(moves):.4f}", path)
     return f'path d="{_short_path(moved)}"'
 
 
@@ -303,7 +303,7 @@ def _short(number: str | float) -> str:
 
 def _short_path(path: str) -> str:
     """Return the data of an SVG path with short numbers, and blanks only between them."""
-    short = NUMBER.sub(lambda found: _short(found[0]), path)
+    short = NUMBER.sub(lambda match: _short(match[0]), path)
     return re.sub(r"\s*([A-Za-z])\s*", r"\1", " ".join(short.split()))
 
 

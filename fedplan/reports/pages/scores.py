@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import isnan
 
 from fedplan.errors import FedplanError
+from fedplan.reports.evaluation import number
 from fedplan.reports.figures.charts import Series, line_chart, small_multiples
 from fedplan.reports.pages.facts import RunFacts, SeedGroup, group_runs
 from fedplan.reports.pages.page import PageFigure, PageSection
@@ -80,7 +81,7 @@ def clients_section(facts: RunFacts) -> PageSection:
 
     order = sorted(scores.values(), key=rank)
     worst, mean = order[0], facts.mean_client_scores("mean of all clients")
-    last, average = ("none" if x is None else f"{x:.3f}" for x in (worst.last, mean.last))
+    last, average = map(number, (worst.last, mean.last))
     text = (
         f"Worst client: {worst.name}, with {score} {last}; mean of all "
         f"{len(scores)} clients: {average}."
@@ -189,7 +190,8 @@ def _score_caption(groups: Sequence[SeedGroup]) -> str:
         for kind, text in explained.items()
         if kind in kinds
     ]
-    if any(run.privacy_unit for group in groups for run in group.runs):
+    guarantees = [run.agreement.guarantee for group in groups for run in group.runs]
+    if any(each and not each.evaluation_noise_multiplier for each in guarantees):
         sentences.append(
             "Scores on clients' examples exist in a simulation only; epsilon does not cover them."
         )

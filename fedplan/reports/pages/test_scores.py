@@ -75,6 +75,8 @@ def _class_table(entry: Mapping[str, Any]) -> Iterator[PageBlock]:
     ]
     yield block("table", columns=("class", "examples", *columns), rows=rows, numbers=5)
     text = f"{set_title(entry)}. AUROC: one class against the rest{FEW_EXAMPLES * any(few)}."
+    if entry.get("threshold", 0.5) != 0.5:
+        text += " Precision, recall and f1 are at a probability of 0.5, not at the threshold above."
     yield block("note", text=text)
 
 

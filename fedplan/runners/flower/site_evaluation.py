@@ -117,8 +117,8 @@ class SiteEvaluation:
         noisy = self.server.agreement.guarantee is not None
         return set((not noisy and next(filter(None, earlier), None)) or self.server.roster)
 
-    def _without_reply(self, known: Collection[str]) -> dict[str, str]:
-        return {name: "no answer" for name in self.server.roster if name not in known}
+    def _without_reply(self, others: Collection[str]) -> dict[str, str]:
+        return {name: "no answer" for name in self.server.roster if name not in others}
 
     def _collect(
         self,
