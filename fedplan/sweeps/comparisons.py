@@ -239,11 +239,8 @@ class Comparison:
         """
         rows = list[dict[str, Any]]()
         tables = self.json()
-        for metric, values in (
-            (table["metric"], values)
-            for table in (tables, *tables["others"])
-            for values in table["groups"]
-        ):
+        every = (tables, *tables["others"])
+        for metric, values in ((each["metric"], row) for each in every for row in each["groups"]):
             intervals = {name: values.pop(name) for name in ("score", "difference")}
             intervals |= values.pop("scores")
             del values["runs"], values["differences"]
@@ -483,7 +480,7 @@ def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
     for row in rows:
         lows, highs = (row.group.scores(f"{score}_{end}").values() for end in ("low", "high"))
         if ends := [*lows, *highs]:
-            low, high = score_text(min(ends)), score_text(max(ends))
+            low, high = map(score_text, (min(ends), max(ends)))
             notes.append(
                 f"{row.group.label}: bins or noise leave {score} of its runs anywhere from {low} "
                 f"to {high}, beside the interval over seeds"
