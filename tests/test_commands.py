@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import fedplan
 from fedplan.cli import app
 from fedplan.federation.ledger.status import RunState
 from fedplan.reports.status import run_snapshot
+from fedplan.runners.flower.starter import new_federation
 
 SERVING = "it serves until it is ended, and prints what the node or the SuperLink logs"
 NO_JSON = {"site serve": SERVING, "server link": SERVING}
@@ -154,6 +156,24 @@ def test_a_run_whose_terminal_is_closed_goes_on(here: Path) -> None:
     begun.send_signal(signal.SIGHUP)
     assert begun.wait(300) == 0
     assert run_snapshot("runs/tiny").round == 20
+
+
+def test_a_site_whose_reader_and_terminal_are_gone_serves_until_it_is_ended(tmp_path: Path) -> None:
+    """`fedplan site serve | head -0`, and the signal that a closed terminal sends."""
+    new_federation(tmp_path / "fed", ["north"], insecure=True)
+    site, (reads, writes) = tmp_path / "fed/sites/north", os.pipe()
+    os.close(reads)
+    words = [*COMMAND, "site", "serve", "--site", str(site)]
+    begun = subprocess.Popen(words, stdout=writes, stderr=writes, start_new_session=True)
+    os.close(writes)
+    log, until = site / "state/log.jsonl", time.monotonic() + 120
+    while not (log.exists() and "site started" in log.read_text()):
+        assert begun.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    begun.send_signal(signal.SIGHUP)
+    begun.send_signal(signal.SIGTERM)
+    assert begun.wait(60) == 0
+    assert "site stopped" in log.read_text()
 
 
 def test_stdout_is_one_document_and_nothing_else(here: Path) -> None:

@@ -15,6 +15,7 @@ from fedplan.cli.console import (
     app,
     command,
     command_group,
+    outlive_viewer,
     print_errors,
     print_json,
 )
@@ -100,7 +101,7 @@ def site_command(
 @command(server_commands, "server link --server server")
 def link_command(server: ServerOption = Path("server")) -> None:
     """Run Flower's SuperLink. Only users who can read the operator's token may control it."""
-    with print_errors():
+    with outlive_viewer(), print_errors():
         from fedplan.runners.flower.superlink import run_superlink
 
         run_superlink(server.absolute())

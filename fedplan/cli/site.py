@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedplan.cli.console import JsonOption, command, command_group, print_errors, print_json
+from fedplan.cli.console import (
+    JsonOption,
+    command,
+    command_group,
+    outlive_viewer,
+    print_errors,
+    print_json,
+)
 from fedplan.errors import FedplanError
 from fedplan.naming import allow_imports
 
@@ -69,7 +76,7 @@ def peers_command(site: SiteOption = Path(), as_json: JsonOption = False) -> Non
 @command(site_commands, "site serve --site sites/north")
 def serve_command(site: SiteOption = Path()) -> None:
     """Take part: run the node and answer requests of approved studies, until TERM or INT."""
-    with print_errors():
+    with outlive_viewer(), print_errors():
         from fedplan.sites.gateway import serve_site
 
         serve_site(site)

@@ -144,7 +144,7 @@ from .ledger.status import (
     read_stop_request,
     site_state_from_reason,
 )
-from .ledger.stream import EventStream
+from .ledger.stream import EventStream, StopRequested
 from .messages import (
     ClientStateMissing,
     Request,

@@ -32,7 +32,8 @@ class Participation:
 class Timeouts:
     """Timeouts in seconds of a server with remote sites, and the number of attempts.
 
-    `sites`: wait for sites to connect, and for an unreachable SuperLink.
+    Time in which the SuperLink does not answer counts in none of them.
+    `sites`: wait for sites to connect, and for a SuperLink that rejects every call.
     `updates`: wait for the updates of a round.
     `reconnect`: time after which a site that disappeared is no longer waited for.
     `poll_interval`: interval between two checks for replies.

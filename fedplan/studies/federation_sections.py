@@ -58,7 +58,7 @@ class TimeoutsSection(Section):
     """Timeouts of a server with real sites, in seconds, and the interval between two polls."""
 
     sites: Annotated[float, Field(gt=0)] = Timeouts.sites
-    """Seconds to wait for enough sites of a round, and for a SuperLink that does not answer."""
+    """Seconds to wait for enough sites of a round; time without the SuperLink does not count."""
     updates: Annotated[float, Field(gt=0)] = Timeouts.updates
     """Seconds to wait for the updates of a round."""
     reconnect: Annotated[float, Field(ge=0)] = Timeouts.reconnect

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,7 @@ class Deployment:
 
     `data` is where each site's rows are; `more` are lines of its `site.toml`. Sites approve by rule,
     unless `approve` is false. `through` may stand between the sites and the proxy: it is given the
-    port to reach, and says the one to use.
+    port to reach, and says the one to use. A folder that exists is started as it is, with its `ports`.
     """
 
     def __init__(
@@ -56,11 +56,17 @@ class Deployment:
         more: Mapping[str, str] | None = None,
         approve: bool = True,
         through: Callable[[int], int] | None = None,
+        ports: Sequence[int] = (),
     ) -> None:
         self.folder, self.sites, self.insecure = folder, sites, insecure
         self.kept = dict[str, subprocess.Popen[bytes]]()
-        port, inner = free_ports(2)
+        port, inner = ports or free_ports(2)
         self.port, self.inner = port, port if insecure else inner
+        self.env = {**os.environ, **FLOWER_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
+        self.is_new = not (folder / "server").exists()
+        if not self.is_new:
+            return
         new_federation(folder, sites, port=port, inner=inner, insecure=insecure)
         reached = through(port) if through is not None else port
         for name in sites:
@@ -74,14 +80,12 @@ class Deployment:
                 policy = policy.replace("metrics = []", 'metrics = ["loss", "accuracy"]')
                 policy = policy.replace("min_examples = 20", "min_examples = 1")
                 (place / "policy.toml").write_text(policy)
-        self.env = {**os.environ, **FLOWER_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-        self.env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
 
     def __enter__(self) -> Deployment:
         try:
             self.start_server()
             for name in self.sites:
-                if not self.insecure:
+                if self.is_new and not self.insecure:
                     self.command("fedplan", "site", "keys", "--site", f"sites/{name}")
                     self.command("fedplan", "server", "register", name, f"sites/{name}/node.pub")
                 self.start_site(name)

@@ -315,6 +315,30 @@ def test_while_the_superlink_is_gone_a_run_says_so_and_stops_when_it_is_asked_to
     assert '"stopped"' in (here / "fed/run/status.json").read_text(), said
 
 
+def require_away(deployed: Deployment, port: int) -> None:
+    """`fedplan status` and /health say that the SuperLink does not answer."""
+    away = re.compile("the SuperLink does not answer since [0-9:]+ UTC; trying again")
+    assert away.search(deployed.command("fedplan", "status", "run"))
+    with pytest.raises(HTTPError) as told:
+        urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+    assert told.value.code == 503 and away.search(told.value.read().decode())
+
+
+def test_a_run_that_is_started_before_its_superlink_waits_and_says_for_what(here: Path) -> None:
+    """Nothing of the federation runs; an operator then stops the run, which has no open round."""
+    fed, (port,) = Deployment(here / "fed", SITES, rows_of(here), insecure=True), free_ports(1)
+    begun = fed.begin(study_from_dict(here, "fedper"), "run", "--metrics-port", str(port))
+    until, status = time.monotonic() + 120, here / "fed/run/status.json"
+    while not status.exists() or "does not answer" not in status.read_text():
+        assert begun.poll() is None and time.monotonic() < until
+        time.sleep(0.5)
+    require_away(fed, port)
+    fed.command("fedplan", "stop", "run")
+    said, _ = begun.communicate(timeout=90)
+    assert begun.returncode == 0 and '"stopped"' in status.read_text()
+    assert re.search(rf"no SuperLink answers at \S+:{fed.port}: .* start it", said)
+
+
 LEASE = 60.0
 """Seconds of silence after which a SuperLink takes the task of a run for lost."""
 
@@ -334,11 +358,7 @@ def test_a_superlink_that_is_away_for_longer_than_its_lease_costs_a_run_nothing(
         time.sleep(LEASE / 2)
         deployed.kill("client-01")
         time.sleep(LEASE / 2 + 15)
-        away = re.compile("the SuperLink does not answer since [0-9:]+ UTC; trying again")
-        assert away.search(deployed.command("fedplan", "status", "run"))
-        with pytest.raises(HTTPError) as told:
-            urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
-        assert told.value.code == 503 and away.search(told.value.read().decode())
+        require_away(deployed, port)
         deployed.keep("link", "server/link.sh")
         until_round(ledger, 5, seconds=300)
         assert begun.poll() is None

@@ -108,8 +108,11 @@ class Driven:
         quorum: int = 1,
         patience: Timeouts = SOON,
         renew: Callable[[], InProcess] | None = None,
+        *,
+        has_grid: bool = True,
     ) -> RunStatus:
-        carrier = ServerLoop(self.grid, self.server, patience, quorum=quorum, events=self.stream)
+        grid = self.grid if has_grid else None
+        carrier = ServerLoop(grid, self.server, patience, quorum=quorum, events=self.stream)
         carrier.rpc.renew_grid = renew
         with self.stream.track_run(self.server, "driven", patience, has_examples=False):
             carrier.run()
@@ -305,22 +308,59 @@ def test_time_without_the_superlink_costs_no_site_its_place(
         return bool(ends) and clock.now < ends[0]
 
     driven.grid = Broken(driven.grid, error, fails)
-    timeouts = Timeouts(sites=7200.0, updates=60.0, reconnect=60.0)
-    assert driven.drive(1, timeouts).state == RunState.DONE
+    assert (
+        driven.drive(1, Timeouts(sites=60.0, updates=60.0, reconnect=60.0)).state == RunState.DONE
+    )
     require_undisturbed(driven, expected)
     assert ends and clock.now > 3600.0
     away = [healthy for healthy, reason in told if reason]
     assert away and not any(away) and any(healthy for healthy, _ in told)
 
 
-def test_a_superlink_that_stays_away_ends_the_run_with_one_sentence(
+def test_a_superlink_that_is_away_at_the_first_start_is_waited_for(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """For an hour; then the run is that of a SuperLink that was there."""
+    expected = Driven(tmp_path / "whole", NAMES)
+    assert expected.drive(quorum=3).state == RunState.DONE
+    driven, told = Driven(tmp_path / "away", NAMES), list[tuple[bool, str]]()
+    stream = driven.stream
+    stream.subscribe(lambda *_: told.append((stream.healthy, stream.status.reason)))
+
+    def first_grid() -> InProcess:
+        if clock.now < 3600.0:
+            raise LinkUnreachable("no SuperLink answers at 127.0.0.1:1: start it first")
+        return driven.grid
+
+    assert driven.drive(3, Timeouts(), first_grid, has_grid=False).state == RunState.DONE
+    require_undisturbed(driven, expected)
+    reasons = {reason for healthy, reason in told if not healthy and reason}
+    assert len(reasons) == 1 and re.fullmatch(AWAY, reasons.pop()) and told[-1][1] == ""
+    notes = [entry.text for entry in read_log(driven.folder) if entry.event == "note"]
+    assert "trying again: no SuperLink answers at 127.0.0.1:1: start it first" in notes[0]
+
+
+def test_a_run_that_waits_for_its_first_superlink_stops_when_it_is_asked_to(
+    tmp_path: Path, clock: Clock
+) -> None:
+    driven = Driven(tmp_path, NAMES)
+
+    def no_grid() -> InProcess:
+        if clock.now > 60.0:
+            ask_to_stop(tmp_path, at_once=False)
+        raise LinkUnreachable("no SuperLink answers")
+
+    found = driven.drive(3, Timeouts(), no_grid, has_grid=False)
+    assert (found.state, found.round) == (RunState.STOPPED, 0) and "operator" in found.reason
+
+
+def test_a_superlink_that_rejects_all_calls_ends_the_run_with_one_sentence(
     tmp_path: Path, clock: Clock
 ) -> None:
     driven, calls = Driven(tmp_path, NAMES), count()
-    driven.grid = Broken(driven.grid, httpx.ConnectError("refused"), lambda: next(calls) > 8)
-    sentence = "the SuperLink does not answer since ..:.. UTC, for longer than timeouts.sites "
-    sentence += r"\(600 s\): start it, then run the same command with --resume"
-    with pytest.raises(LinkUnreachable, match=f"^{sentence}$"):
+    driven.grid = Broken(driven.grid, status_error(404), lambda: next(calls) > 8)
+    sentence = "the SuperLink answers 404 since ..:.. UTC, for longer than timeouts.sites "
+    with pytest.raises(LinkUnreachable, match=rf"^{sentence}\(600 s\): .*told"):
         driven.drive(patience=Timeouts())
     assert 600.0 < clock.now < 700.0
     found = read_status(tmp_path)

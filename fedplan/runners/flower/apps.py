@@ -43,7 +43,7 @@ from fedplan.tensors.named import Tensors
 
 
 def run_server(
-    grid: Grid,
+    grid: Grid | None,
     study: Study,
     folder: Path,
     callbacks: Sequence[Callback] = (),
@@ -56,9 +56,10 @@ def run_server(
     Builds the model, locks the folder, and blocks until the last round or a stop. `callbacks` are
     called after each round, before the study's own. `events` receives progress (default: an
     EventStream of the folder). `registered_names` returns the names of registered sites; a
-    continued run waits for no others. `renew_grid` returns the grid of another Flower run, if
-    Flower ends the first. Raises ConfigError if the folder has another study, FlowerRunEnded if
-    Flower ends its run and there is no `renew_grid`, FedplanError if too few sites take part.
+    continued run waits for no others. `renew_grid` returns the grid of a new Flower run: of the
+    first if `grid` is None, of another if Flower ends one. Raises ConfigError if the folder has
+    another study, FlowerRunEnded if Flower ends its run and there is no `renew_grid`, FedplanError
+    if too few sites take part.
     """
     prepare_folder(folder, study, resume=True)
     experiment = build_experiment(study)

@@ -26,7 +26,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import ClientChanged, Notice, RunStalled
 from fedplan.federation.ledger.faults import APPROVAL, decode_reason
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
-from fedplan.federation.ledger.stream import EventStream
+from fedplan.federation.ledger.stream import EventStream, StopRequested
 from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower._internals import RunNotRunningException
 from fedplan.runners.flower.records import from_records, refusal_text, to_records
@@ -38,12 +38,28 @@ Item = TypeVar("Item")
 MessageFactory = Callable[[], tuple[Message, ArrayRecord | None]]
 """Makes a request and its arrays at the time of sending, so that one is in memory at a time."""
 
+
+class FlowerRunEnded(FedplanError):
+    """Flower has ended its run, as after a long silence of the SuperLink."""
+
+
+class LinkUnreachable(FedplanError):
+    """The SuperLink does not answer, or not now."""
+
+
 HELLO = "query.hello"
 """Kind of the message that introduces server and site."""
 HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
 ENDED_STATUS = (401, 403)
 """HTTP status of calls for a task that has expired, or whose Flower run has ended."""
+AWAY_ERRORS = (httpx.TransportError, ConnectionError, LinkUnreachable)
+"""Errors of a call to a SuperLink that is down; it is waited for."""
+FINAL_ERRORS = (
+    *(NotImplementedError, TypeError, ValueError, AttributeError),
+    *(FileNotFoundError, PermissionError),
+)
+"""Errors of a call that no repetition mends."""
 ENDED = "Flower has ended its run: start it again, to go on with this round"
 
 
@@ -86,14 +102,6 @@ class _PendingCall:
     after: float = 0.0
 
 
-class FlowerRunEnded(FedplanError):
-    """Flower has ended its run, as after a long silence of the SuperLink."""
-
-
-class LinkUnreachable(FedplanError):
-    """The SuperLink does not answer, or not now."""
-
-
 class SiteRpc:
     """The sites of a run on a Flower `grid`, and remote calls to the sites.
 
@@ -103,15 +111,19 @@ class SiteRpc:
     not connected; these get the hello again until accepted. A site's name is the registered name of
     the node; for a node without one (on one machine only), the name in the reply is accepted.
     `registered_names`, if set, returns the names of registered nodes; `wait_for_sites` then waits
-    for no other site. `renew_grid`, if set, starts another Flower run after Flower ended the last
-    one, and returns its grid. `events` receives progress. Time in which the SuperLink does not
-    answer counts in no timeout but that of the SuperLink itself.
+    for no other site. `renew_grid`, if set, starts a Flower run and returns its grid: the first, if
+    `grid` is None, and another after Flower ended one. `events` receives progress. A SuperLink that
+    does not answer is waited for without limit, and that time counts in no timeout.
     """
 
     def __init__(
-        self, grid: Grid, names: Iterable[str], timeouts: Timeouts, hello: Message | None = None
+        self,
+        grid: Grid | None,
+        names: Iterable[str],
+        timeouts: Timeouts,
+        hello: Message | None = None,
     ) -> None:
-        self.grid, self.names, self.timeouts = grid, list(names), timeouts
+        self._grid, self.names, self.timeouts = grid, list(names), timeouts
         self.hello = hello or pack_message({}, {"run": ""})
         self.sites: dict[str, ConnectedSite] = {}
         self.refusals: dict[str, str] = {}
@@ -125,6 +137,20 @@ class SiteRpc:
         self._outage_seconds = 0.0
         self.events = EventStream()
         self._reported: dict[str, tuple[str, str]] = {}
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the present Flower run; the first one is started when it is needed."""
+        if self._grid is None:
+            self._grid = self._open_grid()
+        return self._grid
+
+    def _open_grid(self) -> Grid:
+        """Start a Flower run, as soon as the SuperLink answers, and return its grid."""
+        if (renew := self.renew_grid) is None:
+            raise FlowerRunEnded(ENDED)
+        (grid,) = self._retry(lambda: [renew()])
+        return grid
 
     def wait_for_sites(self, enough: int) -> None:
         """Wait until all sites are connected, or `enough` sites after the timeout for sites.
@@ -341,36 +367,39 @@ class SiteRpc:
         return [i for i in self._retry(lambda: self.grid.push_messages([envelope])) if i]
 
     def _retry(self, call: Callable[[], Iterable[Item]]) -> list[Item]:
-        """Return the items of a call to the grid; repeat the call while the SuperLink fails.
+        """Return the items of a call to the grid; repeat the call while the SuperLink is away.
 
         Emits RunStalled meanwhile. Raises FlowerRunEnded if Flower has ended the run, and
-        LinkUnreachable after the timeout for sites; errors in the call itself are raised at once.
+        LinkUnreachable if the SuperLink rejects the call for longer than the timeout for sites;
+        errors in the call itself are raised at once.
         """
         start, pause = time.monotonic(), self.timeouts.poll_interval
         since = f"since {datetime.now(UTC):%H:%M} UTC"
         while True:
-            attempt, symptom = time.monotonic(), "does not answer"
+            attempt = time.monotonic()
             try:
                 items = list(call())
             except RunNotRunningException as error:  # no subclass of Exception
                 raise FlowerRunEnded(ENDED) from error
-            except (NotImplementedError, TypeError, ValueError, AttributeError):
+            except FINAL_ERRORS:
                 raise
             except Exception as error:
-                if isinstance(error, httpx.HTTPStatusError):
-                    if error.response.status_code in ENDED_STATUS:
-                        raise FlowerRunEnded(ENDED) from error
-                    symptom = f"answers {error.response.status_code}"
-                elif isinstance(error, FedplanError) and not isinstance(error, LinkUnreachable):
+                code = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+                if code in ENDED_STATUS:
+                    raise FlowerRunEnded(ENDED) from error
+                if isinstance(error, FedplanError) and not isinstance(error, LinkUnreachable):
                     raise
-                if time.monotonic() - start > self.timeouts.sites:
+                is_away = code >= 500 or isinstance(error, AWAY_ERRORS)
+                symptom = "does not answer" if is_away else f"fails by {type(error).__name__}"
+                symptom = f"answers {code}" if code else symptom
+                reason = str(error) if isinstance(error, FedplanError) else repr(error)
+                if not is_away and time.monotonic() - start > self.timeouts.sites:
                     raise LinkUnreachable(
                         f"the SuperLink {symptom} {since}, for longer than timeouts.sites "
-                        f"({self.timeouts.sites:.0f} s): start it, then run the same command with "
-                        "--resume"
+                        f"({self.timeouts.sites:.0f} s): {reason[:200]}"
                     ) from error
                 if pause == self.timeouts.poll_interval:
-                    log.warning("the SuperLink %s %s; trying again: %r", symptom, since, error)
+                    log.warning("the SuperLink %s %s; trying again: %s", symptom, since, reason)
             else:
                 self.events.emit(RunStalled(""))
                 return items
@@ -385,19 +414,21 @@ class SiteRpc:
         Waits for the SuperLink as `_retry`, and raises its errors; raises `error` if no Flower run
         can be started from here.
         """
-        if (renew := self.renew_grid) is None:
+        if self.renew_grid is None:
             raise error
         log.warning("Flower has ended its run; another one is started")
         self.events.emit(RunStalled("the SuperLink has ended Flower's run; another one is started"))
         self._wait(min(5.0, 10 * self.timeouts.poll_interval))
-        (self.grid,) = self._retry(lambda: [renew()])
+        self._grid = self._open_grid()
         self._pending_hellos, self._hello_since, self._hello_after = {}, {}, {}
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, with heartbeats of the run."""
+        """Sleep, with heartbeats of the run; a stop ends a run that has no grid yet."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.events.heartbeat()
+            if self._grid is None and (reason := self.events.stop_reason()):
+                raise StopRequested(reason)
             time.sleep(min(left, 1.0))
 
     def _now(self) -> float:

@@ -57,16 +57,17 @@ GlobalTest = Callable[[Tensors], dict[str, float]]
 class ServerLoop:
     """The rounds of a `server` with sites on a Flower `grid`: construct, then call `run` once.
 
-    A round waits for all sites until a timeout of `timeouts`, and closes with at least `quorum`
-    updates. A site with another study or initial model gets no requests. `faults` simulates
-    dropouts and late replies. After a committed round the sites are evaluated as `scoring` says,
-    `tests` evaluate the global values here, and `callbacks` are called. `study` is sent first,
-    `events` gets progress. Raises PrivacyError for a quorum above 1 under client-level DP.
+    Without a `grid`, `rpc.renew_grid` gives the first. A round waits for all sites until a timeout
+    of `timeouts`, and closes with at least `quorum` updates. A site with another study or initial
+    model gets no requests. `faults` simulates dropouts and late replies. After a committed round
+    the sites are evaluated as `scoring` says, `tests` evaluate the global values here, and
+    `callbacks` are called. `study` is sent first, `events` gets progress. Raises PrivacyError for a
+    quorum above 1 under client-level DP.
     """
 
     def __init__(
         self,
-        grid: Grid,
+        grid: Grid | None,
         server: Server,
         timeouts: Timeouts | None = None,
         *,

@@ -305,9 +305,10 @@ def run_on_superlink(
     """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
     Blocks until the study ends. `events` receives progress (default: an EventStream of the folder).
-    If Flower ends its run, as after a long silence of the SuperLink, another Flower run is started,
-    and the open round goes on. Raises FedplanError if the SuperLink gives no task at the start, or
-    does not answer for longer than the timeout for sites, and the errors of `run_server`.
+    A SuperLink that does not answer is waited for, at the start and later, without limit. If Flower
+    ends its run, as after a long silence of the SuperLink, another Flower run is started, and the
+    open round goes on. Raises the errors of `run_server`, and FedplanError if the SuperLink rejects
+    a call.
     """
     with ExitStack() as flower_run:
 
@@ -316,7 +317,7 @@ def run_on_superlink(
             return flower_run.enter_context(acquire_grid(link))
 
         run_server(
-            renew_grid(),
+            None,
             study,
             folder,
             events=events,
@@ -332,6 +333,8 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     Sends heartbeats during the body; at the end reports the task as completed, or as failed if the
     body raises. Raises LinkUnreachable if the SuperLink gives no task in TASK_TIMEOUT seconds.
     """
+    for name in (TOKEN, SECRET):  # made before the lock, which each needs, if the SuperLink is new
+        _read_secret(link.folder / name)
     # Two processes must not take each other's task.
     with locked_folder(link.folder, timeout=TASK_TIMEOUT):
         token = _acquire_task(link, link.start_run())

@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disturb a federation of real processes, compare its bits with an undisturbed run; let one run long.
+
+    python research/real_servers.py                      # all cases, about two hours, mostly waiting
+    python research/real_servers.py "away for 2 minutes" # some cases
+    python research/real_servers.py --soak 1000 --folder /tmp/soak
+
+SuperLink, nginx with TLS, three sites with their SuperNodes and the driver are those of
+`fedplan new federation`, kept running by its scripts, in real time. A case ends with the tensors and
+the ledger of the same study by the local runner, and with the personal tensors of each site. The
+soak samples memory, open files, CPU and folders every 20 rounds; called again it goes on.
+Writes research/results/real-servers.json and research/results/soak.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runners"))
+
+from commands import some_digits
+from deployment import BIN, Deployment, free_ports
+from study import FACTS, LAB
+from test_deployment import (
+    MORE,
+    SITES,
+    open_part,
+    require_same_homes,
+    rounds_in,
+    rows_of,
+    study_from_dict,
+    until_round,
+    whole,
+)
+
+from fedplan.federation.rounds import RoundState
+from fedplan.federation.server import Server
+from fedplan.runners.clients import Faults
+from fedplan.storage.store import Store
+from fedplan.tensors.named import digests
+
+RESULT, SOAK = LAB / "results" / "real-servers.json", LAB / "results" / "soak.json"
+SITE = "client-01"
+"""The site that is disturbed."""
+EVERY = 20
+"""Rounds between two samples of the soak."""
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+
+
+@dataclass
+class Play:
+    """A run of a study on real servers: disturbed by a case, then finished.
+
+    The driver is started as its systemd unit does, again and again until the run has ended; `notes`
+    are what was seen meanwhile, with the seconds since the start.
+    """
+
+    fed: Deployment
+    port: int = field(default_factory=lambda: free_ports(1)[0])
+    notes: list[str] = field(default_factory=list[str])
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def ledger(self) -> Path:
+        return self.fed.folder / "run" / "ledger.jsonl"
+
+    def note(self, text: str) -> None:
+        self.notes.append(
+            f"{time.monotonic() - self.began:.0f} s, round {rounds_in(self.ledger)}: {text}"
+        )
+        print(self.fed.folder.parent.name, self.notes[-1], flush=True)
+
+    def drive(self) -> None:
+        """Start the driver, which is started again when it fails."""
+        self.fed.keep("run", "server/run.sh")
+
+    def status(self) -> dict[str, Any]:
+        file = self.fed.folder / "run" / "status.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def note_status(self) -> None:
+        """Note what `fedplan status` and /health say."""
+        told = self.fed.command("fedplan", "status", "run", check=False)
+        lines = [line.strip() for line in told.splitlines() if "SuperLink" in line or SITE in line]
+        self.note(f"status: {' | '.join(lines) or told.splitlines()[0]}")
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as answer:
+                self.note(f"/health: {answer.status} {answer.read().decode().strip()[:200]}")
+        except HTTPError as error:
+            self.note(f"/health: {error.code} {error.read().decode().strip()[:200]}")
+        except OSError as error:
+            self.note(f"/health: {error}")
+
+    def require_away(self) -> None:
+        """Status and /health must say that the SuperLink does not answer."""
+        self.note_status()
+        told = self.notes[-2:]
+        away = re.compile("the SuperLink does not answer since [0-9:]+ UTC")
+        assert all(map(away.search, told)) and "/health: 503" in told[1], told
+
+    def finish(self, seconds: float) -> None:
+        """Wait until the run is done."""
+        until = time.monotonic() + seconds
+        while self.status().get("state") != "done":
+            assert time.monotonic() < until, f"{self.status()}\n{self.fed.logs()}"
+            time.sleep(0.5)
+        self.note("done")
+        self.fed.stop("run")
+
+
+def away(seconds: float, *, driver: bool = False) -> Callable[[Play], None]:
+    """The SuperLink is away; meanwhile a site is killed, and the driver if asked."""
+
+    def disturb(play: Play) -> None:
+        until_round(play.ledger, 2)
+        play.fed.stop("link")
+        play.note(f"the SuperLink is killed, for {seconds:.0f} s")
+        time.sleep(seconds / 3)
+        play.note(f"{SITE} is killed ({play.fed.kill(SITE)} process)")
+        time.sleep(seconds / 3)
+        if driver:
+            play.note(f"the driver is killed ({play.fed.kill('run')} process), and started again")
+        time.sleep(seconds / 3)
+        play.require_away()
+        play.fed.keep("link", "server/link.sh")
+        play.note("the SuperLink is started")
+
+    return disturb
+
+
+def before(play: Play) -> None:
+    """The driver is first started while the SuperLink is down."""
+    time.sleep(60)
+    play.require_away()
+    play.fed.keep("link", "server/link.sh")
+    play.note("the SuperLink is started")
+
+
+def full_disk(play: Play) -> None:
+    """The site's state is on a small file system, which is filled and freed."""
+    until_round(play.ledger, 2)
+    filler, block = play.fed.folder / "sites" / SITE / "state" / "filler", b"\0" * 4096
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(block):
+            pass
+    play.note("the site's disk is full")
+    time.sleep(60)
+    play.note_status()
+    filler.unlink()
+    play.note("the site's disk has room")
+
+
+def skew(offset: str) -> Callable[[Play], None]:
+    """The site's clock jumps, and is set right two minutes later."""
+
+    def disturb(play: Play) -> None:
+        until_round(play.ledger, 2)
+        clock = play.fed.folder / "clock"
+        clock.write_text(offset)
+        play.note(f"the site's clock is at {offset}")
+        time.sleep(120)
+        play.note_status()
+        words = [str(BIN / "fedplan"), "site", "doctor", "--site", f"sites/{SITE}"]
+        env = {**play.fed.env, **preload(clock), "COLUMNS": "200"}
+        told = subprocess.run(
+            words, cwd=play.fed.folder, env=env, capture_output=True, text=True
+        ).stdout
+        play.note(
+            "doctor: "
+            + " | ".join(line.strip(" │|") for line in told.splitlines() if "clock" in line)
+        )
+        clock.write_text("+0")
+        play.note("the site's clock is right")
+
+    return disturb
+
+
+def preload(clock: Path) -> dict[str, str]:
+    """Variables by which a process reads its wall clock from a file of libfaketime."""
+    said = {"LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(clock)}
+    return {**said, "FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"}
+
+
+def gone(play: Play) -> None:
+    """The site is away, and returns after ten rounds."""
+    until_round(play.ledger, 2)
+    play.fed.stop(SITE)
+    play.note(f"{SITE} is gone")
+    until_round(play.ledger, 13, seconds=900)
+    play.note_status()
+    play.fed.start_site(SITE)
+    play.note(f"{SITE} is started")
+
+
+def slow(play: Play) -> None:
+    """Each answer of the site is late; one by longer than Flower's lease of a task."""
+    for number in range(1, 7):
+        until_round(play.ledger, number, seconds=600)
+        pids, seconds = play.fed.pids(SITE), 90 if number == 4 else 10
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        play.note(f"{SITE} stood still for {seconds} s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done to a run of so many rounds of a plan; `more` are further lines of the study."""
+
+    disturb: Callable[[Play], None]
+    plan: str = "fedper"
+    rounds: int = 8
+    clients: str = ""
+    more: str = ""
+
+
+NEEDS_ALL = "min_updates = 3"
+CASES = {
+    "away for 2 minutes": Case(away(120)),
+    "away for 2 minutes, driver killed": Case(away(120, driver=True)),
+    "away for 10 minutes": Case(away(600)),
+    "away for 60 minutes, driver killed": Case(away(3600, driver=True)),
+    "away at the first start": Case(before, rounds=3),
+    "full disk": Case(full_disk, clients=NEEDS_ALL),
+    "clock an hour ahead": Case(skew("+3600"), clients=NEEDS_ALL),
+    "clock an hour behind": Case(skew("-3600"), clients=NEEDS_ALL),
+    "gone for ten rounds": Case(
+        gone,
+        plan="fedavg",
+        rounds=18,
+        clients="min_updates = 2",
+        more="\n[timeouts]\nupdates = 600.0\nreconnect = 5.0\n",
+    ),
+    "slow": Case(slow),
+}
+
+
+def mount(folder: Path, megabytes: int = 0) -> None:
+    """Mount a tmpfs of so many megabytes on a folder; 0 unmounts it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    code = (
+        libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, f"size={megabytes}m".encode())
+        if megabytes
+        else libc.umount2(bytes(folder), 2)
+    )
+    if code:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
+
+
+def absences(ledger: list[dict[str, Any]]) -> dict[int, list[str]]:
+    """The clients whose update a round lacks, by round."""
+    rounds = (line for line in ledger if line.get("kind") == "round")
+    return {line["round"]: sorted(line["rejected"]) for line in rounds if line["rejected"]}
+
+
+def reference(here: Path, study: str, absent: Mapping[int, list[str]]) -> Path:
+    """The same study by the local runner, without the updates of absent clients."""
+    apply = Faults.apply
+
+    def drop(self: Faults, server: Server, round_state: RoundState) -> set[str]:
+        for name in absent.get(server.global_state.round + 1, ()):
+            del round_state.cohort[name]
+            round_state.rejected[name] = "dropped"
+        return set()
+
+    try:
+        Faults.apply = drop
+        return whole(here, study, "fedper")
+    finally:
+        Faults.apply = apply
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    """The ledger without the words for an absence."""
+    lines = open_part(folder)
+    for line in lines:
+        if line.get("kind") == "round":
+            line["rejected"] = sorted(line["rejected"])
+    return lines
+
+
+def played(name: str, folder: Path) -> dict[str, Any]:
+    """Play a case in a folder: what was seen, and whether its bits are those of the reference."""
+    case = CASES[name]
+    some_digits(folder)
+    rows = rows_of(folder)
+    study = study_from_dict(folder, case.plan, rounds=case.rounds, more=case.clients) + case.more
+    fed = Deployment(folder / "fed", SITES, rows, more=MORE)
+    state = fed.folder / "sites" / SITE / "state"
+    if name == "full disk":
+        mount(state, 8)
+    (fed.folder / "study.toml").write_text(study)
+    play = Play(fed)
+    run = fed.folder / "server" / "run.sh"
+    run.write_text(run.read_text().replace("--resume", f"--resume --metrics-port {play.port}"))
+    began = time.monotonic()
+    try:
+        with fed:
+            if name.startswith("clock"):
+                fed.stop(SITE)
+                (fed.folder / "clock").write_text("+0")
+                fed.keep(SITE, f"sites/{SITE}/serve.sh", **preload(fed.folder / "clock"))
+            if case.disturb is before:
+                fed.stop("link")
+            play.drive()
+            case.disturb(play)
+            play.finish(1800)
+            log = (fed.folder / "run" / "log.jsonl").read_text()
+            out = comparable(fed.folder / "run")
+            absent = absences(out)
+            expected = reference(folder, study, absent)
+            one, other = (
+                Store(each / "global").read_newest() for each in (fed.folder / "run", expected)
+            )
+            assert one is not None and other is not None
+            assert digests(one.tensors) == digests(other.tensors), "the tensors differ"
+            assert out == comparable(expected), "the ledgers differ"
+            require_same_homes(fed.folder, folder, "fedper")
+            verified = fed.command("fedplan", "verify", "run").strip().splitlines()[-1]
+    finally:
+        if name == "full disk":
+            mount(state)
+    return {
+        "rounds": case.rounds,
+        "seconds": round(time.monotonic() - began),
+        "same bits": True,
+        "rounds without a site's update": absent,
+        "Flower runs": 1 + log.count("Flower has ended its run"),
+        "starts of the driver": log.count('"run started"'),
+        "seen": play.notes,
+        "verify": verified,
+    }
+
+
+def disturb(names: list[str], folder: Path) -> None:
+    """Play cases, and add each to the result file when it has ended."""
+    for name in names:
+        here = folder / re.sub("[^a-z0-9]+", "-", name)
+        here.mkdir(parents=True)
+        os.chdir(here)
+        row = {**FACTS, **played(name, here)}
+        known = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
+        text = json.dumps(
+            {
+                "command": "python research/real_servers.py",
+                "seed": 0,
+                "cases": {**known, name: row},
+            },
+            indent=1,
+        )
+        RESULT.write_text(text + "\n")
+
+
+def process_sample(pids: list[int]) -> dict[str, float]:
+    """Memory in MB, open files, threads and CPU seconds of processes."""
+    found = {"processes": 0.0, "mb": 0.0, "open_files": 0.0, "threads": 0.0, "cpu_seconds": 0.0}
+    for pid in pids:
+        with suppress(OSError):
+            place = Path("/proc") / str(pid)
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            found["cpu_seconds"] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            found["threads"] += int(fields[17])
+            found["mb"] += int((place / "statm").read_text().split()[1]) * 4096 / 1e6
+            found["open_files"] += len(list((place / "fd").iterdir()))
+            found["processes"] += 1
+    return {key: round(value, 1) for key, value in found.items()}
+
+
+def folder_sample(folder: Path) -> dict[str, int]:
+    """Files and bytes in a folder."""
+    sizes = list[int]()
+    for file in folder.rglob("*"):
+        with suppress(OSError):
+            if file.is_file() and not file.is_symlink():
+                sizes.append(file.stat().st_size)
+    return {"files": len(sizes), "bytes": sum(sizes)}
+
+
+def sample(fed: Deployment, number: int) -> dict[str, Any]:
+    """All processes and folders of a federation at a round."""
+    processes = {"driver": "run", "superlink": "link", "proxy": "proxy"}
+    processes |= {f"site {name}": name for name in SITES}
+    processes |= {f"node {name}": f"node {name}" for name in SITES}
+    folders = {"run": fed.folder / "run", "server": fed.folder / "server"}
+    folders |= {f"site {name}": fed.folder / "sites" / name / "state" for name in SITES}
+    return {
+        "round": number,
+        "time": round(time.time(), 1),
+        "load": round(os.getloadavg()[0], 1),
+        "processes": {key: process_sample(fed.pids(what)) for key, what in processes.items()},
+        "folders": {key: folder_sample(place) for key, place in folders.items()},
+    }
+
+
+def soak(rounds: int, folder: Path) -> None:
+    """Run so many rounds of three real sites; append a sample to samples.jsonl every EVERY rounds."""
+    fresh = not (folder / "fed").exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    if fresh:
+        some_digits(folder)
+    ports = folder / "ports.json"
+    if fresh:
+        ports.write_text(json.dumps(free_ports(2)))
+    fed = Deployment(
+        folder / "fed", SITES, rows_of(folder), more=MORE, ports=json.loads(ports.read_text())
+    )
+    study = study_from_dict(folder, "fedper", name="soak", rounds=rounds)
+    (fed.folder / "study.toml").write_text(study)
+    samples, play = folder / "samples.jsonl", Play(fed)
+    with fed:
+        play.drive()
+        last = json.loads(samples.read_text().splitlines()[-1])["round"] if samples.exists() else 0
+        while (status := play.status()).get("state") != "done":
+            if status.get("round", 0) >= last + EVERY:
+                last = status["round"]
+                with samples.open("a") as file:
+                    file.write(json.dumps(sample(fed, last)) + "\n")
+            time.sleep(1.0)
+        with samples.open("a") as file:
+            file.write(json.dumps(sample(fed, rounds)) + "\n")
+        fed.stop("run")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    text = {
+        "command": f"python research/real_servers.py --soak {rounds}",
+        "seed": 0,
+        **FACTS,
+        **summary(rows),
+        "samples": rows,
+    }
+    SOAK.write_text(json.dumps(text, indent=1) + "\n")
+
+
+def slope(pairs: list[tuple[float, float]]) -> float:
+    """The least-squares growth of the second number with the first."""
+    count = len(pairs)
+    x, y = (sum(pair[i] for pair in pairs) / count for i in (0, 1))
+    spread = sum((pair[0] - x) ** 2 for pair in pairs)
+    return sum((pair[0] - x) * (pair[1] - y) for pair in pairs) / spread if spread else 0.0
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Growth a round over the last half, and the seconds and CPU seconds of a round."""
+    late = rows[len(rows) // 2 :]
+    growth = dict[str, Any]()
+    for kind, keys in (
+        ("processes", ("mb", "open_files", "threads")),
+        ("folders", ("files", "bytes")),
+    ):
+        for name in rows[-1][kind]:
+            for key in keys:
+                pairs = [(row["round"], row[kind][name][key]) for row in late]
+                growth[f"{name}: {key}"] = round(slope(pairs), 4)
+    spans = [
+        (b["time"] - a["time"]) / (b["round"] - a["round"])
+        for a, b in pairwise(rows)
+        if b["round"] > a["round"]
+    ]
+    cpu = {
+        name: round(slope([(r["round"], r["processes"][name]["cpu_seconds"]) for r in late]), 4)
+        for name in rows[-1]["processes"]
+    }
+    quarter = max(1, len(spans) // 4)
+    return {
+        "seconds a round, first quarter": round(sorted(spans[:quarter])[quarter // 2], 3),
+        "seconds a round, last quarter": round(sorted(spans[-quarter:])[quarter // 2], 3),
+        "CPU seconds a round": cpu,
+        "growth a round, last half": growth,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", help="; ".join(CASES))
+    parser.add_argument("--soak", type=int, help="rounds of a long run instead of the cases")
+    parser.add_argument("--folder", type=Path, help="where to work; a soak goes on there")
+    args = parser.parse_args()
+    folder = (args.folder or Path(tempfile.mkdtemp())).absolute()
+    if args.soak:
+        soak(args.soak, folder)
+    else:
+        disturb(args.cases or list(CASES), folder)
+
+
+if __name__ == "__main__":
+    main()
