@@ -14,6 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
+from fedplan.audits.repair import repair_run
 from fedplan.data.custom_task import CustomTask, model_loss
 from fedplan.data.examples import Loss
 from fedplan.data.tasks.definition import Task
@@ -52,7 +53,7 @@ _MOVED = {
     " ".join(ClientsConfig.model_fields): "participation=fp.ClientsConfig({}=...)",
     "collate metrics primary": "task=fp.CustomTask({}=...)",
     "client_tests": 'clients={{"north": {{"train": ..., "test": ...}}}}',
-    "folder resume start name seed device deterministic": "options=fp.RunOptions({}=...)",
+    "folder resume repair start name seed device deterministic": "options=fp.RunOptions({}=...)",
     "store_model": "options=fp.RunOptions({}=...)",
     "run": "options=fp.RunOptions(start=False)",
     "runner workers": "fp.run_study, with a study file",
@@ -66,6 +67,7 @@ class RunOptions:
 
     `folder`: the run's folder; by default a temporary one, which is removed at exit.
     `resume`: continue the run in `folder`; without it a folder with rounds is an error.
+    `repair`: restore the run's lost and damaged files before it goes on, by running rounds again.
     `start`: False runs no round yet; iterate over `Run.rounds`.
     `device`: "auto" or a device name. `deterministic`: raise where PyTorch has no deterministic
     kernel. `store_model`: store the initial model in `folder`, which takes as much disk as all its
@@ -74,6 +76,7 @@ class RunOptions:
 
     folder: Path | str | None = None
     resume: bool = False
+    repair: bool = False
     start: bool = True
     name: str = "study"
     seed: int = 0
@@ -327,6 +330,8 @@ def simulate(
         raise ConfigError(f"callbacks is {callbacks!r}: give a list of functions of a round")
     if not isinstance(options, RunOptions | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"options is {options!r}: give fp.RunOptions(...)")
+    if options and options.repair and not options.resume:
+        raise ConfigError("repair is True without resume: only a run that goes on is repaired")
     if options and options.resume and not options.folder:
         raise ConfigError("resume is True without a folder: give the folder of the run, too")
     method = method if isinstance(method, Method) else Method(method)
@@ -365,6 +370,8 @@ def simulate(
         },
     )
     prepare_folder(folder, study, resume=options.resume)
+    if options.repair:
+        repair_run(folder, in_memory)
     events = EventStream(folder) if options.folder else None
     simulation = Simulation(
         study,

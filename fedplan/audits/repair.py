@@ -21,8 +21,9 @@ from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.append_log import AppendLog, LogHead, head_file
 from fedplan.storage.files import wrap_disk_errors, write_atomic, write_if_changed
-from fedplan.storage.locks import acquire_folder_lock, sync_folder
+from fedplan.storage.locks import acquire_folder_lock
 from fedplan.storage.store import Store
+from fedplan.studies.in_memory import InMemoryInputs
 from fedplan.studies.record import (
     DATA_FILE,
     ENVIRONMENT_FILE,
@@ -38,8 +39,10 @@ IRREPLACEABLE = f"{STUDY}, {RUN_FILE}, the keys in {CLIENTS} and the secrets in 
 """The files that no repetition of rounds can write again, as a text."""
 
 
-def repair_run(folder: Path) -> list[str]:
+def repair_run(folder: Path, in_memory: InMemoryInputs | None = None) -> list[str]:
     """Restore the damaged and lost files of a simulation; return their paths in `folder`, sorted.
+
+    `in_memory`: the Python objects of a run of `fp.simulate`.
 
     Runs the last round again from the one before, or else all rounds from the start, in a folder
     beside the run's. The rounds must repeat the run: the new ledger, or if the old one is damaged
@@ -52,6 +55,12 @@ def repair_run(folder: Path) -> list[str]:
     with suppress(FedplanError):
         if not audit_run(folder).faults:
             return []
+    if in_memory is None and _is_from_python(folder):
+        raise FedplanError(
+            f"{folder} is damaged, and its model and data came from Python: repair it with "
+            "fedplan.simulate(..., options=RunOptions(folder=..., resume=True, repair=True)), with "
+            "the same objects"
+        )
     with wrap_disk_errors(f"{folder} cannot be locked", "name the folder of a run"):
         lock = acquire_folder_lock(folder)
     number, failures = _last_round(folder), list[str]()
@@ -60,7 +69,7 @@ def repair_run(folder: Path) -> list[str]:
             shutil.rmtree(replica, ignore_errors=True)
             try:
                 prepare(folder, replica, number)
-                _repeat_rounds(replica, number)
+                _repeat_rounds(replica, number, in_memory)
                 _require_same_run(folder, replica)
             except (FedplanError, OSError) as error:
                 failures.append(str(error).splitlines()[0])
@@ -74,6 +83,13 @@ def repair_run(folder: Path) -> list[str]:
         f"{folder} cannot be repaired: {reasons}. A repair needs the run's data, and these files: "
         f"{IRREPLACEABLE}; restore what is damaged from a backup"
     )
+
+
+def _is_from_python(folder: Path) -> bool:
+    """Whether a run's study says that its data came from Python; False if it cannot be read."""
+    with suppress(FedplanError):
+        return read_run_study(folder).data.from_python
+    return False
 
 
 def _last_round(folder: Path) -> int:
@@ -115,9 +131,11 @@ def _copy_inputs(folder: Path, replica: Path, number: int) -> None:
             shutil.copy2(file, target)
 
 
-def _repeat_rounds(replica: Path, number: int) -> None:
+def _repeat_rounds(replica: Path, number: int, in_memory: InMemoryInputs | None) -> None:
     """Run the rounds of the run in a folder up to round `number`."""
-    rounds = Simulation(read_run_study(replica), replica).rounds()
+    stored = (replica / MODEL_FOLDER).is_dir()
+    simulation = Simulation(read_run_study(replica), replica, in_memory, store_model=stored)
+    rounds = simulation.rounds()
     for committed in rounds:
         if committed.round >= number and number < committed.total_rounds:
             break
@@ -169,7 +187,6 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
         for file in (folder / part).rglob("*.json"):
             if not (replica / file.relative_to(folder)).exists():
                 file.unlink()
-                sync_folder(file.parent)
 
 
 def _is_intact(file: Path, expected: Path) -> bool:

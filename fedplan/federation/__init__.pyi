@@ -80,6 +80,8 @@ from .ledger.egress import (
     read_agreement,
     read_egress,
     read_replies,
+    require_complete_account,
+    unaccounted_answers,
 )
 from .ledger.events import (
     Callback,

@@ -7,8 +7,6 @@ no metrics of one client may leave, and no later turn depends on it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +17,7 @@ import numpy as np
 
 from fedplan.data.examples import Examples
 from fedplan.data.metrics import metric_bounds, metric_spread
-from fedplan.errors import PrivacyError, StoreError
+from fedplan.errors import PrivacyError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     EXAMPLE_COUNT,
@@ -42,7 +40,6 @@ from fedplan.federation.score_sums import GLOBAL, PERSONAL, VALIDATION, ScoreVec
 from fedplan.language.resolution import permitted_roles
 from fedplan.models.values import set_values
 from fedplan.privacy.guard import OneExample, contain_faults
-from fedplan.storage.files import write_atomic
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.serialization import JSON, SerializationError
@@ -170,8 +167,6 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
                     for model, values in models.items()
                 },
             )
-        if privacy.account is not None:
-            _require_same_content(client, request, content)
         size = vector.size if vector is not None else MAX_METRICS * len(models) * len(sets)
         charge_answer(privacy, Answer("evaluation", request.name, content, 8 * size))
         if vector is not None:
@@ -295,37 +290,12 @@ def _require_evaluation(
     return eval_set, client_state
 
 
-def _require_same_content(client: Client, request: Request, content: str) -> None:
-    """Raise RequestRefused if a request of the same name was evaluated with other inputs before.
-
-    `content`: digest of all inputs. The SHA-256 of the content of a new request is written to
-    ANSWERED_FILE beside the client's journal. Raises StoreError if that file cannot be read.
-    """
-    # Else a server could learn personal values by many evaluations of chosen global values.
-    file = client.journal.make_folder().parent / ANSWERED_FILE
-    try:
-        entries: Any = json.loads(file.read_text(encoding="utf-8") if file.exists() else "{}")
-        answered = {str(name): str(d) for name, d in cast("dict[Any, Any]", entries).items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise StoreError(f"{file} cannot be read: {error}; restore a copy of it") from error
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    if answered.setdefault(request.name, digest) != digest:
-        raise RequestRefused(
-            f"{client.name} has answered {request.name[:80]!r} before, for other values"
-        ).with_code("no-evaluation")
-    write_atomic(file, json.dumps(answered))
-
-
 def metrics_to_json(scores: Scores) -> dict[str, JSON]:
     """Return a client's metrics as JSON, with null for nan."""
     return {
         model: {name: value if isfinite(value) else None for name, value in metrics.items()}
         for model, metrics in scores.items()
     }
-
-
-ANSWERED_FILE = "examined.json"
-"""File beside a journal's folder: digests of the inputs of each answered evaluation."""
 
 
 def metrics_from_json(metrics: Any) -> Scores:

@@ -158,10 +158,11 @@ class GlobalState:
 
         Does not copy the tensors. Raises FedplanError if `meta` has another format version.
         """
-        if meta.get("format") != FORMAT:
+        missing = {"round", "phase", "versions", "drift", "choice", "clipping_norm"} - meta.keys()
+        if meta.get("format") != FORMAT or missing:
             raise FedplanError(
-                f"this checkpoint has format {meta.get('format')!r}, not {FORMAT}: read it with "
-                "the fedplan version that wrote it"
+                f"this checkpoint, of format {meta.get('format')!r}, is of another version of "
+                "fedplan: read it with that version"
             )
         values, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():

@@ -79,9 +79,16 @@ def read_identity(folder: Path) -> RunIdentity:
     """
     file = folder / RUN_FILE
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        identity = RunIdentity(**cast("dict[str, Any]", fields))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        fields = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
+        unknown = fields.keys() - RunIdentity.__annotations__
+        if RunIdentity.__annotations__.keys() - fields and unknown:
+            raise FedplanError(
+                f"{file.parent} is a run of another version of fedplan, or its {file.name} was "
+                f"edited (there is no field {min(unknown)!r}): open and export it with the version "
+                "that wrote it"
+            )
+        identity = RunIdentity(**fields)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise FedplanError(f"{file} does not say which run this is: {error}") from error
     texts = (identity.study, identity.start, identity.digests)
     pairs = identity.examples.items() if type(identity.examples) is dict else [(None, None)]

@@ -23,7 +23,12 @@ from fedplan.federation.client import (
     require_private_setup,
 )
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
-from fedplan.federation.ledger.egress import Account, EgressLog, Limits
+from fedplan.federation.ledger.egress import (
+    Account,
+    EgressLog,
+    Limits,
+    require_complete_account,
+)
 from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
@@ -53,8 +58,9 @@ class SiteRuntime:
     """A site at work on one study: `answer` replies to the server's requests.
 
     The constructor loads the data and builds the model, and raises ConfigError if the study has no
-    client of the site's name. A request of another run than the last makes the endpoint of the run,
-    which trains and keeps the client's state below `site.state`. Under example-level DP the
+    client of the site's name, DamagedLog if its account and its egress log do not agree. A request
+    of another run than the last makes the endpoint of the run, which trains and keeps the client's
+    state below `site.state`. Under example-level DP the
     constructor tries the model on made-up examples, and raises PrivacyError if its examples mix:
     later nothing that depends on examples is refused. Examples that do not fit a private study are
     left out, and counted in the site's fault log. Files are readable by their owner
@@ -89,6 +95,7 @@ class SiteRuntime:
             self.account = Account(account, limits, encryption=self.encryption)
             self.faults = FaultLog(Path(site.state), self.encryption)
             self.egress, self.hide_loss = egress or EgressLog(Path(site.state)), hide_loss
+            require_complete_account(self.account, self.egress)
             if text := self.experiment.data.left_out:
                 self.faults.append(DataError(text))
             self.setup = _train_setup(study, self.experiment)

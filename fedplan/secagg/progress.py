@@ -181,11 +181,13 @@ class RevealLog:
     """A client's log of unmasked sums: `file` has a JSON line per round, with senders by slot.
 
     Call `require_consistent` before agreeing to unmask, and `record` before unmasking; the first
-    `record` creates the file and folder.
+    `record` creates the file and folder. The constructor raises a SecAggError if the log is
+    damaged.
     """
 
     def __init__(self, file: Path) -> None:
         self._log = AppendLog(file, chained=True)
+        self._lines()  # before a client trains for a sum that it could not unmask
 
     def require_consistent(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
         """Raise a SecAggError if unmasking these sums could reveal a difference of two sums.

@@ -28,6 +28,7 @@ from fedplan.federation.ledger.egress import (
     read_agreement,
     read_egress,
     read_replies,
+    unaccounted_answers,
 )
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
@@ -148,16 +149,6 @@ class DatasetAccount:
             if not _has_fields(line, REPLY_FIELDS):
                 raise DamagedLog(f"line {number} of {self.folder / REPLIES} was changed")
         return replies
-
-    @property
-    def updates_noised(self) -> dict[str, bool]:
-        """Whether noise was added to each update, by the id of its request."""
-        return {x["request"]: x["protected"] for x in self.entries if x["kind"] == UPDATE}
-
-    @cached_property
-    def charged_requests(self) -> set[str]:
-        """The ids of requests whose noise was charged to the privacy budget."""
-        return {charge.name for charge in self._budget.charges}
 
     @property
     def _budget(self) -> Budget:
@@ -368,22 +359,9 @@ class RunEgress:
 
     def _account_faults(self) -> Iterator[str]:
         """Yield a sentence for each update that the privacy accounts do not explain."""
-        noised = {
-            request: has_noise
-            for account in self.accounts
-            for request, has_noise in account.updates_noised.items()
-        }
-        charged = {request for account in self.accounts for request in account.charged_requests}
-        private = self.agreement is not None and self.agreement.guarantee is not None
-        for entry in self.updates:
-            place, request = f"{self.name}, round {entry['round']}", entry["request"]
-            if request not in noised:
-                yield f"{place}: the update is missing from the accounts of this site's datasets"
-            elif noised[request] and not (private and request in charged):
-                yield (
-                    f"{place}: the account says that noise was added to the update, but no epsilon "
-                    "was charged"
-                )
+        folders = [account.folder for account in self.accounts]
+        for entry, problem in unaccounted_answers(self.updates, folders):
+            yield f"{self.name}, round {entry['round']}: {problem}"
 
 
 def is_site_state(folder: Path) -> bool:

@@ -258,9 +258,7 @@ class CommittedLog:
         bytes is not `sha256` (if given).
         """
         self.file = file
-        file.touch(PRIVATE)
-        sync_folder(file.parent)
-        content = file.read_bytes()
+        content = file.read_bytes() if file.exists() else b""
         self.length = len(content) if length is None else length
         if len(content) < self.length:
             raise DamagedLog(
@@ -269,6 +267,8 @@ class CommittedLog:
         self._hash = hashlib.sha256(content[: self.length])
         if sha256 and self.sha256 != sha256:
             raise DamagedLog(f"{file} was changed since it was written: restore it from a backup")
+        file.touch(PRIVATE)
+        sync_folder(file.parent)
         if len(content) > self.length:
             os.truncate(file, self.length)
 

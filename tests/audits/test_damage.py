@@ -5,28 +5,45 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run
 from damage import KINDS, Workshop
+from damage_sites import SETTINGS, STUDIES, FederationWorkshop, SiteWorkshop
 from often import AT_NIGHT
 
 from fedplan.audits.repair import repair_run
 from fedplan.audits.run import audit_run
+from fedplan.storage.append_log import head_file
+
+NOTICED = ("same", "repaired", "refused", "harmless")
+"""Outcomes that are allowed."""
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.nightly) for k in KINDS])
+BUILD: dict[str, Callable[[str, Path], Any]] = {
+    **dict.fromkeys(KINDS, Workshop.build),
+    **dict.fromkeys(SETTINGS, FederationWorkshop.build),
+    **dict.fromkeys(STUDIES, SiteWorkshop.build),
+}
+"""The maker of a folder of each kind."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.nightly) for k in BUILD])
 def test_each_file_deleted_or_flipped_ends_with_the_same_bytes_or_is_refused(
     kind: str, tmp_path: Path
 ) -> None:
-    workshop, rng, outcomes = Workshop.build(kind, tmp_path / kind), random.Random(kind), set[str]()
-    for name in workshop.files():
-        for how in ("deleted", *["flipped"] * (4 if AT_NIGHT else 1)):
+    workshop, rng, outcomes = BUILD[kind](kind, tmp_path / "place"), random.Random(kind), set[str]()
+    files = workshop.files()
+    for name in files:
+        manners = ["deleted", *["flipped"] * (4 if AT_NIGHT else 1)]
+        for how in [*manners, *["deleted with its head"] * (head_file(name) in files)]:
             outcome = workshop.damage(name, how, rng)
-            assert "SILENT" not in outcome, (str(name), how, outcome)
+            assert outcome.startswith(NOTICED), (str(name), how, outcome)
             outcomes.add(outcome.split(":")[0])
-    assert outcomes >= {"same", "repaired"}
+    assert outcomes >= {"same", "repaired" if kind in KINDS else "refused"}
 
 
 def by_command(folder: Path) -> None:
@@ -59,3 +76,17 @@ def test_a_lost_best_round_is_a_fault_that_a_repair_mends(tmp_path: Path) -> Non
     assert audit_run(whole).faults
     assert all(name.startswith("best/") for name in repair_run(whole))
     assert not workshop.differences(whole)
+
+
+def test_a_site_misses_records_that_are_lost_with_their_heads(tmp_path: Path) -> None:
+    workshop = SiteWorkshop.build("site", tmp_path / "site")
+    for log in ("replies.jsonl", "egress.jsonl"):
+        name = next(name for name in workshop.files() if name.name == log)
+        outcome = workshop.damage(name, "deleted with its head", random.Random(0))
+        assert outcome == "refused: hello: disk"
+
+
+def test_each_deleted_file_of_a_site_and_its_server_is_missed(tmp_path: Path) -> None:
+    workshop = FederationWorkshop.build("sites, personal", tmp_path / "sites")
+    outcomes = {str(n): workshop.damage(n, "deleted", random.Random(0)) for n in workshop.files()}
+    assert all(outcome.startswith(NOTICED) for outcome in outcomes.values()), outcomes

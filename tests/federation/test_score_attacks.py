@@ -15,8 +15,7 @@ from often import first
 from test_masked_kills import apart
 from test_score_sums import MASKS, NOISY, SECURE, Sites, written
 
-from fedplan.federation.evaluation import ANSWERED_FILE
-from fedplan.federation.ledger.egress import read_replies
+from fedplan.federation.ledger.egress import REPLIES, read_replies
 from fedplan.privacy.guarantee import evaluation_name
 from fedplan.storage import files
 from fedplan.storage.files import POINTS, VARIABLE
@@ -81,8 +80,7 @@ def test_of_the_same_request_other_values_are_refused(here: Path) -> None:
             assert sites.asked(name) == told
         counted = read_replies(sites.accounts / name)
         assert len({line["content"] for line in counted if line["kind"] == "evaluation"}) == 1
-        (file,) = folder.rglob(ANSWERED_FILE)
-        file.write_text("[")
+        (sites.accounts / name / REPLIES).write_text("[")
         assert sites.asked(name) == {"failed": "disk"}, "what was answered is not known"
 
 

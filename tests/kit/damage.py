@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 from commands import STUDY
+from power import flipped
 
 from fedplan.audits.repair import repair_run
 from fedplan.errors import FedplanError
 from fedplan.runners.simulation import Simulation
+from fedplan.storage.append_log import head_file
 from fedplan.studies.resume import open_study
 from fedplan.studies.schema import read_study
 
@@ -26,10 +28,20 @@ KINDS: dict[str, list[str]] = {
     "example": [f"privacy.{each}" for each in ("unit=example", "examples_per_site=15", *PRIVATE)]
     + ["train.steps=2"],
     "secure": ["aggregation.kind=secure"],
+    "adam": ["method.server_optimizer=adam"],
+    "scaffold": ["method.name=scaffold"],
 }
 """Further settings of a study, by kind of run."""
 FREE = ("environment.jsonl", "environment.jsonl.head", "log.jsonl", "status.json", ".lock")
 """Files with times, or without content: no result follows from them."""
+UNTRUSTED = {
+    "log.jsonl": "events for people",
+    "status.json": "progress for people",
+    "faults.log": "error texts for people",
+    "environment.jsonl": "sessions for people; verify names the damage",
+    "environment.jsonl.head": "sessions for people; verify names the damage",
+}
+"""Files from which nothing follows, each with its purpose."""
 DONE, LEFT = 3, 2
 """Rounds of a folder before it is damaged, and those that a resume adds."""
 
@@ -41,6 +53,33 @@ def contents(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name not in FREE and not file.name.endswith(".tmp")
     }
+
+
+def relative_files(folder: Path) -> list[Path]:
+    """All files in a folder, by their paths in it."""
+    return [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def damaged_files(folder: Path, name: Path, how: str) -> list[Path]:
+    """The files that a damage is of: one, or a log "deleted with its head"."""
+    file = folder / name
+    return [file, head_file(file)] if how == "deleted with its head" else [file]
+
+
+def damage_file(folder: Path, name: Path, how: str, rng: random.Random) -> None:
+    """Flip a bit of a file, or delete it (an empty one too), alone or with the head of the log."""
+    for file in damaged_files(folder, name, how):
+        content = flipped(file.read_bytes(), rng) if how == "flipped" else b""
+        if content:
+            file.write_bytes(content)
+        else:
+            file.unlink()
+
+
+def harmless(name: Path) -> str:
+    """The outcome of a damaged file that nothing trusts; "" for another file."""
+    purpose = UNTRUSTED.get(name.name)
+    return f"harmless: {purpose}" if purpose else ""
 
 
 @dataclass
@@ -62,6 +101,8 @@ class Workshop:
         text = STUDY.replace('"digits.npz"', f'"{place}/digits.npz"')
         text = text.replace("dropout_fraction = 0.1", "")
         text = text.replace('partition = "dirichlet"\nalpha = 0.5', 'partition = "iid"')
+        if kind == "scaffold":
+            text = "\n".join(x for x in text.splitlines() if not x.startswith("plan ="))
         (place / "study.toml").write_text(text)
         rounds = f"train.rounds={DONE + LEFT}"
         study = read_study(place / "study.toml", [rounds, *KINDS[kind]])
@@ -78,8 +119,7 @@ class Workshop:
 
     def files(self) -> list[Path]:
         """All files of the folder, relative to it."""
-        every = sorted(self.folder.rglob("*"))
-        return [f.relative_to(self.folder) for f in every if f.is_file() and f.name not in FREE]
+        return [name for name in relative_files(self.folder) if name.name != ".lock"]
 
     def damage(
         self,
@@ -92,17 +132,13 @@ class Workshop:
 
         "same": the run ends with the bytes of the undisturbed one. "repaired": the resume was
         refused, and after a repair the run ended so. "refused": it cannot be repaired either.
-        "SILENT": it ended with other bytes.
+        "harmless": as "same", of a file that nothing
+        trusts. "SILENT": it ended with other bytes.
         """
         copy = self.folder.with_name("copy")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(self.folder, copy)
-        content = bytearray((copy / name).read_bytes())
-        if how == "deleted" or not content:
-            (copy / name).unlink()
-        else:
-            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-            (copy / name).write_bytes(content)
+        damage_file(copy, name, how, rng)
         try:
             resume(copy)
         except FedplanError as error:
@@ -116,7 +152,9 @@ class Workshop:
                 f"repaired: {reason}" if not self.differences(copy) else f"SILENT repair: {reason}"
             )
         different = self.differences(copy)
-        return "same" if not different else f"SILENT: {', '.join(different[:5])}"
+        if different:
+            return f"SILENT: {', '.join(different[:5])}"
+        return harmless(name) or "same"
 
     def differences(self, copy: Path) -> list[str]:
         """Names of files that are not as in the undisturbed run."""

@@ -17,7 +17,7 @@ from typing import ClassVar
 class PowerDisk:
     """What would be on disk if the power failed now, by the calls of `os.fsync` so far.
 
-    `contents`: synced bytes of files by inode. `names`: synced entries of folders by path, each
+    `contents`: synced bytes of files by inode. `names`: synced entries of folders by inode, each
     with its inode. `cut` rewrites a folder as a power cut leaves it. `seen`: the lines of code that
     have synced, of all disks; those in `removed` do not sync.
     """
@@ -27,16 +27,17 @@ class PowerDisk:
 
     def __init__(self) -> None:
         self.contents = dict[int, bytes]()
-        self.names = dict[str, dict[str, int]]()
+        self.names = dict[int, dict[str, int]]()
 
     def settle(self, folder: Path) -> None:
         """Take all that is in a folder as synced."""
         for path in (folder, *folder.rglob("*")):
             if path.is_dir():
-                self.names[str(path)] = _entries(path)
+                self.names[path.stat().st_ino] = _entries(path)
             else:
                 self.contents[path.stat().st_ino] = path.read_bytes()
-        self.names.setdefault(str(folder.parent), {})[folder.name] = folder.stat().st_ino
+        parent = folder.parent.stat().st_ino
+        self.names.setdefault(parent, {})[folder.name] = folder.stat().st_ino
 
     def fsync(self, descriptor: int) -> None:
         """Take the content of an open file, or the names in an open folder, as synced."""
@@ -49,7 +50,7 @@ class PowerDisk:
             return
         state, path = os.fstat(descriptor), os.readlink(f"/proc/self/fd/{descriptor}")
         if stat.S_ISDIR(state.st_mode):
-            self.names[path] = _entries(Path(path))
+            self.names[state.st_ino] = _entries(Path(path))
         else:
             with open(f"/proc/self/fd/{descriptor}", "rb") as file:
                 self.contents[state.st_ino] = file.read()
@@ -61,8 +62,9 @@ class PowerDisk:
         stale = new.keys() | set(new.values())
         self.contents = {i: c for i, c in self.contents.items() if i not in stale} | synced
         self.names = {
-            path: {name: new.get(i, i) for name, i in entries.items()}
-            for path, entries in self.names.items()
+            new.get(folder, folder): {name: new.get(i, i) for name, i in entries.items()}
+            for folder, entries in self.names.items()
+            if folder in new or folder not in stale
         }
 
     def cut(self, folder: Path, rng: Random) -> str:
@@ -72,7 +74,7 @@ class PowerDisk:
         of each name, and of each file, the old or the new state, or a part of the new.
         """
         kind = rng.choice(("strict", "names", "mixed", "mixed"))
-        tree = list(self._survivors(folder, kind, rng))
+        tree = list(self._survivors(folder, folder.stat().st_ino, kind, rng))
         shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
         for path, content in tree:
@@ -85,18 +87,22 @@ class PowerDisk:
         return kind
 
     def _survivors(
-        self, folder: Path, kind: str, rng: Random
+        self, folder: Path, number: int, kind: str, rng: Random
     ) -> Iterator[tuple[Path, bytes | None]]:
-        """Yield (path, content or None for a folder) of all that survives, folders first."""
-        now, synced = _entries(folder), self.names.get(str(folder), {})
+        """Yield (path, content or None for a folder) of all that survives, folders first.
+
+        `number`: the inode of the folder that survives there.
+        """
+        is_present = folder.is_dir() and folder.stat().st_ino == number
+        now, synced = _entries(folder) if is_present else {}, self.names.get(number, {})
         for name in sorted(now.keys() | synced.keys()):
             keeps_new = kind == "names" or (kind == "mixed" and rng.random() < 0.5)
             inode, path = (now if keeps_new else synced).get(name), folder / name
             if inode is None:
                 continue
-            if path.is_dir():
+            if inode in self.names or (now.get(name) == inode and path.is_dir()):
                 yield path, None
-                yield from self._survivors(path, kind, rng)
+                yield from self._survivors(path, inode, kind, rng)
                 continue
             content = self.contents.get(inode, b"")
             present = path.read_bytes() if now.get(name) == inode else content
@@ -111,9 +117,19 @@ class PowerDisk:
             yield path, content
 
 
+def flipped(content: bytes, rng: Random) -> bytes:
+    """Return a content with one bit flipped; an empty one as it is."""
+    if not content:
+        return content
+    bits = bytearray(content)
+    bits[rng.randrange(len(bits))] ^= 1 << rng.randrange(8)
+    return bytes(bits)
+
+
 def inodes(folder: Path) -> dict[str, int]:
-    """Return the inodes of all that is in a folder, by relative path."""
-    return {str(path.relative_to(folder)): path.stat().st_ino for path in folder.rglob("*")}
+    """Return the inodes of a folder and all that is in it, by relative path."""
+    paths = (folder, *folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.stat().st_ino for path in paths}
 
 
 def _entries(folder: Path) -> dict[str, int]:

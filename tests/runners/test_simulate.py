@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from commands import STUDY
+from commands import run as command
+from damage import contents
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -536,3 +538,17 @@ def test_a_word_that_belongs_elsewhere_is_told_its_place(word: str, place: str) 
 def test_a_clients_examples_are_to_train_and_to_test(data: Any) -> None:
     with pytest.raises(ConfigError, match=r"clients\['north'\] is a mapping with"):
         simulate(PLAN, tower(), {"north": data}, loss)
+
+
+def test_a_damaged_run_is_repaired_with_its_objects(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    played(folder, rounds=3)
+    whole = contents(folder)
+    for pattern in ("clients/**/3.json", "clients/**/3.*.safetensors", "global/3.json"):
+        next(folder.glob(pattern)).unlink()
+    code, screen = command("verify", "--repair", str(folder))
+    assert code != 0 and "RunOptions(folder=..., resume=True, repair=True)" in " ".join(
+        screen.split()
+    )
+    played(folder, rounds=3, resume=True, repair=True)
+    assert contents(folder) == whole

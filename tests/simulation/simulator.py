@@ -30,7 +30,7 @@ from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from masked import directory, node
 from network import Network, VirtualClock, Weather
-from power import PowerDisk, inodes
+from power import PowerDisk, flipped, inodes
 from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_ledger
@@ -45,7 +45,12 @@ from fedplan.federation.client import (
 )
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
 from fedplan.federation.ledger.digests import digest_initial_model
-from fedplan.federation.ledger.egress import Account, Limits
+from fedplan.federation.ledger.egress import (
+    Account,
+    EgressLog,
+    Limits,
+    require_complete_account,
+)
 from fedplan.federation.participation import Participation, Timeouts
 from fedplan.federation.secure_client import SecAggClient
 from fedplan.federation.server import Server
@@ -66,6 +71,8 @@ from fedplan.tensors.message import Message
 from fedplan.training.fit import TrainArguments
 
 RUN = "ab" * 8
+MEMORY = Path("/dev/shm")
+"""Where folders of trials are quick, if there is such a place."""
 PACE = TrainArguments(lr=1e-2, batch_size=2, steps=1)
 PATIENCE = Timeouts(sites=600.0, updates=1e6, reconnect=1e9, poll_interval=5.0, tries=1000)
 FAULTY_ACTS = 40
@@ -188,15 +195,26 @@ def method_of(setting: Setting) -> Method:
 
 @dataclass
 class Trial:
-    """One federation in a folder. Without `plan` nothing disturbs it."""
+    """One federation in a folder. Without `plan` nothing disturbs it.
+
+    A folder that exists goes on. `stops`: by machine the failpoint where it dies, once.
+    `known`: keys and secrets follow from names, so that two trials have the same; else each end
+    draws its own, and every site has an account. `damaged`: by machine the damaged files, each with
+    its content before and after; `noticed`: why ends refused to work with them, each with the
+    number of updates that the site had sent before.
+    """
 
     setting: Setting
     folder: Path
     rng: Random = field(default_factory=lambda: Random(0))
     plan: Plan | None = None
+    stops: dict[str, str] = field(default_factory=dict)
+    known: bool = True
     acts: int = 0
     faults: Counter[str] = field(default_factory=Counter[str])
     damaged: dict[str, list[tuple[Path, bytes, bytes | None]]] = field(default_factory=dict)
+    noticed: list[tuple[str, int]] = field(default_factory=list)
+    updates: Counter[str] = field(default_factory=Counter[str])
 
     def __post_init__(self) -> None:
         setting, made = self.setting, method_of(self.setting)
@@ -215,10 +233,11 @@ class Trial:
         self.app = client_app(self._handle)
         self.endpoints = dict[str, Endpoint]()
         self.server_folder = self.folder / "server"
-        self.server_folder.mkdir(parents=True)
-        know_secrets(self.server_folder, setting.names)
-        for name in setting.names:
-            self.site_folder(name).mkdir(parents=True)
+        for name in ("server", *setting.names):
+            self.site_folder(name).mkdir(parents=True, exist_ok=True)
+        if self.known:
+            know_secrets(self.server_folder, setting.names)
+        for name in setting.names if self.known else ():
             secret = self.site_folder(name) / "account" / "secret"
             secret.parent.mkdir()
             secret.touch(mode=0o600)
@@ -248,7 +267,10 @@ class Trial:
         """A site as it starts."""
         model, agreement, place = tiny_model(), self.agreement, self.site_folder(name)
         set_values(model, start_values(), agreement.params)
-        account = Account(place / "account", Limits()) if self.setting.unit else None
+        has_account = self.setting.unit or not self.known
+        account = Account(place / "account", Limits()) if has_account else None
+        if account is not None:
+            require_complete_account(account, EgressLog(place / "state"))
         run_folder = site_run_folder(place / "state", RUN)
         site = Client(
             name=name,
@@ -266,7 +288,8 @@ class Trial:
                 noise_guard=make_noise_guard(agreement, account) if account else None,
             ),
         )
-        site.__dict__["digest_key"] = name.encode().ljust(32)[:32]
+        if self.known:
+            site.__dict__["digest_key"] = name.encode().ljust(32)[:32]
         masker = None
         if agreement.secagg.active:
             names = self.setting.names
@@ -298,7 +321,13 @@ class Trial:
                 setting = f"{point}:kill@{times}"
             elif self.draws(plan.fail_disk) and point.split(".")[0] in ("store", "log", "journal"):
                 setting = f"{point}:{self.rng.choice(('raise', 'enospc'))}@{times}"
-        storage_files._reached, old = Counter(), os.environ.get(storage_files.VARIABLE, "")
+        setting = self.stops.get(place.name, setting)
+        old = os.environ.get(storage_files.VARIABLE, "")
+        # A stop counts over all calls of a machine, any other fault in one call.
+        stopping = place.name in self.stops
+        storage_files._reached = (
+            self._counts.setdefault(place.name, Counter()) if stopping else Counter()
+        )
         os.environ[storage_files.VARIABLE] = setting
         snapshot, alive = (
             self.folder.with_name(f"{self.folder.name}.{place.name}"),
@@ -318,6 +347,7 @@ class Trial:
         try:
             yield
         except Killed:
+            self.stops.pop(place.name, None)
             # What `finally` clauses did after the death does not count.
             shutil.rmtree(place)
             shutil.move(snapshot, place)
@@ -336,6 +366,7 @@ class Trial:
             storage_files._reached = old_counts
 
     on_kill: Any = None
+    _counts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def answer(self, name: str, message: FlowerMessage, context: Context) -> FlowerMessage | None:
         """A site's reply to a message of the network; None if it dies before it replies."""
@@ -348,6 +379,7 @@ class Trial:
                 reply = self.app(message, context)
         except (Killed, DamageNoticed, FedplanError, OSError) as error:
             if name in self.damaged and not isinstance(error, Killed):
+                self.noticed.append((str(error), self.updates[name]))
                 self.restore(self.site_folder(name))
             elif not isinstance(error, Killed):
                 self.faults[f"site did not start: {error}"] += 1
@@ -368,15 +400,17 @@ class Trial:
         files = sorted(f for f in place.rglob("*") if f.is_file())
         if not (place / "account" / "replies.jsonl").exists():
             files = [f for f in files if f.name != "secret"]  # unused, it may be drawn anew
-        file = self.rng.choice(files)
-        whole, content = file.read_bytes(), bytearray(file.read_bytes())
-        if content and self.rng.random() < 0.7:
-            content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
-            file.write_bytes(content)
-            self.damaged.setdefault(place.name, []).append((file, whole, bytes(content)))
+        self.damage(place, self.rng.choice(files), flip=self.rng.random() < 0.7)
+
+    def damage(self, place: Path, file: Path, *, flip: bool) -> None:
+        """Flip a bit of a machine's file, or delete it; an empty file is deleted."""
+        whole = file.read_bytes()
+        damaged = flipped(whole, self.rng) if flip else None
+        if damaged:
+            file.write_bytes(damaged)
         else:
             file.unlink()
-            self.damaged.setdefault(place.name, []).append((file, whole, None))
+        self.damaged.setdefault(place.name, []).append((file, whole, damaged or None))
         self.disk.settle(place)
         self.faults["file damaged"] += 1
 
@@ -408,12 +442,38 @@ class Trial:
     def _handle(self, context: Context, kind: str, message: Message) -> Message:
         name = str(context.node_config["name"])
         reply = self.endpoints[name].answer(kind, message)
-        if name in self.damaged and reply_fields(reply).keys() & {"refused", "failed"}:
-            raise DamageNoticed(name)
+        fields = reply_fields(reply)
+        if name in self.damaged and (codes := fields.keys() & {"refused", "failed"}):
+            raise DamageNoticed(" ".join(str(fields[code]) for code in codes))
+        self.updates[name] += "ledger_line" in fields
         self.check_reply(name, reply)
         return reply
 
     # -- the run
+
+    def serve(self) -> bool:
+        """Start the server and let it work; return whether the run is complete.
+
+        Raises Killed if it dies, and the server's errors.
+        """
+        setting = self.setting
+        enough = max(1, round(setting.fraction * setting.sites))
+        with self.process(self.server_folder, self.plan.kill_server if self.plan else 0.0):
+            server = self.open_server()
+            quorum = 1 if setting.unit == "client" else enough
+            ServerLoop(self.network, server, PATIENCE, quorum=quorum).run()
+            return server.global_state.round == setting.rounds
+
+    def run_to_stop(self) -> None:
+        """Run until the server dies where `stops` says; then all machines are off."""
+        with virtual_machine(self):
+            try:
+                self.serve()
+            except Killed:
+                self.endpoints.clear()
+                gc.collect(0)
+                return
+        raise AssertionError("the server did not reach the point where it stops")
 
     def run(self) -> Trial:
         """Run to the end, as an operator does who starts a server again after each death or error.
@@ -427,18 +487,7 @@ class Trial:
                 if self.acts >= FAULTY_ACTS:
                     self.network.weather = Weather()
                 try:
-                    with self.process(
-                        self.server_folder, self.plan.kill_server if self.plan else 0.0
-                    ):
-                        server = self.open_server()
-                        names = self.setting.names
-                        quorum = (
-                            1
-                            if self.setting.unit == "client"
-                            else max(1, round(self.setting.fraction * len(names)))
-                        )
-                        ServerLoop(self.network, server, PATIENCE, quorum=quorum).run()
-                        done = server.global_state.round == self.setting.rounds
+                    done = self.serve()
                 except Killed:
                     done = False
                     if self.plan is not None and self.draws(self.plan.damage):
@@ -446,10 +495,10 @@ class Trial:
                 except (FedplanError, FlowerRunEnded) as error:
                     done = False
                     if "server" in self.damaged:
+                        self.noticed.append((str(error), sum(self.updates.values())))
                         self.restore(self.server_folder)
                     else:
                         self.faults[f"server error: {str(error)[:60]}"] += 1
-                server = None
                 gc.collect(0)
                 self.clock.sleep(60.0)
                 if done:
@@ -530,6 +579,12 @@ def try_seed(seed: int, root: Path) -> Counter[str]:
         outcome = trial.outcome()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return compared(trial, outcome, expected)
+
+
+def compared(trial: Trial, outcome: dict[str, Any], expected: dict[str, Any]) -> Counter[str]:
+    """Return the faults of a trial; raise AssertionError if it has not ended as it should."""
+    setting = trial.setting
     if outcome["aggregated"] != expected["aggregated"]:
         # A secure sum goes on without a site that dropped out, a hidden round without any site.
         assert setting.secure or setting.unit == "client", (setting, outcome["aggregated"])

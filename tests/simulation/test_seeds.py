@@ -17,15 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from simulator import try_seed
+from simulator import MEMORY, try_seed
 
 FOUND: dict[int, str] = {}
 """Seeds that once failed, with the fault that each has found."""
 SECONDS = 15.0
 """Seconds of a processor that fresh seeds have by day."""
-
-
-MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from fedplan.errors import FedplanError
 from fedplan.privacy.mechanisms.noise import load_or_create_secret, read_secret
 from fedplan.storage import files
 from fedplan.storage.append_log import AppendLog, CommittedLog, read_json_lines
-from fedplan.storage.files import make_folder, write_atomic
+from fedplan.storage.encryption import new_key_file
+from fedplan.storage.files import make_folder, write_atomic, write_folder
 from fedplan.storage.store import Store
 
 STORE_POINTS = [point for point in files.POINTS if point.startswith("store.")]
@@ -98,6 +99,23 @@ def committed_log(disk: Disk) -> None:
         disk.after_cuts(lambda n=number: _equal(len(read_json_lines(log.file)), n))
 
 
+def folder(disk: Disk) -> None:
+    target = disk.folder / "model"
+    with write_folder(target) as new:
+        (new / "part").mkdir()
+        (new / "part" / "weights").write_bytes(b"one")
+        (new / "card").write_bytes(b"two")
+    disk.after_cuts(lambda: _equal((target / "part" / "weights").read_bytes(), b"one"))
+    disk.after_cuts(lambda: _equal((target / "card").read_bytes(), b"two"))
+
+
+def key_file(disk: Disk) -> None:
+    file = disk.folder / "state.key"
+    new_key_file(file)
+    content = file.read_bytes()
+    disk.after_cuts(lambda: _equal(file.read_bytes(), content))
+
+
 def append_log(disk: Disk) -> None:
     for chained in (False, True):
         for point in LOG_POINTS:
@@ -158,6 +176,8 @@ ACTS = {
         folder_of_a_killed_process,
         secret,
         committed_log,
+        folder,
+        key_file,
         append_log,
         checkpoints,
     )

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.faults import APPROVAL, error_fields
 from fedplan.federation.messages import RequestRefused
-from fedplan.privacy.guard import SECRET_FILE
+from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.privacy.mechanisms.noise import derive_key, load_or_create_secret
-from fedplan.storage.append_log import AppendLog, LogHead, head_file, timestamp
+from fedplan.storage.append_log import AppendLog, DamagedLog, LogHead, head_file, timestamp
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import make_folder, wrap_disk_errors
 from fedplan.tensors.message import Message
@@ -106,6 +106,10 @@ class EgressLog:
     def head(self) -> LogHead:
         """Length and hash of the log; with these a later truncation can be detected."""
         return self._log.head
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all entries as dicts, oldest first; raise as `read_egress` does."""
+        return self._log.read()
 
     def append(self, entry: EgressEntry, authorization: Authorization | None = None) -> None:
         """Append an entry with an authorization to the file; a repeated refusal is only counted.
@@ -268,9 +272,9 @@ class Account:
         Call this before computing the reply. A reply with the same content as an earlier reply adds
         only bytes. An empty content stands for the content of the last reply to the same request.
         Waits up to 60 s for the file's lock. Raises RequestRefused, and appends nothing, if a limit
-        would be exceeded, or if the site limits epsilon and this reply or an earlier one is not
-        protected. Raises StoreError if the file stays locked or cannot be written, and DamagedLog
-        if the file is damaged.
+        would be exceeded, if an evaluation of the same request had other content, or if the site
+        limits epsilon and this reply or an earlier one is not protected. Raises StoreError if the
+        file stays locked or cannot be written, and DamagedLog if the file is damaged.
         """
         with self._log.locked():
             lines, of_request = self._log.read(), (answer.request, answer.kind)
@@ -284,6 +288,11 @@ class Account:
                 "bytes": answer.nbytes,
                 "protected": answer.protected,
             }
+            if answer.kind == EVALUATION and earlier and line["content"] not in earlier:
+                # Else a server could learn personal values by evaluations of chosen global values.
+                raise RequestRefused(
+                    f"{answer.request[:80]!r} was evaluated before, with other values"
+                ).with_code("no-evaluation")
             limits, sent = self.limits, sum(each["bytes"] for each in lines)
             contents = {each["content"] for each in lines if each["kind"] == line["kind"]}
             if limits.epsilon and not all(each["protected"] for each in (*lines, line)):
@@ -313,3 +322,50 @@ def read_replies(folder: Path) -> list[dict[str, Any]]:
     """
     with wrap_disk_errors(f"{folder / REPLIES} cannot be read", "restore a copy of it"):
         return AppendLog(folder / REPLIES, chained=True).read()
+
+
+def unaccounted_answers(
+    entries: Iterable[Mapping[str, Any]], accounts: Iterable[Path]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield each answer in an egress log's entries that no account explains, and the reason.
+
+    `accounts`: the folders of all accounts of the site. Raises DamagedLog if a log is damaged.
+    """
+    protected, charged = dict[tuple[str, str], bool](), set[str]()
+    for folder in accounts:
+        for line in read_replies(folder):
+            reply = str(line.get("kind")), str(line.get("request"))
+            protected[reply] = bool(line.get("protected"))
+        charges = AppendLog(folder / CHARGES_FILE, chained=True).read()
+        charged |= {str(line.get("request")) for line in charges}
+    for entry in entries:
+        kind, request = entry["kind"], entry["request"]
+        if kind not in (UPDATE, SCORES, EVALUATION):
+            continue
+        if (kind, request) not in protected:
+            yield entry, f"the {kind} is missing from the accounts of this site's datasets"
+        elif kind == UPDATE and protected[kind, request] and request not in charged:
+            yield (
+                entry,
+                "the account says that noise was added to the update, but no epsilon was charged",
+            )
+
+
+def require_complete_account(account: Account, egress: EgressLog) -> None:
+    """Raise DamagedLog if an account, or the egress log, has lost what the other still has.
+
+    Each is the witness of the other: an update is in an account before the log has it, and in the
+    log before it leaves. So limits are not forgotten with the files that count towards them.
+    """
+    folder, entries = account.folder.parent, egress.read()
+    accounts = sorted(file.parent for file in folder.glob(f"*/{SECRET_FILE}"))
+    for entry, problem in unaccounted_answers(entries, accounts):
+        raise DamagedLog(
+            f"{folder} and {EGRESS_LOG} do not agree on run {entry['run']}, round "
+            f"{entry['round']}: {problem}; restore a copy of the folder"
+        )
+    if not any(not entry["code"] for entry in entries) and any(map(read_replies, accounts)):
+        raise DamagedLog(
+            f"{folder} has replies of this site, and its {EGRESS_LOG} has none: restore a copy of "
+            "the log"
+        )

@@ -31,7 +31,6 @@ from fedplan.federation.ledger.history import (
 )
 from fedplan.federation.ledger.records import Record, RecordError, parse_line, read_record
 from fedplan.storage.append_log import CommittedLog, read_json_lines
-from fedplan.storage.locks import sync_folder
 
 SEGMENT_BYTES = 32 << 20
 """Size after which a segment takes no more rounds; a resumed run reads one segment."""
@@ -154,7 +153,6 @@ def next_segment(
     before = ledger.length, ledger.sha256
     header = SegmentHeader(number, before, list(history.ledger_rows), list(history.drifts))
     segment = CommittedLog(ledger.file.with_name(segment_name(number)), length=0)
-    sync_folder(segment.file.parent)
     return segment, [header.json()]
 
 

@@ -164,7 +164,8 @@ def read_status(folder: Path) -> RunStatus | None:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FedplanError(
-            f"{file} cannot be read: {error!r}; the run will write it again"
+            f"{file} cannot be read: {error!r}; it is damaged, or of another version of "
+            "fedplan: a run that goes on writes it again"
         ) from error
 
 
