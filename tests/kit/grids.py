@@ -16,18 +16,44 @@ from flwr.supercore.task_identity import TaskIdentity
 Shuffle = Callable[[list[Message]], list[Message]]
 
 
-class InProcess(Grid):
-    """Nodes 100, 101 and so on, each of them started with a configuration of its own."""
+class LocalGrid(Grid):
+    """Nodes 100, 101 and so on of one process, each with a configuration of its own."""
 
-    def __init__(self, app: ClientApp, configs: list[dict[str, Any]]) -> None:
+    def __init__(self, configs: list[dict[str, Any]]) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-        self.app, self.sent, self.bytes = app, dict[str, Message](), 0
         self.contexts = {
             100 + i: Context(
                 run_id=1, node_id=100 + i, node_config=config, state=RecordDict(), run_config={}
             )
             for i, config in enumerate(configs)
         }
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.contexts)
+
+    def get_nodes(self) -> Any:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> Any:
+        return self.pull_messages(self.push_messages(messages))
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        return Run.create_empty(1)
+
+
+class InProcess(LocalGrid):
+    """A grid whose nodes answer at once, each by the same app."""
+
+    def __init__(self, app: ClientApp, configs: list[dict[str, Any]]) -> None:
+        super().__init__(configs)
+        self.app, self.sent, self.bytes = app, dict[str, Message](), 0
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         numbers = []
@@ -46,24 +72,3 @@ class InProcess(Grid):
             return self.app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(1, repr(error)), reply_to=message)
-
-    def get_node_ids(self) -> list[int]:
-        return list(self.contexts)
-
-    def get_nodes(self) -> Any:
-        raise NotImplementedError
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: Any = None
-    ) -> list[Message]:
-        return self.pull_messages(self.push_messages(messages))
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Run:
-        return Run.create_empty(1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,10 +12,10 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.app import Context, Message
+from grids import LocalGrid
+
+from fedplan.runners.flower._internals import RunNotRunningException
 
 LONG = 50_000.0
 """Seconds that pass at once if nothing can happen meanwhile."""
@@ -23,9 +24,14 @@ Handler = Callable[[str, Message, Context], "Message | None"]
 
 @dataclass
 class VirtualClock:
-    """Time that passes only when somebody sleeps; `offset` is what a jump adds to the time of day."""
+    """Time that passes only when somebody sleeps; `offset` is what a jump adds to the time of day.
+
+    `stretch`: by how much the next sleep is longer. It grows until somebody calls `progress`, so
+    that waiting for a day takes few steps.
+    """
 
     now: float = 1000.0
+    stretch: float = 1.0
     offset: float = 1.7e9
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     numbers: Any = field(default_factory=count)
@@ -36,12 +42,17 @@ class VirtualClock:
 
     def sleep(self, seconds: float) -> None:
         """Let time pass: at least to the next event, or long if there is none to come."""
-        end = self.now + max(0.0, seconds)
+        end = self.now + max(0.0, seconds) * self.stretch
+        self.stretch = min(1.2 * self.stretch, 1e7)
         end = max(end, self.events[0][0] if self.events else self.now + LONG)
         while self.events and self.events[0][0] <= end:
             self.now, _, act = heapq.heappop(self.events)
             act()
         self.now = max(self.now, end)
+
+    def progress(self) -> None:
+        """Let sleeps take as long as they say."""
+        self.stretch = 1.0
 
 
 @dataclass
@@ -53,81 +64,91 @@ class Weather:
     delay: float = 0.1
 
 
-class Network(Grid):
+LATE = 10.0
+"""Seconds after which a message counts as delayed: a server has looked for it twice."""
+
+
+class Network(LocalGrid):
     """A grid of named sites. `handle(name, message, context)` is a site's answer, None if it dies.
 
-    `down`: names of sites that are not connected, `since`: how often each has started.
+    `down`: names of sites that are not connected, `since`: how often each has started, `events`:
+    what happened to messages, by kind of message. `link_back`: when the SuperLink answers again,
+    `ended`: it has ended its run.
     """
 
     def __init__(self, names: Iterable[str], clock: VirtualClock, rng: Random, handle: Handler):
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-        self.clock, self.rng, self.handle, self.weather = clock, rng, handle, Weather()
         self.nodes = {100 + i: name for i, name in enumerate(names)}
-        self.contexts = {
-            n: Context(run_id=1, node_id=n, node_config={}, state=RecordDict(), run_config={})
-            for n in self.nodes
-        }
+        super().__init__([{"name": name} for name in self.nodes.values()])
+        self.clock, self.rng, self.handle, self.weather = clock, rng, handle, Weather()
         self.down, self.since = set[str](), dict.fromkeys(self.nodes.values(), 0)
         self.arrived = dict[str, list[Message]]()
         self.numbers = count()
-        self.events = dict[str, int]()
+        self.events = Counter[str]()
+        self.link_back, self.ended = 0.0, False
 
-    def count(self, event: str) -> None:
-        """Count an event, as the loss of a message."""
-        self.events[event] = self.events.get(event, 0) + 1
+    def require_link(self) -> None:
+        """Raise as a SuperLink that is away, or that has ended its run."""
+        if self.clock.now < self.link_back:
+            raise ConnectionError("the SuperLink is away")
+        if self.ended:
+            raise RunNotRunningException
+
+    def renew(self) -> Network:
+        """Start another run of the SuperLink, on which no message of the last one arrives."""
+        self.ended = False
+        self.require_link()
+        self.arrived.clear()
+        return self
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         numbers = list[str]()
+        self.require_link()
         for message in messages:
             number = str(next(self.numbers))
             message.metadata.__dict__["_message_id"] = number
-            self.travel(lambda m=message, n=number: self._deliver(n, m))
+            kind = message.metadata.message_type.removeprefix("query.")
+            self.travel(kind, lambda m=message, n=number, k=kind: self._deliver(n, k, m))
             numbers.append(number)
         return numbers
 
-    def travel(self, arrive: Callable[[], None]) -> None:
-        """Let a message arrive later, never, or twice."""
+    def travel(self, kind: str, arrive: Callable[[], None]) -> None:
+        """Let a message of a kind arrive later, never, or twice."""
         weather, draw = self.weather, self.rng.random
         if draw() < weather.lost:
-            return self.count("message lost")
-        self.clock.at(draw() * weather.delay, arrive)
+            self.events[f"message lost: {kind}"] += 1
+            return
+        delay = draw() * weather.delay
+        if delay > LATE:
+            self.events[f"message delayed: {kind}"] += 1
+        self.clock.at(delay, arrive)
         if draw() < weather.doubled:
-            self.count("message doubled")
+            self.events[f"message doubled: {kind}"] += 1
             self.clock.at(draw() * 10 * weather.delay, arrive)
-        return None
 
-    def _deliver(self, number: str, message: Message) -> None:
+    def _deliver(self, number: str, kind: str, message: Message) -> None:
         node = message.metadata.dst_node_id
         name = self.nodes[node]
         if name in self.down:
-            return self.count("message to a site that is away")
+            self.events[f"message to a site that is away: {kind}"] += 1
+            return
         reply = self.handle(name, message, self.contexts[node])
         if reply is not None:
-            self.travel(lambda: self.arrived.setdefault(number, []).append(reply))
-        return None
+            arrive = self.arrived.setdefault(number, []).append
+            self.travel(f"reply to {kind}", lambda: arrive(reply))
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [reply for n in message_ids for reply in self.arrived.pop(n, [])]
+        found = list[Message]()
+        self.require_link()
+        for number in message_ids:
+            replies = self.arrived.get(number, [])
+            found += replies
+            replies.clear()
+        return found
 
     def get_nodes(self) -> Any:
+        self.require_link()
         return [
             SimpleNamespace(node_id=n, name=name, last_activated_at=str(self.since[name]))
             for n, name in self.nodes.items()
             if name not in self.down
         ]
-
-    def get_node_ids(self) -> list[int]:
-        return [n for n, name in self.nodes.items() if name not in self.down]
-
-    def send_and_receive(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Run:
-        return Run.create_empty(1)

@@ -218,12 +218,14 @@ class SiteRpc:
             is_new = self._hello_since.get(node) != since
             if is_new or self._hello_after.get(node, inf) < time.monotonic():
                 self._hello_since[node] = since
-                self._hello_after.pop(node, None)
+                # The message or its reply may be lost: send it again before the wait is over.
+                self._hello_after[node] = time.monotonic() + self.timeouts.sites / 2
                 for message_id in self._push(node, HELLO, self.hello, None):
                     self._pending_hellos[message_id] = node
         for message_id, node in list(self._pending_hellos.items()):
             for reply in self._retry(lambda i=message_id: self.grid.pull_messages([i])):
                 self._pending_hellos.pop(message_id, None)
+                self._hello_after.pop(node, None)
                 if reply.has_error():
                     self._refuse(node, "", _error_text(reply))
                 else:
