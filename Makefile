@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test t examples nightly simulate research picture architecture manifests reference site blocks
+.PHONY: help check test t examples nightly simulate simulated research picture architecture manifests reference site blocks
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -27,7 +27,10 @@ examples: ## the scripts of examples, and two rounds of each of the README's stu
 SEED ?= 0
 SEEDS ?= 1
 simulate: ## federations under drawn faults: SEEDS of them from SEED on, in one process
-	PYTHONPATH=.:tests/kit:tests/simulation python tests/simulation/test_seeds.py $(SEED) $(SEEDS) simulated.jsonl
+	PYTHONPATH=.:tests/kit:tests/simulation python tests/simulation/simulate.py $(SEED) $(SEEDS) simulated.jsonl
+
+simulated: ## count the faults, failpoints and error codes of simulated.jsonl, and what it missed
+	PYTHONPATH=.:tests/kit:tests/simulation python tests/simulation/summary.py simulated.jsonl
 
 nightly: ## all tests, the long ones too, and every law on more examples; a second call goes on
 	python tests/night.py

@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 from damage import damage_file, damaged_files, harmless, relative_files
-from simulator import Setting, Trial
+from setting import Setting
+from simulator import Trial
 from sites import NAME, PRIVATE, RUN, hello, study_text, words_of, write_rows
 
 from fedplan.errors import FedplanError
@@ -67,16 +68,17 @@ class FederationWorkshop:
     def build(kind: str, place: Path) -> FederationWorkshop:
         """Run a federation of a kind until its server stops, and go on with a copy of it."""
         setting = SETTINGS[kind]
-        Trial(setting, place / "run", stops=dict(STOP), known=False).run_to_stop()
+        Trial(setting, place / "run", stops=dict(STOP)).run_to_stop()
         shutil.copytree(place / "run", place / "whole")
-        whole = Trial(setting, place / "whole", known=False).run()
-        kept = {name: records(whole.site_folder(name)) for name in setting.names}
+        whole = Trial(setting, place / "whole").run()
+        kept = {name: records(whole.sites[name].place) for name in setting.names}
         return FederationWorkshop(setting, place / "run", whole.outcome(), kept)
 
     def files(self) -> list[Path]:
         """The files of the server and of one site, which is as the others are."""
         machines = ("server", self.setting.names[0])
-        return [f for f in relative_files(self.folder) if f.parts[0] in machines]
+        files = [f for f in relative_files(self.folder) if f.parts[0] in machines]
+        return [f for f in files if f.name != "policy.toml"]
 
     def damage(self, name: Path, how: str, rng: Random) -> str:
         """Damage a file of a copy, and go on with it; return the outcome.
@@ -88,9 +90,10 @@ class FederationWorkshop:
         copy = self.folder.with_name("copy")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(self.folder, copy)
-        trial = Trial(self.setting, copy, rng, known=False)
+        trial = Trial(self.setting, copy, rng)
+        machine = trial.sites.get(name.parts[0], trial.server)
         for file in damaged_files(copy, name, how):
-            trial.damage(trial.folder / name.parts[0], file, flip=how == "flipped")
+            machine.damage(file, flip=how == "flipped")
         try:
             trial.run()
             different = list(self.differences(trial))
@@ -110,7 +113,7 @@ class FederationWorkshop:
         setting, outcome = self.setting, trial.outcome()
         for name, kept in self.remembered.items():
             yield from (
-                f"{name} forgot {line[:150]}" for line in kept - records(trial.site_folder(name))
+                f"{name} forgot {line[:150]}" for line in kept - records(trial.sites[name].place)
             )
         if trial.noticed and (setting.secure or setting.unit == "client"):
             return  # a sum went on without the site, as the rules of such sums say

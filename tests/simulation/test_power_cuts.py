@@ -15,7 +15,8 @@ from random import Random
 
 import pytest
 from network import Weather
-from simulator import MEMORY, Plan, Setting, Trial, compared, undisturbed
+from setting import Setting
+from simulator import MEMORY, Plan, Trial, compare, undisturbed
 
 from fedplan.storage.files import POINTS
 
@@ -25,7 +26,7 @@ SETTINGS = {
     "example-level": Setting("fedper", False, "example", 2, 2, 1.0),
     "secure": Setting("fedper", True, "", 3, 2, 1.0),
 }
-DARK = Plan(Weather(), 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+DARK = Plan(Weather(), False, False, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 """Nothing happens but a power cut with each death."""
 SERVER_ONLY, SITE_ONLY = ("round",), ("journal", "secagg")
 
@@ -46,7 +47,7 @@ def try_death(setting: Setting, machine: str, death: str, root: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     stops = {machine: death}
     trial = Trial(setting, folder, Random(death), DARK, stops=stops).run()
-    compared(trial, trial.outcome(), expected)
+    compare(trial, expected)
     return not stops
 
 
