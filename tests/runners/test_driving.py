@@ -141,6 +141,10 @@ def test_each_site_is_told_as_it_is(tmp_path: Path) -> None:
     turns = ["site requested", "site responded"] * ROUNDS
     assert driven.events(NAMES[0]) == ["site hello", "site connected", *turns]
     assert driven.events(NAMES[1]).count("site failed") == ROUNDS
+    lines = read_json_lines(driven.server.ledger.file)
+    whole = next(line["download_bytes"] for line in lines if line["kind"] == "turn")
+    rounds = [line["download_bytes"] for line in lines if line["kind"] == "round"]
+    assert rounds == [2 * whole] * ROUNDS, "nothing was sent to the one that never came"
     events = [entry.event for entry in read_log(tmp_path)]
     assert events[:2] == ["run started", "run waiting for sites"] and events[-1] == "run done"
     assert events.count("round closed") == ROUNDS
@@ -348,6 +352,8 @@ def test_a_run_that_waits_for_its_first_superlink_stops_when_it_is_asked_to(
     def no_grid() -> InProcess:
         if clock.now > 60.0:
             ask_to_stop(tmp_path, at_once=False)
+        if clock.now > 600.0:
+            raise ValueError("the run did not stop")
         raise LinkUnreachable("no SuperLink answers")
 
     found = driven.drive(3, Timeouts(), no_grid, has_grid=False)

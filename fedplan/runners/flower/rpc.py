@@ -108,7 +108,8 @@ class SiteRpc:
     `names` are the sites of the study, `timeouts` limit all waiting, `hello` is the first message
     to each node. Call `wait_for_sites`, then `call`; both poll the grid in the caller's thread.
     `sites` are the connected sites by name, `refusals` the reasons why other sites and nodes are
-    not connected; these get the hello again until accepted. A site's name is the registered name of
+    not connected; these get the hello again until accepted. `sent` are the sites that got a request
+    since the caller last cleared it. A site's name is the registered name of
     the node; for a node without one (on one machine only), the name in the reply is accepted.
     `registered_names`, if set, returns the names of registered nodes; `wait_for_sites` then waits
     for no other site. `renew_grid`, if set, starts a Flower run and returns its grid: the first, if
@@ -127,6 +128,7 @@ class SiteRpc:
         self.hello = hello or pack_message({}, {"run": ""})
         self.sites: dict[str, ConnectedSite] = {}
         self.refusals: dict[str, str] = {}
+        self.sent = set[str]()
         self._hello_since: dict[int, str] = {}
         self._hello_after: dict[int, float] = {}
         self._node_names: dict[int, str] = {}
@@ -359,6 +361,7 @@ class SiteRpc:
         for message_id in self._push(site.node, kind, message, arrays):
             call.message_ids[message_id] = site.node
         if kind != HELLO:  # which asks for no work
+            self.sent.add(name)
             self.events.emit(ClientChanged(name, SiteState.REQUESTED))
 
     def _push(

@@ -116,6 +116,7 @@ class ServerLoop:
             self.events.stop_reason()
         while server.global_state.round < server.rounds and not self.events.stop_text:
             self._update_roster()
+            self.rpc.sent.clear()
             round_state = server.begin_round()
             self._late = self.faults.apply(server, round_state)
             for name in round_state.cohort.keys() & self._mismatches.keys():
@@ -127,6 +128,8 @@ class ServerLoop:
                 self._collect_secagg(round_state)
             else:
                 self._collect_updates(round_state)
+            for name in round_state.cohort.keys() - self.rpc.sent:
+                del round_state.cohort[name]  # the ledger counts the bytes that were sent
             server.close_round(round_state)
             closed = self._with_task(self._add_scores(server.commit(round_state)))
             log.info("%s", _round_summary(closed, self.scoring.primary))
