@@ -4,7 +4,7 @@
 python research/damage.py --flips 3 --minutes 60
 
 Each file is deleted once, each log also together with its head, and a bit of each file is flipped
-`--flips` times; tests/kit/damage.py and tests/kit/damage_sites.py say what is compared. Each
+`--flips` times; with `--repairs` the folders of REPAIRS are repaired. tests/kit/damage.py and tests/kit/damage_sites.py say what is compared. Each
 outcome is appended to build/damage.jsonl; another call goes on. Writes research/results/damage.json.
 """
 
@@ -84,6 +84,46 @@ def play(kinds: list[str], flips: int, until: float) -> None:
             shutil.rmtree(place)
 
 
+REPAIRS = (
+    ("personal", "clients/*/*/*/3.json", "deleted"),
+    ("personal", "clients/*/*/*/3.*.safetensors", "flipped"),
+    ("personal", "clients/*/*/*/[0-9]*", "deleted"),
+    ("personal", "global/3.json", "deleted"),
+    ("personal", "global/3.*.safetensors", "flipped"),
+    ("personal", "global/*", "deleted"),
+    ("personal", "ledger.jsonl", "flipped"),
+    ("personal", "ledger.jsonl", "deleted"),
+    ("personal", "metrics.jsonl", "deleted"),
+    ("personal", "manifest.json", "flipped"),
+    ("personal", "data.json", "deleted"),
+    ("personal", "study.json", "deleted"),
+    ("personal", "run.json", "flipped"),
+    ("personal", "clients/*/*/*/key", "deleted"),
+    ("best", "best/*.safetensors", "flipped"),
+    ("best", "best/*", "deleted"),
+    ("scaffold", "clients/*/*/*/3.*", "deleted"),
+    ("adam", "global/3.*.safetensors", "flipped"),
+    ("client", "privacy/charges.jsonl", "deleted"),
+    ("client", "privacy/secret", "deleted"),
+    ("example", "privacy/*/charges.jsonl", "flipped"),
+    ("example", "clients/*/*/*/3.json", "deleted"),
+    ("secure", "clients/*/*/*/3.json", "deleted"),
+)
+"""Kind of run, files that are damaged, and how: a repair restores them, or says why not."""
+
+
+def repairs() -> Iterator[dict[str, Any]]:
+    """Yield what came of each of REPAIRS."""
+    for kind in dict.fromkeys(kind for kind, _, _ in REPAIRS):
+        place = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        workshop = Workshop.build(kind, place / "work")
+        for _, pattern, how in (each for each in REPAIRS if each[0] == kind):
+            outcome = workshop.repair(pattern, how, Random(pattern))
+            print(kind, pattern, how, outcome, flush=True)
+            yield {"kind": kind, "damaged": pattern, "how": how, **outcome}
+        shutil.rmtree(place)
+
+
 def table() -> dict[str, Any]:
     """Return the outcomes by kind and file, and their sums."""
     rows = dict[str, dict[str, dict[str, Any]]]()
@@ -108,15 +148,19 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(BUILD))
     parser.add_argument("--flips", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--repairs", action="store_true", help="repair the folders of REPAIRS, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    file = LAB / "results" / "damage.json"
+    old = json.loads(file.read_text()).get("repairs", []) if file.exists() else []
+    repaired = list(repairs()) if options.repairs else old
     play(options.kinds, options.flips, time.time() + 60 * options.minutes)
     seeds = "the words of each case: kind, file, manner, number"
     result = {"command": f"python research/damage.py --flips {options.flips}", "seeds": seeds}
-    result |= {"facts": FACTS, **table()}
-    (LAB / "results" / "damage.json").write_text(json.dumps(result, indent=1) + "\n")
+    result |= {"facts": FACTS, **table(), "repairs": repaired}
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def repair_run(folder: Path, in_memory: InMemoryInputs | None = None) -> list[st
                 _repeat_rounds(replica, number, in_memory)
                 _require_same_run(folder, replica)
             except (FedplanError, OSError) as error:
-                failures.append(str(error).splitlines()[0])
+                failures.append(str(error).splitlines()[0].replace(str(replica), str(folder)))
                 continue
             return sorted(_take_files(replica, folder))
     finally:

@@ -41,6 +41,7 @@ from fedplan.federation.client import (
     require_same_start,
 )
 from fedplan.federation.client_round import BASE, TURN, WEIGHT
+from fedplan.federation.ledger.egress import REVEAL_LOG
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
 from fedplan.models.params import Block, Params
 from fedplan.secagg.client import KeyDirectory, ProtocolClient
@@ -64,9 +65,6 @@ PROGRESS: dict[SumKind, str] = {
 """Folders beside a client's journal, with the protocol's progress in the last sum of a kind."""
 SCORES, COUNTS = "layer_scores", "score_counts"
 """Folders beside a client's journal, with the last layer scores and the last score counts."""
-REVEAL_LOG = "reveals.jsonl"
-"""File of the sums that the client helped to unmask. It lies beside the client's account, if there
-is one, since it counts for all runs."""
 
 
 class SecAggClient:

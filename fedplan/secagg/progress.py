@@ -212,8 +212,8 @@ class RevealLog:
                         raise SecAggError(
                             "a sum of other clients was unmasked from the same values or examples: "
                             f"the difference of both is what {', '.join(sorted(difference))} sent; "
-                            "wait for the same clients, or, if that may be revealed, remove "
-                            f"{self._log.file} and its .head file"
+                            "wait for the same clients, or, if that may be revealed, empty "
+                            f"{self._log.file} and remove its .head file"
                         )
 
     def record(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:

@@ -17,6 +17,7 @@ from often import AT_NIGHT
 
 from fedplan.audits.repair import repair_run
 from fedplan.audits.run import audit_run
+from fedplan.errors import FedplanError
 from fedplan.storage.append_log import head_file
 
 NOTICED = ("same", "repaired", "refused", "harmless")
@@ -67,6 +68,10 @@ def test_a_lost_newest_checkpoint_does_not_shorten_the_run(tmp_path: Path) -> No
     (whole / "global" / "5.json").unlink()
     assert repair_run(whole) == ["global/5.json"]
     assert not workshop.differences(whole)
+    key = next(whole.glob("clients/*/*/*/key"))
+    key.unlink()
+    with pytest.raises(FedplanError, match=f"cannot be repaired: {key} is lost"):
+        repair_run(whole)
 
 
 def test_a_lost_best_round_is_a_fault_that_a_repair_mends(tmp_path: Path) -> None:
@@ -84,6 +89,10 @@ def test_a_site_misses_records_that_are_lost_with_their_heads(tmp_path: Path) ->
         name = next(name for name in workshop.files() if name.name == log)
         outcome = workshop.damage(name, "deleted with its head", random.Random(0))
         assert outcome == "refused: hello: disk"
+    federation = FederationWorkshop.build("sites, secure", tmp_path / "secure")
+    name = next(name for name in federation.files() if name.name == "reveals.jsonl")
+    outcome = federation.damage(name, "deleted with its head", random.Random(0))
+    assert outcome.startswith("refused: this site helped to unmask sums")
 
 
 def test_each_deleted_file_of_a_site_and_its_server_is_missed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,27 @@ class Workshop:
         if different:
             return f"SILENT: {', '.join(different[:5])}"
         return harmless(name) or "same"
+
+    def repair(self, pattern: str, how: str, rng: random.Random) -> dict[str, object]:
+        """Damage all files of a pattern in a copy, and repair it; return what came of it.
+
+        Raises AssertionError if the repaired run ends with other bytes than the undisturbed one.
+        """
+        copy = self.folder.with_name("copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.folder, copy)
+        names = [file.relative_to(copy) for file in sorted(copy.glob(pattern)) if file.is_file()]
+        for name in names:
+            damage_file(copy, name, how, rng)
+        began, result = time.process_time(), {"files": len(names)}
+        try:
+            restored: object = repair_run(copy)
+        except FedplanError as error:
+            return result | {"not": str(error).replace(str(copy), "run")}
+        seconds = round(time.process_time() - began, 1)
+        resume(copy)
+        assert not self.differences(copy), self.differences(copy)
+        return result | {"restored": restored, "seconds": seconds}
 
     def differences(self, copy: Path) -> list[str]:
         """Names of files that are not as in the undisturbed run."""

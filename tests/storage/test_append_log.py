@@ -374,3 +374,9 @@ def test_a_failing_disk_damages_no_log(
     assert after == ([0, 1] if chained and point == "log.head_written" else [0])
     log.append({"number": 2})
     assert [line["number"] for line in log.read()] == [*after, 2]
+
+
+def test_a_lost_log_is_refused_and_not_made_anew(tmp_path: Path) -> None:
+    with pytest.raises(DamagedLog, match="shorter"):
+        CommittedLog(tmp_path / "ledger.jsonl", length=5)
+    assert not (tmp_path / "ledger.jsonl").exists()

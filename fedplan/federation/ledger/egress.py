@@ -212,6 +212,9 @@ def bytes_by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 REPLIES = "replies.jsonl"
 """File of an account: one JSON line for each reply."""
+REVEAL_LOG = "reveals.jsonl"
+"""File of the sums that a client helped to unmask. It lies beside the client's account, if there
+is one, since it counts for all runs."""
 DELTA = 1e-5
 """Default delta of a site's epsilon limit."""
 
@@ -355,7 +358,8 @@ def require_complete_account(account: Account, egress: EgressLog) -> None:
     """Raise DamagedLog if an account, or the egress log, has lost what the other still has.
 
     Each is the witness of the other: an update is in an account before the log has it, and in the
-    log before it leaves. So limits are not forgotten with the files that count towards them.
+    log before it leaves. So limits are not forgotten with the files that count towards them, nor
+    sums that were unmasked with the file of them.
     """
     folder, entries = account.folder.parent, egress.read()
     accounts = sorted(file.parent for file in folder.glob(f"*/{SECRET_FILE}"))
@@ -363,6 +367,12 @@ def require_complete_account(account: Account, egress: EgressLog) -> None:
         raise DamagedLog(
             f"{folder} and {EGRESS_LOG} do not agree on run {entry['run']}, round "
             f"{entry['round']}: {problem}; restore a copy of the folder"
+        )
+    unmasked = any(entry["kind"] == UNMASKING for entry in entries)
+    if unmasked and not any((each / REVEAL_LOG).exists() for each in accounts):
+        raise DamagedLog(
+            f"this site helped to unmask sums, and {account.folder / REVEAL_LOG} is lost: restore "
+            "a copy of it and of its .head file"
         )
     if not any(not entry["code"] for entry in entries) and any(map(read_replies, accounts)):
         raise DamagedLog(
