@@ -268,11 +268,12 @@ def _client_state_faults(run: RunReader, last_turns: Mapping[str, TurnRecord]) -
     for client, turn in last_turns.items():
         journal = run.journal(client)
         if not journal.folder.is_dir():
-            faults.append(f"{client}'s state is lost: there is no {journal.folder}")
+            lost = f"{client}'s state is lost: there is no {journal.folder}"
+            faults += [] if journal.optional else [lost]
             continue
         try:
             faults += [f"{client}'s state, {damage}" for damage in journal.find_damage()]
-            faults += _personal_value_faults(run, journal, turn)
+            faults += [] if journal.optional else _personal_value_faults(run, journal, turn)
         except FedplanError as error:  # the other clients are checked all the same
             faults.append(f"{client}'s state: {error}")
     return faults

@@ -95,6 +95,16 @@ class Agreement:
         return bool(params_with_roles(self.method.plan, self.params, Role.KEEP, Role.HOLD))
 
     @cached_property
+    def clients_keep_state(self) -> bool:
+        """Whether a client may have to remember something from one round to the next.
+
+        That is personal values, memory of the local fit, or charges of a privacy budget.
+        """
+        guarantee = self.guarantee
+        charges = guarantee is not None and (guarantee.unit == "example" or self.distributed_dp)
+        return self.has_personal or charges or self.method.fit_keeps_memory
+
+    @cached_property
     def text(self) -> str:
         """All settings that change results, one per line; `digest` is the SHA-256 of this text.
 

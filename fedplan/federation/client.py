@@ -341,10 +341,10 @@ def load_client_state(
 
     `client`: the name, for messages. `answered_round`: last round of which the server has a reply
     of the client; 0 for none. Raises OutdatedClientState if the stored state is of an earlier
-    round: to go on from there would give other results, unnoticed.
+    round, unless the journal is optional: to go on from there would give other results, unnoticed.
     """
     client_state, notes = journal.client_state(before)
-    if (stored_round := last_trained_round(notes)) < answered_round:
+    if not journal.optional and (stored_round := last_trained_round(notes)) < answered_round:
         damage = f" ({'; '.join(map(str, journal.skipped))})" if journal.skipped else ""
         raise OutdatedClientState(
             f"the server has a reply of {client} for round {answered_round}, and the client's "

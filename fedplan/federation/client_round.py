@@ -44,6 +44,7 @@ from fedplan.models.values import (
     set_values,
 )
 from fedplan.privacy.mechanisms.vote import make_ballot
+from fedplan.storage.journal import Journal
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import Tensors, all_finite, nbytes, only_aux, same_bits, split_aux
 from fedplan.training.fit import FitResult, Job
@@ -61,12 +62,12 @@ def train_round(
 
     If the journal has a stored reply to the request, that reply is returned and nothing is trained;
     the account is charged for the bytes. Otherwise the client's new state and the reply are
-    committed to the journal. With `copy=False` the update may share memory with the model, and is
-    valid until the client's next round. Raises RequestRefused or ClientStateMissing for an invalid
-    request, OutdatedClientState if files are lost, RequestRefused for a limit of the account,
-    PrivacyError for the privacy budget, and FedplanError if the training breaks the plan. Then the
-    journal is not changed, but the client may have received values, changed its model, and charged
-    account and budget.
+    committed to the journal, unless it is optional and there is no state. With `copy=False` the
+    update may share memory with the model, and is valid until the client's next round. Raises
+    RequestRefused or ClientStateMissing for an invalid request, OutdatedClientState if files are
+    lost, RequestRefused for a limit of the account, PrivacyError for the privacy budget, and
+    FedplanError if the training breaks the plan. Then the journal is not changed, but the client
+    may have received values, changed its model, and charged account and budget.
     """
     with deterministic(client.setup.deterministic):
         reply = client.journal.reply_for(request.name)
@@ -155,8 +156,20 @@ def _train(
     replaced = personal.keys() | result.memory.keys()
     unchanged = {key: value for key, value in client_state.items() if key not in replaced}
     new_state = {**unchanged, **personal, **result.memory}
-    client.journal.commit(request.name, new_state, new_notes, reply, line)
+    if new_state or not client.journal.optional:
+        client.journal.commit(request.name, new_state, new_notes, reply, line)
     return reply, line
+
+
+def keep_rejected_turn(journal: Journal, update: Update) -> None:
+    """Store the ledger line of an update that the server rejected, for the client's next update.
+
+    Only an optional journal needs it: any other one has the line already.
+    """
+    if journal.optional:
+        line = dict(update.ledger_line)
+        lines = [*line.pop("missed"), line]
+        journal.commit(update.request_name, {}, {"ledger_lines": lines}, {}, {})
 
 
 def _charge_and_fit(

@@ -116,6 +116,12 @@ class Method:
             fit = hook(fit)
         return fit
 
+    @property
+    def fit_keeps_memory(self) -> bool:
+        """Whether the local fit may return tensors that the client stores for its next round."""
+        plain = {f"{name} {canonical_text(fit)}" for name, fit in _PLAIN.items()}
+        return not plain <= set(self.lines)
+
     def with_training_of(self, other: Method) -> Method:
         """Return this method with the training of `other`.
 
@@ -132,6 +138,10 @@ class Method:
             loop=other.loop if self.loop is plain_fit else self.loop,
             server_optimizer=other.server_optimizer,
         )
+
+
+_PLAIN: dict[str, object] = {"client_hooks": (), "loop": plain_fit}
+"""Values of the fields of a method whose local fit keeps no memory."""
 
 
 @final

@@ -85,7 +85,11 @@ class Clients(MutableMapping[str, Client]):
         """Return a client's journal (durable state)."""
         if name in self.pinned:
             return self.pinned[name].journal
-        return Journal(client_state_folder(self.folder, name), keep_replies=self.keep_replies)
+        return Journal(
+            client_state_folder(self.folder, name),
+            keep_replies=self.keep_replies,
+            optional=not self.keep_replies and not self.agreement.clients_keep_state,
+        )
 
     def _budget_folder(self, name: str) -> Path:
         return self.folder / "privacy" / client_state_folder(self.folder, name).name

@@ -36,8 +36,9 @@ class Journal:
     server: send the reply of `reply_for` again if there is one; else take `client_state`, work, and
     `commit` the new state and reply in one atomic step. With `keep_replies=False` only the state is
     stored, and a repeated request is computed again from `client_state(before=request)`.
-    `encryption` encrypts all content; `read_only` changes nothing on disk. One process writes at a
-    time.
+    `encryption` encrypts all content; `read_only` changes nothing on disk. `optional`: the client
+    keeps nothing between rounds, so that rounds without a commit are no loss. One process writes at
+    a time.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class Journal:
         keep_replies: bool = True,
         encryption: Encryption | None = None,
         read_only: bool = False,
+        optional: bool = False,
     ) -> None:
         self._store = Store(folder, encryption=encryption, read_only=read_only)
         self._folder, self._keep_replies, self.encryption = folder, keep_replies, encryption
+        self.optional = optional
 
     @property
     def folder(self) -> Path:

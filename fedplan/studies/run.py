@@ -245,7 +245,9 @@ class RunReader:
 
     def journal(self, client: str) -> Journal:
         """Return a client's journal, opened read-only; it may be one turn ahead of `round`."""
-        return Journal(client_state_folder(self.folder, client), read_only=True)
+        optional = not self.agreement.clients_keep_state
+        folder = client_state_folder(self.folder, client)
+        return Journal(folder, read_only=True, optional=optional)
 
     def require_current(self) -> None:
         """Raise RunAdvanced if the run has committed another round since it was opened."""

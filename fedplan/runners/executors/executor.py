@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
-from fedplan.federation.client_round import score_layers, train_round
+from fedplan.federation.client_round import keep_rejected_turn, score_layers, train_round
 from fedplan.federation.evaluation import SiteScores, evaluate_client, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged
 from fedplan.federation.ledger.faults import describe_code
@@ -139,6 +139,8 @@ class SerialExecutor:
             update = self._call(partial(train_round, copy=False), round_state, name)
             failpoint("round.answered")
             self.server.take(round_state, update, late=name in late)
+            if name not in round_state.records:
+                keep_rejected_turn(self.clients.journal(name), update)
             del update  # it aliases the model, which the next turn overwrites
             self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 

@@ -15,7 +15,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
 from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.client import Client, TrainSetup, load_client_state
-from fedplan.federation.client_round import score_layers, train_round
+from fedplan.federation.client_round import keep_rejected_turn, score_layers, train_round
 from fedplan.federation.evaluation import evaluate_client
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.identity import changed_examples, read_identity
@@ -201,6 +201,8 @@ class Worker:
             alone = self._empty_round({update.client: request})
             accept_update(self.agreement, self.global_state, alone, update)
             fits_alone = bool(alone.records)
+            if not fits_alone:
+                keep_rejected_turn(self.clients.journal(name), update)
         return {
             "aggregated": name in round_state.aggregated,
             "ledger_line": line.json() if line else None,
