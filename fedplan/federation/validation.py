@@ -78,10 +78,10 @@ def validate_record(
     if private and (record.weight != 1 or record.loss is not None):
         raise UpdateRejected("its record has a weight or a loss, which are private in this run")
     roles = require_plan_roles(agreement, record)
-    upload = sum(map(agreement.upload_bytes, agreement.sent_params(turn, roles)))
-    if masked and record.upload_bytes != upload:
-        sent = record.upload_bytes
-        raise UpdateRejected(f"its record says that it sends {sent} bytes, not {upload}")
+    if masked:
+        upload = sum(map(agreement.upload_bytes, agreement.sent_params(turn, roles)))
+        if (sent := record.upload_bytes) != upload:
+            raise UpdateRejected(f"its record says that it sends {sent} bytes, not {upload}")
     scores = [list(score) for score in record.scores or ()]
     is_joint = record.scores is not None and agreement.method.joint_choice
     if is_joint and scores != block_scores_to_json(turn.scores or {}):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .accumulator import CARRY_BITS, dtype_name
-from .chunks import squared_distances
+from .chunks import ChunkedTensors, chunk_tensors, squared_distances
 from .codecs import CODED_PART_NAMES, Codec, CodecError
 from .compression import parse_codec, plain
 from .devices import (
@@ -78,6 +78,8 @@ from .sums import (
 )
 
 __all__ = [
+    "ChunkedTensors",
+    "chunk_tensors",
     "Batch",
     "BrokenMessage",
     "Codec",

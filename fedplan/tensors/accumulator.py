@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedplan.tensors.chunks import Chunk, Flat, make_chunks
+from fedplan.tensors.chunks import Chunk, ChunkedTensors, Flat, flatten_tensors, make_chunks
 
 GRID = 2.0**-47
 """Step that each value is rounded to, once; float32 values from 2**-24 up are exact multiples."""
@@ -142,21 +142,20 @@ class Accumulator:
 class AccumulatorBuffer:
     """Joint memory of the accumulators of all names that one update added for the first time.
 
-    `lower`: the lower counts of all `names`, one after the other. `chunks`: parts of `lower`.
+    `lower`: the lower counts of all names, one after the other. `chunks`: parts of `lower`.
     Create with `allocate`; `accumulators` returns the views, which the caller keeps. Then
-    `add_whole_chunks` and `joined_means` treat many small tensors in one operation.
+    `add_chunks` and `joined_means` treat many small tensors in one operation.
     """
 
     lower: Tensor
     chunks: list[Chunk]
-    names: frozenset[str]
 
     @staticmethod
     def allocate(flat: Flat) -> AccumulatorBuffer:
         """Return a buffer of zeros for tensors of these sizes."""
         count = sum(value.numel() for value in flat.values())
         lower = torch.zeros(count, dtype=torch.int64)
-        return AccumulatorBuffer(lower, make_chunks(flat), frozenset(flat))
+        return AccumulatorBuffer(lower, make_chunks(flat))
 
     def accumulators(self, values: Mapping[str, Tensor]) -> dict[str, Accumulator]:
         """Return an empty accumulator for each tensor, whose lower counts view this buffer."""
@@ -166,15 +165,22 @@ class AccumulatorBuffer:
             for (name, value), lower in zip(values.items(), counts, strict=True)
         }
 
-    def add_whole_chunks(self, flat: Flat, weight: int) -> set[str]:
-        """Add the flattened tensors times the weight, for chunks with all tensors in `flat`.
+    def add_chunks(
+        self, values: Mapping[str, Tensor], chunked: ChunkedTensors, names: set[str], weight: int
+    ) -> set[str]:
+        """Add tensors times the weight, for chunks of the buffer with all tensors in `names`.
 
-        Returns the names of the added tensors; the caller adds the others one by one.
+        `chunked`: the chunks of `values`. Returns the names of the added tensors; the caller adds
+        the others one by one.
         """
-        whole = flat.keys() >= self.names
-        present = [c for c in self.chunks if whole or all(p.name in flat for p in c.slices)]
+        present = [c for c in self.chunks if all(part.name in names for part in c.slices)]
+        numbers = {c.slices: n for c, n in zip(chunked.chunks, chunked.numbers, strict=True)}
         for chunk in present:
-            _add_lower(self.lower[chunk.span], _float64_copy(chunk.gather(flat)), weight)
+            gathered = numbers.get(chunk.slices)
+            if gathered is None:  # an update with other names has other chunks
+                parts = {part.name: values[part.name] for part in chunk.slices}
+                gathered = chunk.gather(flatten_tensors(parts))
+            _add_lower(self.lower[chunk.span], _float64_copy(gathered), weight)
         return {part.name for chunk in present for part in chunk.slices}
 
     def joined_means(
@@ -183,7 +189,7 @@ class AccumulatorBuffer:
         """Yield (name, mean) of small tensors, dividing all tensors of a chunk in one operation.
 
         A mean is a new tensor, equal to `accumulators[name].divide(divisors[name])`: the divisor
-        alone divides, not the total weight. Both mappings have all `names`; other keys are ignored.
+        alone divides, not the total weight. Both mappings have all names; other keys are ignored.
         The caller divides the tensors that are not yielded: empty ones, those alone in a chunk, and
         all of a chunk whose tensors differ in divisor or total weight, or of which one has `upper`
         counts (not None).

@@ -6,7 +6,7 @@ A pass over all chunks costs time by the number of bytes, and not one call per t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -103,43 +103,62 @@ def make_chunks(flat: Flat) -> list[Chunk]:
     return chunks
 
 
+@dataclass(frozen=True)
+class ChunkedTensors:
+    """Named tensors with the numbers of each of their chunks, for several passes over them.
+
+    Numbers of a large tensor are views, those of small ones joined copies: valid until a tensor
+    changes. Made by `chunk_tensors`.
+    """
+
+    names: tuple[str, ...]
+    chunks: list[Chunk]
+    numbers: list[Tensor]
+
+
+@torch.no_grad()
+def chunk_tensors(
+    values: Mapping[str, Tensor], like: ChunkedTensors | None = None
+) -> ChunkedTensors:
+    """Return tensors in chunks; with `like`, its tensors among them, in the same chunks.
+
+    Raises KeyError if a tensor of `like` is missing.
+    """
+    names = like.names if like else tuple(values)
+    flat = flatten_tensors({name: values[name] for name in names})
+    chunks = like.chunks if like else make_chunks(flat)
+    return ChunkedTensors(names, chunks, [chunk.gather(flat) for chunk in chunks])
+
+
 @torch.no_grad()
 def peaks_and_squared_distances(
-    values: Mapping[str, Tensor], base: Mapping[str, Tensor]
+    values: ChunkedTensors, base: ChunkedTensors
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return (`max_magnitudes` of `values`, `squared_distances` from `base`), in one pass."""
-    peaks, squares = dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0)
-    for chunk, numbers, base_numbers in _paired_chunks(values, base):
+    peaks, squares = dict.fromkeys(values.names, 0.0), dict.fromkeys(values.names, 0.0)
+    for chunk, numbers, others in zip(values.chunks, values.numbers, base.numbers, strict=True):
         _update_peaks(peaks, chunk, numbers)
-        _add_squares(squares, chunk, numbers - base_numbers)
+        _add_squares(squares, chunk, numbers - others)
     return peaks, squares
 
 
 @torch.no_grad()
-def max_magnitudes(values: Mapping[str, Tensor]) -> dict[str, float]:
+def max_magnitudes(values: ChunkedTensors) -> dict[str, float]:
     """Return the largest magnitude of each tensor: NaN if it contains one, 0 if it is empty."""
-    peaks, flat = dict.fromkeys(values, 0.0), flatten_tensors(values)
-    for chunk in make_chunks(flat):
-        _update_peaks(peaks, chunk, chunk.gather(flat))
+    peaks = dict.fromkeys(values.names, 0.0)
+    for chunk, numbers in zip(values.chunks, values.numbers, strict=True):
+        _update_peaks(peaks, chunk, numbers)
     return peaks
 
 
 @torch.no_grad()
 def squared_distances(values: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the squared L2 distance of each tensor from the tensor of its name in `base`."""
-    squares = dict.fromkeys(values, 0.0)
-    for chunk, numbers, base_numbers in _paired_chunks(values, base):
-        _add_squares(squares, chunk, numbers - base_numbers)
+    squares, chunked = dict.fromkeys(values, 0.0), chunk_tensors(values)
+    others = chunk_tensors(base, chunked).numbers
+    for chunk, *pair in zip(chunked.chunks, chunked.numbers, others, strict=True):
+        _add_squares(squares, chunk, torch.sub(*pair))
     return squares
-
-
-def _paired_chunks(
-    values: Mapping[str, Tensor], base: Mapping[str, Tensor]
-) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-    """Yield (chunk, numbers of `values`, numbers of `base`); raise KeyError for a missing name."""
-    flat = flatten_tensors(values)
-    flat_base = flatten_tensors({name: base[name] for name in values})
-    return ((chunk, chunk.gather(flat), chunk.gather(flat_base)) for chunk in make_chunks(flat))
 
 
 def _update_peaks(peaks: dict[str, float], chunk: Chunk, numbers: Tensor) -> None:

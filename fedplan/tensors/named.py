@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import isfinite, nan
 from typing import Any, cast
 from weakref import ref
@@ -35,9 +36,14 @@ def digest(tensor: Tensor) -> str:
 def full_digest(tensor: Tensor) -> str:
     """Return the BLAKE3 hex digest of a tensor's dtype, shape and bytes; it resists collisions."""
     # SHA-256 takes seven times as long on processors without instructions for it.
-    hasher = blake3(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    hasher = _dtype_and_shape(tensor.dtype, tensor.shape).copy()
     hasher.update(cast(Any, _bytes(tensor).numpy()))
     return hasher.hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _dtype_and_shape(dtype: torch.dtype, shape: torch.Size) -> blake3:
+    return blake3(f"{dtype} {tuple(shape)}".encode())
 
 
 def number_digest(tensor: Tensor) -> str:

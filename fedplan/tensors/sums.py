@@ -20,7 +20,13 @@ from fedplan.tensors.accumulator import (
     AccumulatorBuffer,
     dtype_name,
 )
-from fedplan.tensors.chunks import flatten_tensors, max_magnitudes, peaks_and_squared_distances
+from fedplan.tensors.chunks import (
+    ChunkedTensors,
+    chunk_tensors,
+    flatten_tensors,
+    max_magnitudes,
+    peaks_and_squared_distances,
+)
 from fedplan.tensors.named import all_finite
 
 MAX_VALUE = 2.0**40
@@ -53,22 +59,30 @@ class ExactSum:
 
     @torch.no_grad()
     def add(
-        self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
+        self,
+        values: Mapping[str, Tensor],
+        weight: int,
+        peaks: Mapping[str, int] | None = None,
+        chunked: ChunkedTensors | None = None,
     ) -> None:
         """Add one sender's `values`, each times `weight`; senders may send different names.
 
-        Does not keep the tensors. `peaks`: the `peak_steps` of `values`, if already computed.
-        Raises SumError as `validate` does.
+        Does not keep the tensors. `peaks`, `chunked`: the `peak_steps` and chunks of `values`, if
+        already computed. Raises SumError as `validate` does.
         """
-        peaks, flat = self.validate(values, weight, peaks), flatten_tensors(values)
+        peaks = self.validate(values, weight, peaks)
         if new := {name: value for name, value in values.items() if name not in self._accumulators}:
-            buffer = AccumulatorBuffer.allocate({name: flat[name] for name in new})
+            buffer = AccumulatorBuffer.allocate(flatten_tensors(new))
             self._buffers.append(buffer)
             self._accumulators |= buffer.accumulators(new)
-        narrow = {n: v for n, v in flat.items() if self._accumulators[n].reserve(weight, peaks[n])}
-        added = {n for buffer in self._buffers for n in buffer.add_whole_chunks(narrow, weight)}
-        for name in flat.keys() - added:
-            self._accumulators[name].add(flat[name], weight, wide=name not in narrow)
+        narrow = {name for name in values if self._accumulators[name].reserve(weight, peaks[name])}
+        chunked = chunked or chunk_tensors(values)
+        added = set[str]()
+        for buffer in self._buffers:
+            added |= buffer.add_chunks(values, chunked, narrow, weight)
+        for name in values.keys() - added:
+            flat = values[name].reshape(-1)
+            self._accumulators[name].add(flat, weight, wide=name not in narrow)
 
     def validate(
         self, values: Mapping[str, Tensor], weight: int, peaks: Mapping[str, int] | None = None
@@ -244,18 +258,19 @@ def peak_steps(values: Mapping[str, Tensor]) -> dict[str, int]:
     Raises SumError for a dtype or value that cannot be added.
     """
     _require_floats(values)
-    return _in_steps(values, max_magnitudes(values))
+    return _in_steps(values, max_magnitudes(chunk_tensors(values)))
 
 
 def peak_steps_and_squared_distances(
-    values: Mapping[str, Tensor], base: Mapping[str, Tensor]
+    values: Mapping[str, Tensor], chunked: ChunkedTensors, base: ChunkedTensors
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Return (`peak_steps` of `values`, squared L2 distances from `base`), each by name.
 
-    Reads the values once. Raises SumError as `peak_steps` does.
+    `chunked`: the chunks of `values`; `base` has the same ones. Reads the values once. Raises
+    SumError as `peak_steps` does.
     """
     _require_floats(values)
-    peaks, squares = peaks_and_squared_distances(values, base)
+    peaks, squares = peaks_and_squared_distances(chunked, base)
     return _in_steps(values, peaks), squares
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedplan.tensors import chunks
 from fedplan.tensors.chunks import (
+    chunk_tensors,
     flatten_tensors,
     make_chunks,
     max_magnitudes,
@@ -62,8 +63,9 @@ def test_peaks_and_distances_are_those_of_each_tensor(seed: int) -> None:
     base = {
         name: value.flip(0) * 0.5 if value.dim() else value * 2 for name, value in values.items()
     }
-    peaks, squares = peaks_and_squared_distances(values, base)
-    assert (peaks, squares) == (max_magnitudes(values), squared_distances(values, base))
+    chunked = chunk_tensors(values)
+    peaks, squares = peaks_and_squared_distances(chunked, chunk_tensors(base, chunked))
+    assert (peaks, squares) == (max_magnitudes(chunked), squared_distances(values, base))
     for name, value in values.items():
         assert peaks[name] == (float(value.abs().max()) if value.numel() else 0.0)
         plain = float((value - base[name]).flatten().square().sum(dtype=torch.float64))
@@ -74,8 +76,8 @@ def test_peaks_and_distances_are_those_of_each_tensor(seed: int) -> None:
 def test_a_nan_is_seen_wherever_it_is(place: int) -> None:
     values = {"a": torch.ones(4), "b": torch.ones(5), "c": torch.ones(2)}
     values["b"][place] = math.nan
-    assert math.isnan(max_magnitudes(values)["b"])
-    assert [max_magnitudes(values)[name] for name in "ac"] == [1.0, 1.0]
+    peaks = max_magnitudes(chunk_tensors(values))
+    assert math.isnan(peaks["b"]) and [peaks[name] for name in "ac"] == [1.0, 1.0]
 
 
 @given(st.integers(0, 2**32))
@@ -106,5 +108,6 @@ def test_to_add_changes_no_update() -> None:
     values = {f"p{at}": torch.full((3,), 0.1, dtype=dtype) for at, dtype in enumerate(DTYPES)}
     before = {name: value.clone() for name, value in values.items()}
     ExactSum().add(values, 5)
-    peaks_and_squared_distances(values, {name: value * 0 for name, value in values.items()})
+    squared_distances(values, {name: value * 0 for name, value in values.items()})
+    max_magnitudes(chunk_tensors(values))
     assert all(torch.equal(value, before[name]) for name, value in values.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,24 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import DefenceRecord
 from fedplan.federation.messages import UpdateRejected
 from fedplan.privacy.mechanisms.clipping import capped_weight
+from fedplan.tensors.chunks import ChunkedTensors, chunk_tensors
 from fedplan.tensors.named import Tensors
 from fedplan.tensors.sums import ExactSum, peak_steps_and_squared_distances
 
 MEAN_KIND = "mean"
 """The "kind" of a partial sum of a MeanAggregator."""
+
+
+class _UpdateStats(NamedTuple):
+    """An update's values in chunks, its peaks in grid steps, and squared distances from the base.
+
+    The last two are by key.
+    """
+
+    values: Tensors
+    chunked: ChunkedTensors
+    peaks: dict[str, int]
+    squares: dict[str, float]
 
 
 @dataclass
@@ -38,7 +51,6 @@ class MeanAggregator(Aggregator):
     The other fields are running totals: `values` (weighted sum of params), `aux` (unweighted sum of
     auxiliary tensors), `drift` (squared changes), `weight` (sum of all weights), `products` (LoRA
     products), `capped` (by client, reported and capped weight, if above `defence.max_weight`).
-    `last_stats`: values, peaks and squared distances of the update that `require` saw last.
     """
 
     agreement: Agreement
@@ -50,7 +62,8 @@ class MeanAggregator(Aggregator):
     weight: int = 0
     capped: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     products: ProductSum = field(init=False)
-    last_stats: tuple[Tensors, dict[str, int], dict[str, float]] | None = None
+    _last: _UpdateStats | None = field(default=None, init=False)
+    _base: ChunkedTensors | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         agreed = self.agreement
@@ -65,9 +78,7 @@ class MeanAggregator(Aggregator):
         not be finite, or the method aggregates LoRA products and only one factor of a layer was
         sent. All keys must be in `base`.
         """
-        peaks, squares = peak_steps_and_squared_distances(values, self.base)
-        self.last_stats = values, peaks, squares
-        self.values.validate(values, weight, peaks)
+        self.values.validate(values, weight, self._stats(values).peaks)
         self.products.require_both_sides(values)
         self.aux.validate(aux, 1)
         for key, change in aux.items():
@@ -82,18 +93,24 @@ class MeanAggregator(Aggregator):
         reported, weight = weight, min(weight, self.agreement.defence.max_weight or weight)
         products = self.products.client_products(values)
         self.products.total.validate(products, weight)
-        checked, self.last_stats = self.last_stats, None
-        if checked is not None and checked[0] is values:
-            _, peaks, squares = checked
-        else:
-            peaks, squares = peak_steps_and_squared_distances(values, self.base)
-        self.values.add(values, weight, peaks)
+        stats, self._last = self._stats(values), None
+        self.values.add(values, weight, stats.peaks, stats.chunked)
         self.products.total.add(products, weight)
-        self.drift.add(squares, weight)
+        self.drift.add(stats.squares, weight)
         if aux:
             self.aux.add(aux, 1)
         self.weight += weight
         self.capped |= {client: (reported, weight)} if weight < reported else {}
+
+    def _stats(self, values: Tensors) -> _UpdateStats:
+        """Return peaks and squared distances of an update; of the last one from the cache."""
+        if self._last is None or self._last.values is not values:
+            chunked = chunk_tensors(values)
+            if self._base is None or self._base.chunks != chunked.chunks:
+                self._base = chunk_tensors(self.base, chunked)
+            peaks, squares = peak_steps_and_squared_distances(values, chunked, self._base)
+            self._last = _UpdateStats(values, chunked, peaks, squares)
+        return self._last
 
     def describe(self) -> dict[str, Any]:
         return {"kind": MEAN_KIND, "roster": self.roster}
