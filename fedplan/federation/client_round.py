@@ -167,8 +167,8 @@ def keep_rejected_turn(journal: Journal, update: Update) -> None:
     Only an optional journal needs it: any other one has the line already.
     """
     if journal.optional:
-        line = dict(update.ledger_line)
-        lines = [*line.pop("missed"), line]
+        line = update.ledger_line
+        lines = [*line["missed"], {**line, "missed": []}]
         journal.commit(update.request_name, {}, {"ledger_lines": lines}, {}, {})
 
 
