@@ -200,6 +200,12 @@ def test_updates_that_leave_no_room_are_taken_in_the_order_of_the_clients(
     rejected = [json.loads(line).get("rejected") for line in ledger(alone)]
     assert any(rejected) and any(json.loads(line).get("aggregated") for line in ledger(alone))
     assert files(begun.by(Here(2), "two", monkeypatch)) == files(alone)
+    resumed = begun.copied("resumed")
+    next(iter(Simulation(begun.study, resumed).rounds()))
+    monkeypatch.undo()
+    Simulation(begun.study, resumed).run()
+    lines = map(json.loads, ledger(resumed))
+    assert any(line.get("missed") for line in lines), "a client reports its rejected turn later"
 
 
 def ledger(folder: Path) -> list[str]:
@@ -331,7 +337,7 @@ def test_objects_of_this_process_have_no_workers(tmp_path: Path) -> None:
         Simulation(study, tmp_path, inputs, pool_config=PoolConfig())
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_no_old_world_and_no_folder_of_the_idle_stays(method: str, here: Path) -> None:
     """A client that was never asked has no folder, nor has one that keeps nothing."""
     study = study_with(method, clients={"fraction": 0.2}, train={"rounds": 4, "batch_size": 8})
@@ -343,7 +349,7 @@ def test_no_old_world_and_no_folder_of_the_idle_stays(method: str, here: Path) -
     assert [each() is not None for each in worlds[:-1]] == [False] * 3
     asked = {line["client"] for line in map(json.loads, ledger(here / "run")) if "client" in line}
     there = {name for name in whole.data.train if client_state_folder(here / "run", name).exists()}
-    assert there == (asked if method == "fedper" else set()) and len(asked) < 5
+    assert there == (asked if method == "scaffold" else set()) and len(asked) < 5
 
 
 def test_parts_of_a_sum_are_of_one_kind() -> None:
