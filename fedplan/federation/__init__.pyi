@@ -22,7 +22,7 @@ from .client import (
     make_noise_guard,
     require_private_setup,
 )
-from .client_round import score_layers, train_round
+from .client_round import keep_rejected_turn, score_layers, train_round
 from .endpoint import (
     COMMITTED_ROUND,
     EVALUATE,

@@ -168,7 +168,7 @@ def keep_rejected_turn(journal: Journal, update: Update) -> None:
     """
     if journal.optional:
         line = update.ledger_line
-        lines = [*line["missed"], {**line, "missed": []}]
+        lines: list[Any] = [*line["missed"], {**line, "missed": []}]
         journal.commit(update.request_name, {}, {"ledger_lines": lines}, {}, {})
 
 
