@@ -145,12 +145,18 @@ class Play:
         except OSError as error:
             self.note(f"/health: {error}")
 
-    def require_away(self) -> None:
-        """Status and /health must say that the SuperLink does not answer."""
-        self.note_status()
-        told = self.notes[-2:]
+    def require_away(self, seconds: float = 600.0) -> None:
+        """Status and /health must say that the SuperLink does not answer, once the driver is up."""
+        until = time.monotonic() + seconds
         away = re.compile("the SuperLink does not answer since [0-9:]+ UTC")
-        assert all(map(away.search, told)) and "/health: 503" in told[1], told
+        while True:
+            self.note_status()
+            told = self.notes[-2:]
+            if all(map(away.search, told)) and "/health: 503" in told[1]:
+                return
+            assert time.monotonic() < until, told
+            del self.notes[-2:]
+            time.sleep(5.0)
 
     def finish(self, seconds: float) -> None:
         """Wait until the run is done."""
@@ -166,7 +172,7 @@ def away(seconds: float, *, driver: bool = False) -> Callable[[Play], None]:
     """The SuperLink is away; meanwhile a site is killed, and the driver if asked."""
 
     def disturb(play: Play) -> None:
-        until_round(play.ledger, 2)
+        until_round(play.ledger, 2, seconds=1800)
         play.fed.stop("link")
         play.note(f"the SuperLink is killed, for {seconds:.0f} s")
         time.sleep(seconds / 3)
@@ -192,7 +198,7 @@ def before(play: Play) -> None:
 
 def full_disk(play: Play) -> None:
     """The site's state is on a small file system, which is filled and freed."""
-    until_round(play.ledger, 2)
+    until_round(play.ledger, 2, seconds=1800)
     filler, block = play.fed.folder / "sites" / SITE / "state" / "filler", b"\0" * 4096
     with suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(block):
@@ -208,7 +214,7 @@ def skew(offset: int) -> Callable[[Play], None]:
     """The site's clock jumps, and is set right two minutes later."""
 
     def disturb(play: Play) -> None:
-        until_round(play.ledger, 2)
+        until_round(play.ledger, 2, seconds=1800)
         clock = play.fed.folder / "clock"
         clock.write_text(str(offset))
         play.note(f"the site's clock is {offset:+} s")
@@ -240,10 +246,10 @@ def preload(clock: Path) -> dict[str, str]:
 
 def gone(play: Play) -> None:
     """The site is away, and returns after ten rounds."""
-    until_round(play.ledger, 2)
+    until_round(play.ledger, 2, seconds=1800)
     play.fed.stop(SITE)
     play.note(f"{SITE} is gone")
-    until_round(play.ledger, 13, seconds=900)
+    until_round(play.ledger, 13, seconds=1800)
     play.note_status()
     play.fed.start_site(SITE)
     play.note(f"{SITE} is started")
@@ -252,7 +258,7 @@ def gone(play: Play) -> None:
 def slow(play: Play) -> None:
     """Each answer of the site is late; one by longer than Flower's lease of a task."""
     for number in range(1, 7):
-        until_round(play.ledger, number, seconds=600)
+        until_round(play.ledger, number, seconds=1800)
         pids, seconds = play.fed.pids(SITE), 90 if number == 4 else 10
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -286,7 +292,7 @@ CASES = {
     "gone for ten rounds": Case(
         gone,
         plan="fedavg",
-        rounds=18,
+        rounds=45,
         clients="min_updates = 2",
         more="\n[timeouts]\nupdates = 600.0\nreconnect = 5.0\n",
     ),
@@ -368,6 +374,7 @@ def played(name: str, folder: Path) -> dict[str, Any]:
             log = (fed.folder / "run" / "log.jsonl").read_text()
             out = comparable(fed.folder / "run")
             absent = absences(out)
+            assert case.rounds not in absent, "the site did not come back"
             expected = reference(folder, study, absent)
             one, other = (
                 Store(each / "global").read_newest() for each in (fed.folder / "run", expected)
@@ -471,23 +478,21 @@ def soak(rounds: int, folder: Path) -> None:
     with fed:
         play.drive()
         last = json.loads(samples.read_text().splitlines()[-1])["round"] if samples.exists() else 0
-        while (status := play.status()).get("state") != "done":
-            if status.get("round", 0) >= last + EVERY:
-                last = status["round"]
+        while last < rounds:
+            if (number := play.status().get("round", 0)) >= min(last + EVERY, rounds):
+                last = number
                 with samples.open("a") as file:
                     file.write(json.dumps(sample(fed, last)) + "\n")
+                write_soak(samples)
             time.sleep(1.0)
-        with samples.open("a") as file:
-            file.write(json.dumps(sample(fed, rounds)) + "\n")
-        fed.stop("run")
+        play.finish(600)
+
+
+def write_soak(samples: Path) -> None:
+    """Write the result file of the samples so far."""
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    text = {
-        "command": f"python research/real_servers.py --soak {rounds}",
-        "seed": 0,
-        **FACTS,
-        **summary(rows),
-        "samples": rows,
-    }
+    command = f"python research/real_servers.py --soak {rows[-1]['round']}"
+    text = {"command": command, "seed": 0, **FACTS, **summary(rows), "samples": rows}
     SOAK.write_text(json.dumps(text, indent=1) + "\n")
 
 

@@ -192,6 +192,8 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
     else:
         died = status.state in LIVE and status.driver.alive is False
         state = DEAD if died else status.state
+        if died:  # whatever it waited for, nobody tries again
+            status = replace(status, reason="")
     scores = run_scores(run)
     status = replace(status, primary_metric=scores.metric)  # unset before round 1
     return RunSnapshot(folder, status, state, run.round, scores)
