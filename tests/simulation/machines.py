@@ -23,13 +23,14 @@ from flwr.app import Message as FlowerMessage
 from masked import directory, node
 from offers import study_of
 from power import flipped
-from setting import RUN, Rows, agreement_of, initial_model, loss, start_values, tiny_model
+from setting import RUN, Rows, agreement_of, initial_model, loss, score, start_values, tiny_model
 
 from fedplan.errors import FedplanError
 from fedplan.federation.client import (
     KEY,
     Client,
     ClientPrivacy,
+    EvalSet,
     TrainSetup,
     make_example_guard,
     make_noise_guard,
@@ -68,7 +69,7 @@ DECISIONS = {
     **{"policy": "", "allow": ""},
 }
 """Acts of a site's operator, with what they record; the last two forbid and allow by the policy."""
-POLICY = "auto_approve = {}\nnever_share = [{}]\n[limits]\nrounds = {}\n"
+POLICY = "auto_approve = {}\n[limits]\nrounds = {}\n"
 SITE_POINTS = ("store", "log", "journal")
 """First words of named failpoints that a site reaches, as `store.begun`."""
 SERVER_POINTS = ("store", "log", "round", "secagg")
@@ -288,11 +289,11 @@ class SiteMachine(Machine):
         has_personal = agreement_of(self.trial.setting).has_personal
         return has_personal and any(secret.parent.glob("*.json"))
 
-    def write_policy(self, never_share: str = "") -> None:
-        """Write the site's policy: what never leaves, and just as many answers as it needs."""
+    def write_policy(self, *, allow: bool = True) -> None:
+        """Write the site's policy: just as many answers as the study needs, or too few."""
         by_rule = str(self.trial.plan is None or not self.trial.plan.asks).lower()
-        text = POLICY.format(by_rule, never_share, self.trial.setting.rounds)
-        write_atomic(self.policy_file, text)
+        rounds = self.trial.setting.rounds if allow else 1
+        write_atomic(self.policy_file, POLICY.format(by_rule, rounds))
 
     def open_gateway(self) -> Gateway:
         """The site as it starts."""
@@ -330,6 +331,9 @@ class SiteMachine(Machine):
                 noise_guard=make_noise_guard(agreement, account),
             ),
         )
+        if setting.scores:
+            rows = Rows(100 + setting.names.index(self.name))
+            site.eval_set = EvalSet(rows, score, rounds=setting.rounds, validation=rows)
         masker, names = None, setting.names
         if agreement.secagg.active:
             masker = SecAggClient(
@@ -434,7 +438,7 @@ class SiteMachine(Machine):
         try:
             with self.process(trial.plan.kill_site if trial.plan else 0.0):
                 if act in ("policy", "allow"):
-                    self.write_policy('"head"' if act == "policy" else "")
+                    self.write_policy(allow=act == "allow")
                 elif self.approvals().last_decision(digest) != DECISIONS[act]:
                     getattr(self.approvals(), act)(digest)
         except (Killed, FedplanError, OSError) as error:
@@ -466,7 +470,8 @@ class SiteMachine(Machine):
         if (charges := self.account / CHARGES_FILE).exists():
             found[f"{self.name} charges"] = len(read_json_lines(charges))
         if (replies := self.account / REPLIES).exists():
-            found[f"{self.name} answers"] = len({x["content"] for x in read_json_lines(replies)})
+            lines = [line for line in read_json_lines(replies) if line["kind"] == "update"]
+            found[f"{self.name} answers"] = len({line["content"] for line in lines})
         return found
 
     def check_limit(self, answers: int) -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedplan import register_layer_map
+from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
+from fedplan.federation.client import EXAMPLE_COUNT
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
@@ -22,7 +24,12 @@ from fedplan.secagg.config import SecAggConfig
 from fedplan.training.fit import TrainArguments
 
 RUN = "ab" * 8
-METHODS = ("fedavg", "fedper", "scaffold", "fedfrozen", "fedrep", "local-only", "fedprox", "bitfit")
+METHODS = (
+    *("fedavg", "fedper", "scaffold", "fedfrozen", "fedrep", "local-only", "fedprox", "bitfit"),
+    "safl",
+)
+CHOICE = {"k": 1, "joint_choice": True, "probe": "gradient"}
+"""Settings of the method that chooses layers by a poll of the sites."""
 GUARANTEES = {
     "client": Guarantee("client", 900.0, 1e-5, 1.0, 1.0),
     "example": Guarantee("example", 900.0, 1e-5, 1.0, 1.0, 0.5, 1, 2),
@@ -34,6 +41,7 @@ class Setting:
     """What a seed draws of a study; trials of the same setting share the undisturbed run.
 
     `joins`: the round before which the last site joins; 0 if it is there from the beginning.
+    `scores`: sites evaluate each round.
     """
 
     method: str
@@ -43,6 +51,7 @@ class Setting:
     rounds: int
     fraction: float
     joins: int = 0
+    scores: bool = False
 
     @staticmethod
     def draw(rng: Random) -> Setting:
@@ -53,7 +62,8 @@ class Setting:
         sites = 3 if secure else rng.choice((2, 2, 3))
         fraction = 1.0 if secure or unit else rng.choice((1.0, 1.0, 0.5))
         joins = rng.choice((0, 0, 2)) if fraction == 1.0 and not secure and not unit else 0
-        return Setting(method, secure, unit, sites, rng.choice((2, 2, 3)), fraction, joins)
+        scores = not secure and not unit and rng.random() < 0.25
+        return Setting(method, secure, unit, sites, rng.choice((2, 2, 3)), fraction, joins, scores)
 
     @property
     def names(self) -> list[str]:
@@ -73,7 +83,7 @@ def agreement_of(setting: Setting) -> Agreement:
     return Agreement(
         "simulated",
         params(),
-        method_by_name(setting.method),
+        method_by_name(setting.method, CHOICE if setting.method == "safl" else None),
         TrainArguments(lr=1e-2, batch_size=2, steps=1),
         GUARANTEES.get(setting.unit),
         secagg=secagg if setting.secure else SecAggConfig(),
@@ -81,21 +91,39 @@ def agreement_of(setting: Setting) -> Agreement:
     )
 
 
+class TinyBlock(nn.Module):
+    """A block of few params and operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.value = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.value(hidden) * torch.sigmoid(self.query(hidden) * self.key(hidden))
+
+
 class TinyModel(nn.Module):
-    """Few params of each kind, and few operations, so that a trial is short."""
+    """A few params of each kind in two blocks, so that a trial is short."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 4).requires_grad_(False)
-        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.layers = nn.ModuleList([TinyBlock(), TinyBlock()])
         self.head = nn.Linear(4, 2)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids).mean(1)
-        return self.head(self.value(hidden) * torch.sigmoid(self.query(hidden) * self.key(hidden)))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
 
 
-register_layer_map("TinyModel", embed="embed", query="query", key="key", value="value", head="head")
+register_layer_map(
+    "TinyModel",
+    blocks={"encoder": "layers"},
+    **{kind: kind for kind in ("embed", "query", "key", "value", "head")},
+)
 
 
 @cache
@@ -103,6 +131,13 @@ def tiny_model() -> nn.Module:
     """One model for all ends: each turn loads its values anew."""
     torch.manual_seed(0)
     return TinyModel().eval()
+
+
+def score(model: nn.Module, rows: Examples) -> dict[str, float]:
+    """A metric of a model on the examples of a site."""
+    with torch.no_grad():
+        value = loss(model, rows.batch(torch.arange(len(rows))))
+    return {"loss": float(value), EXAMPLE_COUNT: len(rows)}
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -35,6 +35,7 @@ from setting import Setting, agreement_of, start_values
 
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
+from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.ledger import faults, segments
 from fedplan.federation.ledger.status import ask_to_stop
 from fedplan.federation.ledger.stream import EventStream
@@ -46,6 +47,7 @@ from fedplan.runners.flower.server import ServerLoop
 from fedplan.sites import approvals
 from fedplan.storage import append_log, logs, store
 from fedplan.storage import files as storage_files
+from fedplan.storage.append_log import read_json_lines
 
 PATIENCE = Timeouts(sites=600.0, updates=1e6, reconnect=1e9, poll_interval=5.0, tries=1000)
 FAULTY_ACTS = 40
@@ -222,8 +224,15 @@ class Trial:
             with self.server.process(self.plan.kill_server if self.plan else 0.0):
                 server, events = self.open_server(rounds), EventStream(self.server.place)
                 study = study_of(self.setting.rounds)
+                scoring = EvalConfig(on_clients=True, keep_best="global")
                 loop = ServerLoop(
-                    self.network, server, PATIENCE, quorum=quorum, study=study, events=events
+                    self.network,
+                    server,
+                    PATIENCE,
+                    quorum=quorum,
+                    study=study,
+                    events=events,
+                    scoring=scoring if self.setting.scores else None,
                 )
                 loop.rpc.renew_grid = self.network.renew
                 with events.track_run(server, "simulated", PATIENCE, has_examples=False):
@@ -257,6 +266,9 @@ class Trial:
             if self.setting.secure:  # a second attempt sends its masked input again
                 kept.pop("upload_bytes", None)
             found[f"line {line['round']} {line.get('client', '')}"] = kept
+        for line in read_json_lines(place / "metrics.jsonl"):
+            for name, scores in line["sites"]["by"].items():
+                found[f"scores {line['round']} {name}"] = scores
         for site in self.sites.values():
             found |= site.outcome()
         return found
@@ -363,6 +375,8 @@ def compare(trial: Trial, expected: dict[str, Any]) -> None:
         names = set[str]()
     elif setting.secure and setting.unit:  # each attempt at a secure sum has noise of its own
         names = {name for name in names if name.endswith("charges")}
+    # A site that is away while a round is evaluated has no scores of it.
+    names = {n for n in names if not n.startswith("scores") or n in outcome}
     different = sorted(n for n in names if expected.get(n) != outcome.get(n))
     assert not different, (setting, different[:4], dict(trial.faults))
     for name, site in trial.sites.items():

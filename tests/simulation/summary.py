@@ -18,21 +18,21 @@ from typing import Any
 
 from calls import failpoints
 
-from fedplan.federation.endpoint import EVALUATE, POLL
+from fedplan.federation.endpoint import EVALUATE, HELLO, POLL, TRAIN
 from fedplan.federation.ledger.faults import KINDS
 from fedplan.secagg.config import SECAGG_STEPS
 from fedplan.storage.files import POINTS
 
 MESSAGES = [
-    kind for each in ("hello", "train", *SECAGG_STEPS) for kind in (each, f"reply to {each}")
+    kind
+    for each in (HELLO, POLL, TRAIN, EVALUATE, *SECAGG_STEPS)
+    for kind in (each, f"reply to {each}")
 ]
-"""Kinds of messages; the simulator has no polls and no evaluations at sites."""
-EVALUATION = "only with an evaluation at sites, which the simulator does not have"
+"""Kinds of messages."""
 COMMAND = "only by a command that reads a folder or makes a key, while no process runs"
 CHECK = "only by the check of a finished run"
 UNREACHABLE: dict[str, str] = {
-    "federation/evaluation.py": EVALUATION,
-    "federation/server.py:Server": EVALUATION,
+    "federation/server.py:Server.remove_evaluation": "only by a simulation that goes on",
     "federation/ledger/callbacks.py": "only with a tracker, such as MLflow",
     "federation/ledger/egress.py:read_agreement": COMMAND,
     "federation/ledger/faults.py:read_faults": COMMAND,
@@ -51,12 +51,11 @@ UNREACHABLE: dict[str, str] = {
 }
 """Failpoints, by the start of their names, that no trial can reach, with the reason."""
 BY_STUDY = "by the study, the model or the data of a site, none of which changes"
-NO_EVALUATION = "of an evaluation or a poll, which the simulator does not have"
+ASKED = "by a server that asks for what the study does not have, or by a policy on metrics"
 NOT_BY_FAULTS: dict[str, str] = {
     **dict.fromkeys(("data", "model", "plan", "training", "unknown-name", "unprotected"), BY_STUDY),
-    **dict.fromkeys(("no-scoring", "no-evaluation", "later-round", "few-examples"), NO_EVALUATION),
-    **dict.fromkeys(("metrics-not-allowed", "metrics-not-private"), NO_EVALUATION),
-    "metrics-not-summed": NO_EVALUATION,
+    **dict.fromkeys(("no-scoring", "no-evaluation", "few-examples", "metrics-not-allowed"), ASKED),
+    **dict.fromkeys(("metrics-not-private", "metrics-not-summed"), ASKED),
     **dict.fromkeys(("too-many-rounds", "unknown-request", "message"), "by a server that lies"),
     **dict.fromkeys(("too-many-studies", "refused"), "by a server that lies"),
     **dict.fromkeys(("limit-bytes", "limit-epsilon", "epsilon"), "a limit that the study keeps"),
@@ -134,7 +133,6 @@ class Totals:
                 "kinds": len(messages),
                 "reached": len(messages & self.faults.keys()),
                 "never": sorted(messages - self.faults.keys()),
-                "not simulated": [POLL, EVALUATE],
             },
             "error codes": {
                 "raised": {c: self.codes[c] for c in sorted(self.codes)},
