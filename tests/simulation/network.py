@@ -19,6 +19,8 @@ from fedplan.runners.flower._internals import RunNotRunningException
 
 LONG = 50_000.0
 """Seconds that pass at once if nothing can happen meanwhile."""
+END = 2e10
+"""Seconds after which a federation that still waits will wait for ever."""
 Handler = Callable[[str, Message, Context], "Message | None"]
 
 
@@ -41,7 +43,11 @@ class VirtualClock:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), act))
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass: at least to the next event, or long if there is none to come."""
+        """Let time pass: at least to the next event, or long if there is none to come.
+
+        Raises AssertionError at the end of time.
+        """
+        assert self.now < END, "the federation waits for ever"
         end = self.now + max(0.0, seconds) * self.stretch
         self.stretch = min(1.2 * self.stretch, 1e7)
         end = max(end, self.events[0][0] if self.events else self.now + LONG)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
+        "cores": os.cpu_count(),
         "failpoints": list(failpoints()),
     }
 
@@ -47,7 +50,7 @@ def record_of(seed: int, root: Path) -> dict[str, Any]:
         bits = (1 << i for i, point in enumerate(failpoints()) if point in trial.reached)
         record["reached"] = hex(sum(bits))
         record["named"] = sorted(p for p in trial.reached if p.startswith("failpoint "))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         record["failed"] = f"{type(error).__name__}: {error}"[:2000]
@@ -84,5 +87,6 @@ def main(first: int, seeds: int, file: Path) -> int:
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(1)
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])) > 0)

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that are planted in the product by hand: the simulator finds each, after how many seeds."""
+"""Faults that are planted in the product by hand: the simulator finds each, after how many seeds.
+
+python tests/simulation/test_planted.py FILE writes the table of seeds.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +19,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from simulator import Setting, try_seed, undisturbed
+import torch
+from setting import Setting
+from simulate import environment
+from simulator import MEMORY, try_seed, undisturbed
 
 from fedplan.federation import client, rounds
 from fedplan.privacy.accounting import budget
+from fedplan.runners.flower import rpc
 from fedplan.storage import append_log, files, journal, store
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -82,6 +95,19 @@ def _stale_versions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rounds.RequestBuilder, "request", request)
 
 
+def _one_hello(patch: pytest.MonkeyPatch) -> None:
+    """Wait for the reply to a hello for ever, though it may be lost."""
+    plain = rpc.SiteRpc._greet_nodes
+
+    def greet(self: Any) -> Any:
+        online = plain(self)
+        for node in self._pending_hellos.values():
+            self._hello_after.pop(node, None)
+        return online
+
+    patch.setattr(rpc.SiteRpc, "_greet_nodes", greet)
+
+
 PLANTED: dict[str, Plant] = {
     "small files are not synced": unsynced(files),
     "lines of logs are not synced": unsynced(append_log),
@@ -93,8 +119,9 @@ PLANTED: dict[str, Plant] = {
     "an old state is trained on": _old_state,
     "values are left out of a request": _stale_versions,
     "a charge is not written": without(budget.Budget, "charge"),
+    "a lost hello is not sent again": _one_hello,
 }
-"""Faults in order of commits, syncs, replay, budget and versions."""
+"""Faults in order of commits, syncs, replay, budget, versions and liveness."""
 SEEDS = 2000
 
 
@@ -118,3 +145,23 @@ def seeds_until_found(fault: str, root: Path, first: int = 0) -> tuple[int, str]
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert seeds_until_found(fault, tmp_path)[0] <= SEEDS
+
+
+def main(file: Path) -> None:
+    """Write for each planted fault how many seeds find it, from seed 0 on."""
+    root, found = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None)), dict[str, Any]()
+    for fault in PLANTED:
+        began = time.process_time()
+        seeds, sentence = seeds_until_found(fault, root)
+        seconds = round(time.process_time() - began, 1)
+        found[fault] = {"seeds": seeds, "CPU seconds": seconds, "says": sentence}
+        facts = {key: value for key, value in environment().items() if key != "failpoints"}
+        table = {"command": f"python tests/simulation/test_planted.py {file}", "facts": facts}
+        file.write_text(json.dumps(table | {"first seed": 0, "faults": found}, indent=1) + "\n")
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 from simulator import MEMORY, try_seed
 
-FOUND: dict[int, str] = {}
+FOUND: dict[int, str] = {
+    0: "a server waited for ever for the reply to a hello that was lost while approval was due",
+}
 """Seeds that once failed, with the fault that each has found."""
 SECONDS = 15.0
 """Seconds of a processor that fresh seeds have by day."""
