@@ -79,8 +79,8 @@ class Plan:
 
     @staticmethod
     def draw(rng: Random) -> Plan:
-        """Draw calm and rough trials alike."""
-        rough = rng.choice((0.0, 0.1, 0.3))
+        """Draw trials with few and with many faults."""
+        rough = rng.choice((0.1, 0.3))
         weather = Weather(rng.choice((0.0, 0.05)), rng.choice((0.0, 0.2)), rng.choice((0.1, 60.0)))
         each = [rng.choice((0.0, rough, 2 * rough)) for _ in range(6)]
         return Plan(weather, rng.random() < 0.3, rng.random() < 0.3, *each)
