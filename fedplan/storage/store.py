@@ -269,14 +269,18 @@ class Store:
         """Return the random folder id (`origin`) in the manifests, or a new one if there are none.
 
         Empty without encryption. Raises StoreError if the checkpoints have several ids: some were
-        copied from another folder.
+        copied from another folder. Raises OSError if the disk fails to read the only manifest.
         """
         if self._encryption is None:
             return ""
-        origins: dict[str, int] = {}
+        origins, problem = dict[str, int](), None
         for number in self.valid_numbers():
-            with suppress(InvalidCheckpoint):
+            try:
                 origins[self._read_manifest(number).origin] = number
+            except InvalidCheckpoint as error:
+                problem = error.__cause__ or problem
+        if not origins and isinstance(problem, OSError):
+            raise problem  # it may be there at the next try: with another id it would be refused
         if len(origins) > 1:
             mixed = " and ".join(map(str, origins.values()))
             raise StoreError(

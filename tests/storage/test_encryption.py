@@ -617,3 +617,20 @@ TestSealedMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_a_read_error_does_not_split_a_folder(tmp_path: Path) -> None:
+    store, plain = Store(tmp_path / "s", encryption=KEY), Path.read_bytes
+    store.write({}, {"n": 1}, number=1)
+    failing = [OSError(errno.EIO, "Input/output error")]
+
+    def read(file: Path) -> bytes:
+        if file.name == "1.json" and failing:
+            raise failing.pop()
+        return plain(file)
+
+    with patch.object(Path, "read_bytes", read), pytest.raises(StoreError, match="Input/output"):
+        Store(tmp_path / "s", encryption=KEY).write({}, {"n": 2}, number=2)
+    store.write({}, {"n": 2}, number=2)
+    newest = Store(tmp_path / "s", encryption=KEY).read_newest()
+    assert newest is not None and newest.meta == {"n": 2}

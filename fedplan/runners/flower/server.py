@@ -362,7 +362,7 @@ class ServerLoop:
         """Let the sites choose blocks together before a round, if the plan has a joint choice.
 
         Collects layer scores, openly or by secure aggregation, and puts the choice into the
-        requests of `round_state`.
+        requests of `round_state`. Raises FedplanError with fewer scores than the quorum.
         """
         voters = self.server.voters(round_state)
         if voters is None:
@@ -370,7 +370,7 @@ class ServerLoop:
         if self.server.agreement.secagg.active:
             return self._choose_blocks_by_secagg(round_state, voters)
         requests = self._request_factories(round_state, voters)
-        scores = dict[str, Any]()
+        scores, reasons = dict[str, Any](), dict[str, str]()
         enough = min(self.quorum, len(voters))
         for name, reply in self.rpc.call("query.poll", requests, lambda: len(scores) >= enough):
             if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
@@ -380,7 +380,16 @@ class ServerLoop:
                 fields = reply_fields(reply) if isinstance(reply, Message) else {}
                 scores[name] = block_scores_from_json(fields.get("scores"))
             except FedplanError as error:
-                log.warning("%s sent no layer scores in this round: %s", name, error)
+                text = refusal_text(fields) or (reply if isinstance(reply, str) else str(error))
+                log.warning("%s sent no layer scores in this round: %s", name, text)
+                reasons[name] = text.splitlines()[0]
+        if len(scores) < enough:
+            raise FedplanError(
+                f"round {self.server.global_state.round + 1} has layer scores of {len(scores)} "
+                f"sites and needs {enough}: "
+                f"{'; '.join(f'{name}: {why}' for name, why in sorted(reasons.items()))}; start "
+                "the run again to go on with it"
+            )
         self.server.choose_blocks(round_state, scores)
         for name in scores:
             # The site has the values of the poll: do not send them again.
