@@ -78,6 +78,7 @@ class FederationWorkshop:
         """The files of the server and of one site, which is as the others are."""
         machines = ("server", self.setting.names[0])
         files = [f for f in relative_files(self.folder) if f.parts[0] in machines]
+        assert any(f.name == "egress.jsonl" for f in files), "the federation has not begun"
         return [f for f in files if f.name != "policy.toml"]
 
     def damage(self, name: Path, how: str, rng: Random) -> str:

@@ -110,7 +110,7 @@ class Machine:
         trial, armed, named = self.trial, self.draw_fault(kill), ""
         old_counts, storage_files._reached = storage_files._reached, Counter()
         if stop := trial.stops.get(self.name):
-            armed, named, storage_files._reached = Process("kill"), stop, self.counts
+            armed, named, storage_files._reached = Process("kill", point=stop), stop, self.counts
         elif armed.point in storage_files.POINTS:
             named = f"{armed.point}:kill@{armed.at}"
         old, os.environ[storage_files.VARIABLE] = os.environ.get(storage_files.VARIABLE, ""), named
