@@ -165,7 +165,7 @@ class Machine:
         `only`: names of files to choose from.
         """
         rng, files = self.trial.rng, [f for f in self.files() if not only or f.name in only]
-        if not files:
+        if not files or len(self.copies) > 1:
             return
         self.damage(rng.choice(files), flip=rng.random() < 0.7)
 
@@ -182,7 +182,12 @@ class Machine:
         self.trial.disk.settle(self.place)
 
     def go_back(self) -> None:
-        """Put an older copy of the folder in its place; the first time, make the copy."""
+        """Put an older copy of the folder in its place; the first time, make the copy.
+
+        Nothing happens to a folder that is damaged or old, or of a site that may not answer.
+        """
+        if self.wrong or not getattr(self, "allowed", True):
+            return
         present = {f: f.read_bytes() for f in self.place.rglob("*") if f.is_file()}
         self.copies.append(present)
         if len(self.copies) == 2:
