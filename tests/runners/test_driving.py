@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +48,7 @@ from fedplan.runners.flower import rpc, supernode
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.rpc import FlowerRunEnded, LinkUnreachable
 from fedplan.runners.flower.server import ServerLoop
+from fedplan.runners.site import Site
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.logs import read_log
@@ -410,3 +413,26 @@ def test_a_site_is_not_deaf_for_a_message_that_never_comes(monkeypatch: pytest.M
         .wrap(lambda request: waits)(asked)
         .object_found
     )
+
+
+def test_a_node_that_has_lost_a_message_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SuperLink's error while a message is taken: nobody would send that message again."""
+    said = "print('ERROR: Failed to receive message 5da: 500', flush=True); import time; time.sleep(99)"
+    started, over = list[object](), threading.Event()
+
+    def start(*_: object) -> subprocess.Popen[str]:
+        started.append(0)
+        if len(started) == 2:
+            over.set()
+        return subprocess.Popen([sys.executable, "-c", said], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(supernode, "_start_node", start)
+    monkeypatch.setattr(supernode, "RESTART_DELAY", 0.0)
+    site = Site(name="north", state=str(tmp_path))
+    keeper = threading.Thread(target=supernode._keep_running, args=(site, tmp_path, 1, over))
+    keeper.start()
+    keeper.join(60.0)
+    over.set()
+    assert len(started) == 2

@@ -66,8 +66,8 @@ FLOWER_ENVIRONMENT = {
 HERE = "127.0.0.1"
 RESTART_DELAY = 5.0
 """Seconds before an ended node is restarted; the server may refuse it for up to a minute."""
-HANDSHAKE_ERROR = "handshake error detected"
-"""Output of a SuperNode that then receives nothing more, and does not end."""
+FATAL_OUTPUT = ("handshake error detected", "Failed to receive message", "Failed to send message")
+"""Output of a SuperNode that then receives nothing more, or has lost a message; it does not end."""
 POLL_INTERVAL = 0.2
 """Seconds between two polls of the node, which is on this machine."""
 STALL_INTERVAL = 10.0
@@ -191,6 +191,7 @@ def _keep_running(site: Site, folder: Path, port: int, stop: threading.Event) ->
                 node.wait(10.0)
             node.kill()
         node.wait()
+        watcher.join(5.0)
         if not stop.is_set():
             log.warning("the node ended with %s; it is restarted", node.returncode)
             stop.wait(RESTART_DELAY)
@@ -229,12 +230,17 @@ def _start_node(site: Site, folder: Path, port: int) -> subprocess.Popen[str]:
 
 
 def _watch_output(node: subprocess.Popen[str]) -> None:
-    """Copy a node's output to stderr until it ends; kill the node 2 s after a handshake error."""
-    for line in node.stdout or ():
-        sys.stderr.write(line)
-        if HANDSHAKE_ERROR in line:
-            log.warning("the connection to the server broke; the node is restarted")
-            threading.Timer(2.0, node.kill).start()  # it prints the reason first
+    """Copy a node's output to stderr until it ends; kill the node 2 s after a fatal line.
+
+    The server sends its requests again to a node that comes back.
+    """
+    assert node.stdout is not None
+    with node.stdout as output:
+        for line in output:
+            sys.stderr.write(line)
+            if any(text in line for text in FATAL_OUTPUT):
+                log.warning("the connection to the server broke; the node is restarted")
+                threading.Timer(2.0, node.kill).start()  # it prints the reason first
 
 
 def _end_with_parent() -> None:
