@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 import zoo
 from clients import few, loss
 from flwr.app import Context
+from flwr.app import Message as FlowerMessage
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.supercore.run import RunNotRunningException
 from grids import InProcess
@@ -381,6 +382,24 @@ def test_a_run_that_flower_itself_drives_ends_with_flowers(tmp_path: Path) -> No
     driven.grid = Broken(driven.grid, RunNotRunningException(), lambda: next(calls) > 8)
     with pytest.raises(FlowerRunEnded, match="start it again"):
         driven.drive()
+
+
+def test_a_request_that_flower_loses_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, lost = Driven(tmp_path, NAMES), list[str]()
+    push = driven.grid.push_messages
+
+    def lose_first(messages: Iterable[FlowerMessage]) -> list[str]:
+        (message,) = messages
+        if message.metadata.message_type == "train" and not lost:
+            lost.append("the id of a message that never arrives")
+            return lost
+        return push([message])
+
+    monkeypatch.setattr(driven.grid, "push_messages", lose_first)
+    found = driven.drive(len(NAMES), replace(SOON, sites=20.0, updates=0.6))
+    assert lost and (found.state, found.round) == (RunState.DONE, ROUNDS)
 
 
 def test_a_run_without_enough_answers_has_failed_and_says_why(tmp_path: Path) -> None:

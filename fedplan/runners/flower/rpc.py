@@ -90,7 +90,7 @@ class _PendingCall:
     `make_message` makes the message for each sending. `message_ids` are the Flower messages sent so
     far on `grid`, with their nodes. `node` is the node of the last sending, `since` the time when
     the node came online. `failures` counts error replies; after one, the request is not sent again
-    before the monotonic time `after`.
+    before the monotonic time `after`. At the time `due` it is sent again, since it may be lost.
     """
 
     make_message: MessageFactory
@@ -100,6 +100,7 @@ class _PendingCall:
     since: str = ""
     failures: int = 0
     after: float = 0.0
+    due: float = inf
 
 
 class SiteRpc:
@@ -259,16 +260,18 @@ class SiteRpc:
         sites have replied, or when `is_enough()` is true and `timeout` seconds (default: the
         timeout for updates) are over, or all other sites are away. Raises FedplanError if
         `is_enough()` is still false when then the timeout for sites is over, too. If the caller
-        replaces an entry of `requests` after the reply, the new request is sent.
+        replaces an entry of `requests` after the reply, the new request is sent. A request without
+        a reply is sent again after half of `timeout`: Flower may lose a message.
         """
         pending = {name: _PendingCall(request) for name, request in requests.items()}
-        soft = self._now() + (self.timeouts.updates if timeout is None else timeout)
+        timeout = self.timeouts.updates if timeout is None else timeout
+        soft = self._now() + timeout
         hard = soft + self.timeouts.sites
         while pending:
             online = self.poll_nodes()
             try:
                 for name, call in pending.items():
-                    self._send(kind, name, call, online)
+                    self._send(kind, name, call, online, timeout / 2)
                 for name, reply in self._receive(pending):
                     request = requests.get(name)
                     yield name, reply
@@ -342,21 +345,25 @@ class SiteRpc:
             log.warning("%s: %s", name, reason)
         self.refusals[name] = reason
 
-    def _send(self, kind: str, name: str, call: _PendingCall, online: dict[int, str]) -> None:
+    def _send(
+        self, kind: str, name: str, call: _PendingCall, online: dict[int, str], patience: float
+    ) -> None:
         """Send a pending call of a kind to the site `name`, if the site is online.
 
         Does nothing before `call.after`, or if the site's node has the request; a node that went
-        offline and came back, or is on a new grid, gets the request again. `online` are the nodes
-        of `poll_nodes`.
+        offline and came back, or is on a new grid, gets the request again, as does one that has not
+        replied for `patience` seconds. `online` are the nodes of `poll_nodes`.
         """
         if call.grid is not self.grid:
             call.grid, call.message_ids = self.grid, {}
         site = self.sites.get(name)
         if site is None or site.node not in online or time.monotonic() < call.after:
             return
-        if call.message_ids and (call.node, call.since) == (site.node, online[site.node]):
+        same_node = (call.node, call.since) == (site.node, online[site.node])
+        if call.message_ids and same_node and self._now() < call.due:
             return
         call.node, call.since = site.node, online[site.node]
+        call.due = self._now() + patience
         message, arrays = call.make_message()
         for message_id in self._push(site.node, kind, message, arrays):
             call.message_ids[message_id] = site.node
