@@ -133,6 +133,8 @@ def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[Log
                 continue
             first = inodes.index(inode) if inode in inodes else 0
             contents = [file.read_bytes() for file in files[first:]]
+            if inodes != [file.stat().st_ino for file in _log_files(folder) if file.exists()]:
+                continue  # it has rotated since, so that lines may be missing or double
             contents[-1] = contents[-1][: contents[-1].rfind(b"\n") + 1]  # whole lines
             content = b"".join(contents)[offset if inodes[first] == inode else 0 :]
             inode, offset = inodes[-1], len(contents[-1])

@@ -376,6 +376,7 @@ class ServerLoop:
             if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
                 requests[name] = self._request_factory(round_state, name)
                 continue
+            fields = dict[str, Any]()
             try:
                 fields = reply_fields(reply) if isinstance(reply, Message) else {}
                 scores[name] = block_scores_from_json(fields.get("scores"))
