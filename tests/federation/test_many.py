@@ -188,7 +188,7 @@ def test_a_world_of_an_older_fedplan_is_refused_by_name() -> None:
     agreement, start = agreed(PLANS["all"])
     tensors, meta = GlobalState.initial(agreement, start).to_tensors()
     with pytest.raises(
-        Exception, match="has format 1, not 2: read it with the fedplan version that wrote it"
+        Exception, match="of format 1, is of another version of fedplan: read it with that version"
     ):
         GlobalState.from_tensors(tensors, meta | {"format": 1})
 

@@ -128,8 +128,9 @@ class ServerLoop:
                 self._collect_secagg(round_state)
             else:
                 self._collect_updates(round_state)
-            for name in round_state.cohort.keys() - self.rpc.sent:
-                del round_state.cohort[name]  # the ledger counts the bytes that were sent
+            if not self.server.aggregation.hides_clients:
+                for name in round_state.cohort.keys() - self.rpc.sent:
+                    del round_state.cohort[name]  # the ledger counts the bytes that were sent
             server.close_round(round_state)
             closed = self._with_task(self._add_scores(server.commit(round_state)))
             log.info("%s", _round_summary(closed, self.scoring.primary))
@@ -384,7 +385,8 @@ class ServerLoop:
                 text = refusal_text(fields) or (reply if isinstance(reply, str) else str(error))
                 log.warning("%s sent no layer scores in this round: %s", name, text)
                 reasons[name] = text.splitlines()[0]
-        if len(scores) < enough:
+        # Noise hides who votes, and so whether anybody does.
+        if len(scores) < enough and not self.server.aggregation.hides_clients:
             raise FedplanError(
                 f"round {self.server.global_state.round + 1} has layer scores of {len(scores)} "
                 f"sites and needs {enough}: "
