@@ -483,16 +483,17 @@ def soak(rounds: int, folder: Path) -> None:
                 last = number
                 with samples.open("a") as file:
                     file.write(json.dumps(sample(fed, last)) + "\n")
-                write_soak(samples)
+                write_soak(samples, rounds)
             time.sleep(1.0)
         play.finish(600)
 
 
-def write_soak(samples: Path) -> None:
-    """Write the result file of the samples so far."""
+def write_soak(samples: Path, rounds: int) -> None:
+    """Write the result file of the samples so far, of a soak of so many rounds."""
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    command = f"python research/real_servers.py --soak {rows[-1]['round']}"
-    text = {"command": command, "seed": 0, **FACTS, **summary(rows), "samples": rows}
+    command = f"python research/real_servers.py --soak {rounds}"
+    done = {"command": command, "rounds": rows[-1]["round"], "seed": 0}
+    text = {**done, **FACTS, **summary(rows), "samples": rows}
     SOAK.write_text(json.dumps(text, indent=1) + "\n")
 
 

@@ -298,16 +298,23 @@ def test_a_run_that_flower_ends_goes_on_with_another(
     assert any(re.fullmatch(AWAY, each) for each in told) and told[-1] == ""
 
 
+def watched(folder: Path) -> tuple[Driven, Driven, list[tuple[bool, str]]]:
+    """A run that is over, one that is to be disturbed, and health and reason at each event of it."""
+    expected = Driven(folder / "whole", NAMES)
+    assert expected.drive(quorum=3).state == RunState.DONE
+    driven, healths = Driven(folder / "away", NAMES), list[tuple[bool, str]]()
+    stream = driven.stream
+    stream.subscribe(lambda *_: healths.append((stream.healthy, stream.status.reason)))
+    return expected, driven, healths
+
+
 @pytest.mark.parametrize("error", [httpx.ConnectError("refused"), status_error(503)], ids=repr)
 def test_time_without_the_superlink_costs_no_site_its_place(
     tmp_path: Path, clock: Clock, error: BaseException
 ) -> None:
     """Away for an hour, after the first of three updates of a round that waits for a minute."""
-    expected = Driven(tmp_path / "whole", NAMES)
-    assert expected.drive(quorum=3).state == RunState.DONE
-    driven, told = Driven(tmp_path / "away", NAMES), list[tuple[bool, str]]()
+    expected, driven, healths = watched(tmp_path)
     stream = driven.stream
-    stream.subscribe(lambda *_: told.append((stream.healthy, stream.status.reason)))
     ends = list[float]()
 
     def fails() -> bool:
@@ -321,19 +328,15 @@ def test_time_without_the_superlink_costs_no_site_its_place(
     )
     require_undisturbed(driven, expected)
     assert ends and clock.now > 3600.0
-    away = [healthy for healthy, reason in told if reason]
-    assert away and not any(away) and any(healthy for healthy, _ in told)
+    away = [healthy for healthy, reason in healths if reason]
+    assert away and not any(away) and any(healthy for healthy, _ in healths)
 
 
 def test_a_superlink_that_is_away_at_the_first_start_is_waited_for(
     tmp_path: Path, clock: Clock
 ) -> None:
     """For an hour; then the run is that of a SuperLink that was there."""
-    expected = Driven(tmp_path / "whole", NAMES)
-    assert expected.drive(quorum=3).state == RunState.DONE
-    driven, told = Driven(tmp_path / "away", NAMES), list[tuple[bool, str]]()
-    stream = driven.stream
-    stream.subscribe(lambda *_: told.append((stream.healthy, stream.status.reason)))
+    expected, driven, healths = watched(tmp_path)
 
     def first_grid() -> InProcess:
         if clock.now < 3600.0:
@@ -342,8 +345,8 @@ def test_a_superlink_that_is_away_at_the_first_start_is_waited_for(
 
     assert driven.drive(3, Timeouts(), first_grid, has_grid=False).state == RunState.DONE
     require_undisturbed(driven, expected)
-    reasons = {reason for healthy, reason in told if not healthy and reason}
-    assert len(reasons) == 1 and re.fullmatch(AWAY, reasons.pop()) and told[-1][1] == ""
+    reasons = {reason for healthy, reason in healths if not healthy and reason}
+    assert len(reasons) == 1 and re.fullmatch(AWAY, reasons.pop()) and healths[-1][1] == ""
     notes = [entry.text for entry in read_log(driven.folder) if entry.event == "note"]
     assert "trying again: no SuperLink answers at 127.0.0.1:1: start it first" in notes[0]
 
