@@ -313,7 +313,8 @@ def receive_request(
         ).with_code("another-study")
     personal_bits = join_bits(known_personal_bits(request, notes))
     required = agreement.required(client_turn(client, request), personal_bits)
-    if extra := (request.values.keys() | request.versions.keys()) - required.keys():
+    sent = request.versions.keys()
+    if extra := (sent - required.keys()) | (request.values.keys() - sent):
         raise RequestRefused(
             f"{client.name} takes no {min(extra)!r} from the server: the plan does not send it"
         ).with_code("unexpected-values")
@@ -325,13 +326,15 @@ def receive_request(
                 f"{client.name} received {key!r} as {value.dtype} {tuple(value.shape)}, and it is "
                 f"{kind} {shape}"
             ).with_code("unexpected-values")
-    versions = ({} if request.full else client.received_versions) | request.versions
+    values, versions = ({}, {}) if request.full else (client.received, client.received_versions)
+    # A version counts only with its value: an older request may have replaced the value meanwhile.
+    versions = versions | {key: request.versions[key] for key in request.values}
     required_versions = {key: versions.get(key, first) for key, first in required.items()}
     if versions_digest(required_versions) != request.versions_digest:
         raise ClientStateMissing(
             f"{client.name} has lost values that it received before: it needs all of them"
         )
-    client.received, client.received_versions = client.received | request.values, versions
+    client.received, client.received_versions = values | request.values, versions
 
 
 def load_client_state(

@@ -87,7 +87,8 @@ def test_of_the_same_request_other_values_are_refused(here: Path) -> None:
 def test_masks_and_noise_together(here: Path) -> None:
     """The sum has the noise of all sites, each site charges its own, and any sites may be in it."""
     told = carried(BOTH, here / "run", lost=2)
-    assert told["clients"] == 2 and {"accuracy_low", "auroc_low"} & set(told["global"])
+    assert told["clients"] == 2
+    assert any(name.endswith("_low") for name in told["global"])  # by the noise, not all have one
     assert carried(BOTH, here / "other")["clients"] == 3, "noise hides the difference"
 
 

@@ -21,6 +21,7 @@ FOUND: dict[int, str] = {
     14: "a server waited for ever for the reply to a hello that was lost while approval was due",
     19: "a joint choice of layers was made without a site whose disk failed, whatever the quorum",
     46: "after one read error an encrypted checkpoint got another folder id, and was refused",
+    1246070610: "a request that came twice brought back older values under the newer version",
 }
 """Seeds that once failed, with the fault that each has found."""
 SECONDS = 15.0

@@ -395,8 +395,9 @@ class ServerLoop:
             )
         self.server.choose_blocks(round_state, scores)
         for name in scores:
-            # The site has the values of the poll: do not send them again.
-            round_state.cohort[name] = replace(round_state.cohort[name], values={})
+            # The site has the values of the poll: do not send them again. A full one has them all.
+            if not round_state.cohort[name].full:
+                round_state.cohort[name] = replace(round_state.cohort[name], values={})
 
     def _choose_blocks_by_secagg(self, round_state: RoundState, voters: Sequence[str]) -> None:
         """Set the joint choice of a round by the secure sum of the layer scores of `voters`.
