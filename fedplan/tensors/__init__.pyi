@@ -11,6 +11,7 @@ from .devices import (
     autocast,
     check_device_name,
     deterministic,
+    device_count,
     device_description,
     eval_mode,
     fork_rng_state,
@@ -23,6 +24,7 @@ from .devices import (
     rng_state,
     sum_dtype,
     to_device,
+    worker_device,
 )
 from .message import BrokenMessage, Message
 from .named import (

@@ -50,9 +50,9 @@ def resolve_device(name: str) -> torch.device:
     Raises DeviceError for an unknown name, or if this machine does not have the device.
     """
     if check_device_name(name) == AUTO:
-        return next((torch.device(kind) for kind in _ACCELERATORS if _count(kind)), CPU)
+        return next((torch.device(kind) for kind in _ACCELERATORS if device_count(kind)), CPU)
     device = torch.device(name)
-    count = 1 if device.type == "cpu" else _count(device.type)
+    count = 1 if device.type == "cpu" else device_count(device.type)
     if (device.index or 0) >= count:
         kind = device.type.upper()
         fault = f"this machine has {count} {kind} devices" if count else f"{kind} is not available"
@@ -60,8 +60,22 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _count(kind: str) -> int:
-    """Return the number of available devices of a type such as "cuda"."""
+def worker_device(name: str, number: int) -> torch.device:
+    """Return the device of worker `number`, from 0: devices in turn if `name` has no index.
+
+    With "auto" or "cuda" on a machine with four cards, worker 5 gets cuda:1. Raises as
+    `resolve_device`.
+    """
+    device = resolve_device(name)
+    if device.index is None and (count := device_count(device.type)):
+        return torch.device(device.type, number % count)
+    return device
+
+
+def device_count(kind: str) -> int:
+    """Return the number of available devices of a type such as "cuda"; 0 for "cpu"."""
+    if kind == CPU.type:
+        return 0
     try:
         module: Any = torch.get_device_module(kind)
     except RuntimeError:

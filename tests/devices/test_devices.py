@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -35,7 +36,10 @@ from fedplan.privacy.dpsgd import fit as private_fit
 from fedplan.privacy.dpsgd.fit import DPSGDConfig
 from fedplan.privacy.dpsgd.fit import train_dp_sgd as private_train
 from fedplan.run import run_study
-from fedplan.studies.schema import ConfigError, read_study, study_from_dict
+from fedplan.runners.executors import worker
+from fedplan.runners.executors.executor import PoolConfig
+from fedplan.runners.executors.worker import Worker
+from fedplan.studies.schema import ConfigError, read_study, resolve_paths, study_from_dict
 from fedplan.tensors import devices
 from fedplan.tensors.devices import (
     CPU,
@@ -47,6 +51,7 @@ from fedplan.tensors.devices import (
     move_model,
     resolve_device,
     to_device,
+    worker_device,
 )
 from fedplan.tensors.named import checksum
 from fedplan.training import fit
@@ -105,6 +110,33 @@ def test_what_rests_and_moves_is_a_fault_there(tmp_path: Path, device: torch.dev
     made = federation("head-only", "bert", tmp_path, device, loss=meddling)
     with pytest.raises(FedplanError, match="trained by no turn of the plan, and changed"):
         made.run_round()
+
+
+def test_workers_share_out_the_cards(counts: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cards take eight workers; an index, a count or a machine without cards changes that."""
+    monkeypatch.setattr(Backend, "device_count", lambda _: 8)
+    pool, cores = PoolConfig(), len(os.sched_getaffinity(0))
+    assert pool.worker_count(1, NAME) == 8 and PoolConfig(count=9).worker_count(1, NAME) == 9
+    assert [worker_device(NAME, number).index for number in range(9)] == [*range(8), 0]
+    assert pool.worker_count(1, f"{NAME}:3") == 1 and worker_device(f"{NAME}:3", 5).index == 3
+    assert pool.worker_count(1, "cpu") == cores and worker_device("cpu", 5) == CPU
+
+
+def test_a_worker_builds_its_model_on_its_card(
+    here: Path, counts: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Placed(Exception):
+        """Where the model was moved to."""
+
+    def place(_: nn.Module, device: torch.device) -> None:
+        raise Placed(device)
+
+    monkeypatch.setattr(Backend, "device_count", lambda _: 8)
+    monkeypatch.setattr(worker, "move_model", place)
+    study = read_study(Path("study.toml")).model_copy(update={"device": NAME})
+    fields = resolve_paths(study, here).model_dump(mode="json")
+    with pytest.raises(Placed, match=f"{NAME}:3"):
+        Worker()._begin({"study": fields, "folder": str(here), "number": 11})
 
 
 def test_checksums_are_those_of_the_host(device: torch.device) -> None:

@@ -25,6 +25,7 @@ from fedplan.models.params import Block
 from fedplan.runners.clients import Clients
 from fedplan.storage.files import failpoint
 from fedplan.studies.schema import ConfigError
+from fedplan.tensors.devices import device_count, resolve_device
 
 Result = TypeVar("Result")
 LOCAL, POOL, RAY = "local", "pool", "ray"
@@ -35,9 +36,10 @@ LOCAL, POOL, RAY = "local", "pool", "ray"
 class PoolConfig:
     """Settings of a worker pool, on which the result of a run does not depend.
 
-    `runner` is "pool" (processes) or "ray". `count` is the number of workers; 0 means the available
-    cores divided by the threads per worker. `gpus` is the number (or fraction) of GPUs per Ray
-    worker, `address` the address of a Ray cluster; an empty address starts Ray on this machine.
+    `runner` is "pool" (processes) or "ray". `count` is the number of workers; 0 means one per card,
+    or without cards the available cores divided by the threads per worker. `gpus` is the number
+    (or fraction) of GPUs per Ray worker, `address` the address of a Ray cluster; an empty address
+    starts Ray on this machine.
     """
 
     runner: str = POOL
@@ -45,8 +47,14 @@ class PoolConfig:
     gpus: float = 0.0
     address: str = ""
 
-    def worker_count(self, threads: int) -> int:
-        """Return `count`, or if it is 0 the available cores divided by threads per worker."""
+    def worker_count(self, threads: int, device: str) -> int:
+        """Return `count`; if it is 0, one per card of `device`, else cores / `threads`.
+
+        A device with an index, as "cuda:1", is one card. Raises DeviceError for an unknown device.
+        """
+        resolved = resolve_device(device)
+        if cards := device_count(resolved.type):
+            return self.count or (cards if resolved.index is None else 1)
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return self.count or max(1, cores // threads)
 

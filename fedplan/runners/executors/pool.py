@@ -108,7 +108,7 @@ class PoolExecutor:
         for number in range(self.transport.count):
             if number not in self.workers:
                 self.workers[number] = WorkerHandle(WorkerTask("begin"))
-                self.transport.start(number, {"do": "begin", **self.begin})
+                self.transport.start(number, {"do": "begin", "number": number, **self.begin})
 
     def close(self) -> None:
         """Stop all workers; the next call restarts them."""
@@ -352,7 +352,9 @@ def start_pool(
         )
     values = resolve_paths(study, Path.cwd()).model_dump(mode="json")
     begin = {"study": values, "folder": str(folder.resolve())}
-    pool = PoolExecutor(make_transport(config, config.worker_count(study.threads)), begin)
+    pool = PoolExecutor(
+        make_transport(config, config.worker_count(study.threads, study.device)), begin
+    )
     try:
         pool.start()
         yield pool

@@ -33,7 +33,7 @@ from fedplan.runners.clients import Clients
 from fedplan.runners.executors.processes import JsonObject
 from fedplan.studies.experiment import build_experiment, make_eval_set
 from fedplan.studies.schema import study_from_dict
-from fedplan.tensors.devices import move_model, resolve_device
+from fedplan.tensors.devices import move_model, worker_device
 from fedplan.tensors.named import DigestCache, Tensors
 from fedplan.tensors.serialization import pack_message
 
@@ -46,11 +46,11 @@ class Worker:
     """
 
     def _begin(self, message: JsonObject) -> None:
-        """Build the study in `message` on its device, for the run folder in `message`."""
+        """Build the study in `message` for its run folder, on the device of the worker's number."""
         self.study = study = study_from_dict(message["study"])
         self.folder = Path(message["folder"])
         self.experiment = experiment = build_experiment(self.study)
-        move_model(experiment.model.eval(), resolve_device(study.device))
+        move_model(experiment.model.eval(), worker_device(study.device, message["number"]))
         self.agreement, self.digests = experiment.pinned_agreement, DigestCache()
         self.global_state = GlobalState.initial(self.agreement, experiment.initial_values)
         self.round_state: RoundState | None = None
