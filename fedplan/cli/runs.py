@@ -62,7 +62,8 @@ def run_command(
         ),
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="For pool and ray: number of workers; default: one per GPU or core.")
+        int | None,
+        typer.Option(help="For pool and ray: number of workers; default: one per GPU or core."),
     ] = None,
     gpus_per_worker: Annotated[
         float, typer.Option(help="For ray: fraction of a GPU per worker.")

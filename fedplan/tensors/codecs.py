@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedplan.errors import TextError
 from fedplan.tensors.named import Tensors, aux_name, is_aux
+from fedplan.tensors.positions import pack_positions, packed_size, unpack_positions
 
 Parts = dict[str, Tensor]
 """Encoded parts: of one tensor by part name ("" is the main part), or of all by full name."""
@@ -226,46 +227,90 @@ class Cast(Codec):
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
-    """Codec that quantizes to int8, with one scale a tensor and unbiased stochastic rounding.
+class Quantize(Codec):
+    """Codec that sends whole steps of a scale, of `bits` 8 or 4, with unbiased stochastic rounding.
 
-    The scale is the largest magnitude / 127, so that the error is at most one step of the scale.
+    A step is the largest magnitude / 127 or / 7, so that the error is at most one step. With 8 bits
+    a tensor has one scale. With 4 bits each row of a matrix has its own, and two numbers share a
+    byte.
     """
+
+    bits: int
 
     @property
     def text(self) -> str:
-        return "int8()"
+        return f"int{self.bits}()"
+
+    @property
+    def _most(self) -> int:
+        """Most steps."""
+        return 2 ** (self.bits - 1) - 1
 
     def coded_specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
-        return {"": TensorSpec(spec.shape, torch.int8), "scale": TensorSpec((), spec.compute_dtype)}
+        rows = spec.shape[:1] if self.bits == 4 and len(spec.shape) > 1 else ()
+        steps = TensorSpec(spec.shape, torch.int8)
+        if self.bits == 4:
+            steps = TensorSpec(((math.prod(spec.shape) + 1) // 2,), torch.uint8)
+        return {"": steps, "scale": TensorSpec(rows, spec.compute_dtype)}
 
     def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
         scale = self._scale(value)
-        exact = value.to(scale.dtype) / scale
+        exact = value.to(scale.dtype) / _beside(scale, value)
         lower = exact.floor()
         draws = torch.rand(
             exact.shape, generator=generator, dtype=scale.dtype, device=generator.device
         )
-        steps = lower + (draws.to(value.device) < exact - lower)
-        return {"": steps.clamp(-127, 127).to(torch.int8), "scale": scale}
+        rounded = lower + (draws.to(value.device) < exact - lower)
+        steps = rounded.clamp(-self._most, self._most).to(torch.int8)
+        return {"": steps if self.bits == 8 else _pack_nibbles(steps), "scale": scale}
 
     def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
         steps, scale = parts[""], parts["scale"]
-        if not torch.finfo(scale.dtype).tiny <= scale.item() < math.inf:
-            raise CodecError(f"the scale is {scale.item()}, which int8() never sends")
-        if (steps == -128).any():
-            raise CodecError("a step is -128, and int8() sends steps from -127 to 127")
-        return clamp_to_dtype(steps.to(scale.dtype) * scale, spec.dtype)
+        if self.bits == 4:
+            steps = _unpack_nibbles(steps, math.prod(spec.shape)).reshape(spec.shape)
+        valid = (scale >= torch.finfo(scale.dtype).tiny) & (scale < math.inf)
+        if not valid.all():
+            raise CodecError(f"the scale is {scale[~valid][0].item()}, which {self} never sends")
+        if (steps < -self._most).any():
+            raise CodecError(
+                f"a step is {-self._most - 1}, and {self} sends steps from {-self._most} to "
+                f"{self._most}"
+            )
+        return clamp_to_dtype(steps.to(scale.dtype) * _beside(scale, steps), spec.dtype)
 
     def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
-        step = self._scale(value).item() * ROUNDING_SLACK
+        step = max_magnitude(self._scale(value)) * ROUNDING_SLACK
         return later + step + rounding_error(value.dtype, max_magnitude(value) + step)
 
     def _scale(self, value: Tensor) -> Tensor:
-        """Return the scale: largest magnitude / 127, at least the smallest normal number."""
-        dtype = TensorSpec.of(value).compute_dtype
-        scale = max(max_magnitude(value) / 127, torch.finfo(dtype).tiny)
+        """Return the scales: largest magnitude / most steps, at least the smallest normal number.
+
+        Raises CodecError if a value is not finite.
+        """
+        dtype, largest = TensorSpec.of(value).compute_dtype, max_magnitude(value)
+        if self.bits == 4 and value.dim() > 1:
+            rows = value.reshape(len(value), math.prod(value.shape[1:])).to(dtype).abs()
+            magnitudes = rows.amax(dim=1) if rows.numel() else rows.new_zeros(len(rows))
+            return (magnitudes / self._most).clamp(min=torch.finfo(dtype).tiny)
+        scale = max(largest / self._most, torch.finfo(dtype).tiny)
         return torch.tensor(scale, dtype=dtype, device=value.device)
+
+
+def _beside(scale: Tensor, value: Tensor) -> Tensor:
+    """Return the scales of rows in a shape that multiplies `value`; a single scale as it is."""
+    return scale.reshape(-1, *[1] * (value.dim() - 1)) if scale.dim() else scale
+
+
+def _pack_nibbles(steps: Tensor) -> Tensor:
+    """Return steps from -8 to 7 as bytes, two in each; an odd last one has the lower half."""
+    flat = steps.reshape(-1).to(torch.int16) + 8
+    flat = torch.nn.functional.pad(flat, (0, len(flat) % 2))
+    return (flat[::2] + 16 * flat[1::2]).to(torch.uint8)
+
+
+def _unpack_nibbles(packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` steps of bytes that `_pack_nibbles` made."""
+    return torch.stack([packed % 16, packed // 16], dim=1).reshape(-1)[:count].to(torch.int8) - 8
 
 
 def detached(value: Tensor) -> Tensor:
@@ -355,9 +400,9 @@ class Sparse(Codec):
     """Codec that sends the `fraction` of numbers or rows with the largest norm, rounded up.
 
     All others decode to zero. `part_name`: "index" selects single numbers (`topk`), "rows" selects
-    rows (`prune`); it also names the part with their int32 indices. With "rows", a tensor of fewer
-    than two dimensions is sent whole. Encoding raises CodecError for non-finite values; decoding
-    also for indices that are not ascending and in range.
+    rows (`prune`); it also names the part with their packed positions. With "rows", a tensor of
+    fewer than two dimensions is sent whole. Encoding raises CodecError for non-finite values;
+    decoding also for invalid positions.
     """
 
     part_name: str
@@ -374,7 +419,7 @@ class Sparse(Codec):
         count = _sent_count(self.fraction, item_shape[0])
         return {
             "": TensorSpec((count, *item_shape[1:]), spec.dtype),
-            self.part_name: TensorSpec((count,), torch.int32),
+            self.part_name: TensorSpec((packed_size(count, item_shape[0]),), torch.uint8),
         }
 
     def encode_tensor(self, value: Tensor, base: Tensor, generator: torch.Generator) -> Parts:
@@ -383,7 +428,7 @@ class Sparse(Codec):
             return {"": value}
         items = value.reshape(item_shape)
         indices = _largest_items(items, self.fraction)
-        return {"": items[indices], self.part_name: indices.to(torch.int32)}
+        return {"": items[indices], self.part_name: pack_positions(indices, len(items))}
 
     def decode_tensor(self, parts: Tensors, spec: TensorSpec, base: Tensor) -> Tensor:
         item_shape = self._item_shape(spec.shape)
@@ -391,10 +436,10 @@ class Sparse(Codec):
             return require_finite(parts[""])
         items = torch.zeros(item_shape, dtype=spec.dtype, device=base.device)
         values, count = require_finite(parts[""]), len(items)
-        indices = parts[self.part_name].to(torch.int64)
-        if len(indices) and (indices[0] < 0 or indices[-1] >= count or (indices.diff() <= 0).any()):
-            raise CodecError(f"its index does not point at different items out of {count} in order")
-        items[indices] = values
+        try:
+            items[unpack_positions(parts[self.part_name], len(values), count)] = values
+        except ValueError as error:
+            raise CodecError(f"its {self.part_name}: {error}") from error
         return items.reshape(spec.shape)
 
     def max_error(self, value: Tensor, base: Tensor, later: float) -> float:
@@ -424,7 +469,7 @@ def _largest_items(items: Tensor, fraction: float) -> Tensor:
     first are taken. Raises CodecError for 2**31 items or more.
     """
     if len(items) >= 2**31:
-        raise CodecError(f"{len(items)} items are too many for an index of 32 bits")
+        raise CodecError(f"{len(items)} items are too many to choose from")
     count = _sent_count(fraction, len(items))
     if count == len(items):
         return torch.arange(count, device=items.device)

@@ -16,8 +16,8 @@ from fedplan.tensors.codecs import (
     Codec,
     CodecError,
     Delta,
-    Int8,
     Parts,
+    Quantize,
     Sparse,
     Tensors,
     TensorSpec,
@@ -118,7 +118,12 @@ def half() -> Codec:
 
 def int8() -> Codec:
     """Quantize to int8: one byte a number, one scale a tensor, stochastic rounding."""
-    return Int8()
+    return Quantize(8)
+
+
+def int4() -> Codec:
+    """Quantize to 4 bits a number, one scale a row, stochastic rounding."""
+    return Quantize(4)
 
 
 def topk(fraction: float) -> Codec:
@@ -159,7 +164,7 @@ def pipe(*codecs: Codec) -> Codec:
 
 
 CODECS: dict[str, Callable[..., Codec]] = {
-    f.__name__: f for f in (plain, delta, bf16, half, int8, topk, prune, pipe)
+    f.__name__: f for f in (plain, delta, bf16, half, int8, int4, topk, prune, pipe)
 }
 """Functions that make a codec, by their name in the text form."""
 
