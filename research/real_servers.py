@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disturb a federation of real processes, compare its bits with an undisturbed run; let one run long.
+"""Disturb a federation of real processes, and compare its bits with those of an undisturbed run.
 
     python research/real_servers.py                      # all cases, about two hours, mostly waiting
     python research/real_servers.py "away for 2 minutes" # some cases
-    python research/real_servers.py --soak 1000 --folder /tmp/soak
 
 SuperLink, nginx with TLS, three sites with their SuperNodes and the driver are those of
 `fedplan new federation`, kept running by its scripts, in real time. A case ends with the tensors and
-the ledger of the same study by the local runner, and with the personal tensors of each site. The
-soak samples memory, open files, CPU and folders every 20 rounds; called again it goes on.
-Writes research/results/real-servers.json and research/results/soak.json.
+the ledger of the same study by the local runner, and with the personal tensors of each site.
+Writes research/results/real-servers.json.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -57,11 +54,9 @@ from fedplan.runners.clients import Faults
 from fedplan.storage.store import Store
 from fedplan.tensors.named import digests
 
-RESULT, SOAK = LAB / "results" / "real-servers.json", LAB / "results" / "soak.json"
+RESULT = LAB / "results" / "real-servers.json"
 SITE = "client-01"
 """The site that is disturbed."""
-EVERY = 20
-"""Rounds between two samples of the soak."""
 CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -418,136 +413,15 @@ def disturb(names: list[str], folder: Path) -> None:
         RESULT.write_text(text + "\n")
 
 
-def process_sample(pids: list[int]) -> dict[str, float]:
-    """Memory in MB, open files, threads and CPU seconds of processes."""
-    found = {"processes": 0.0, "mb": 0.0, "open_files": 0.0, "threads": 0.0, "cpu_seconds": 0.0}
-    for pid in pids:
-        with suppress(OSError):
-            place = Path("/proc") / str(pid)
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-            found["cpu_seconds"] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            found["threads"] += int(fields[17])
-            found["mb"] += int((place / "statm").read_text().split()[1]) * 4096 / 1e6
-            found["open_files"] += len(list((place / "fd").iterdir()))
-            found["processes"] += 1
-    return {key: round(value, 1) for key, value in found.items()}
-
-
-def folder_sample(folder: Path) -> dict[str, int]:
-    """Files and bytes in a folder."""
-    sizes = list[int]()
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            if file.is_file() and not file.is_symlink():
-                sizes.append(file.stat().st_size)
-    return {"files": len(sizes), "bytes": sum(sizes)}
-
-
-def sample(fed: Deployment, number: int) -> dict[str, Any]:
-    """All processes and folders of a federation at a round."""
-    processes = {"driver": "run", "superlink": "link", "proxy": "proxy"}
-    processes |= {f"site {name}": name for name in SITES}
-    processes |= {f"node {name}": f"node {name}" for name in SITES}
-    folders = {"run": fed.folder / "run", "server": fed.folder / "server"}
-    folders |= {f"site {name}": fed.folder / "sites" / name / "state" for name in SITES}
-    return {
-        "round": number,
-        "time": round(time.time(), 1),
-        "load": round(os.getloadavg()[0], 1),
-        "processes": {key: process_sample(fed.pids(what)) for key, what in processes.items()},
-        "folders": {key: folder_sample(place) for key, place in folders.items()},
-    }
-
-
-def soak(rounds: int, folder: Path) -> None:
-    """Run so many rounds of three real sites; append a sample to samples.jsonl every EVERY rounds."""
-    fresh = not (folder / "fed").exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(folder)
-    if fresh:
-        some_digits(folder)
-    ports = folder / "ports.json"
-    if fresh:
-        ports.write_text(json.dumps(free_ports(2)))
-    fed = Deployment(
-        folder / "fed", SITES, rows_of(folder), more=MORE, ports=json.loads(ports.read_text())
-    )
-    study = study_from_dict(folder, "fedper", name="soak", rounds=rounds)
-    (fed.folder / "study.toml").write_text(study)
-    samples, play = folder / "samples.jsonl", Play(fed)
-    with fed:
-        play.drive()
-        last = json.loads(samples.read_text().splitlines()[-1])["round"] if samples.exists() else 0
-        while last < rounds:
-            if (number := play.status().get("round", 0)) >= min(last + EVERY, rounds):
-                last = number
-                with samples.open("a") as file:
-                    file.write(json.dumps(sample(fed, last)) + "\n")
-                write_soak(samples, rounds)
-            time.sleep(1.0)
-        play.finish(600)
-
-
-def write_soak(samples: Path, rounds: int) -> None:
-    """Write the result file of the samples so far, of a soak of so many rounds."""
-    rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    command = f"python research/real_servers.py --soak {rounds}"
-    done = {"command": command, "rounds": rows[-1]["round"], "seed": 0}
-    text = {**done, **FACTS, **summary(rows), "samples": rows}
-    SOAK.write_text(json.dumps(text, indent=1) + "\n")
-
-
-def slope(pairs: list[tuple[float, float]]) -> float:
-    """The least-squares growth of the second number with the first."""
-    count = len(pairs)
-    x, y = (sum(pair[i] for pair in pairs) / count for i in (0, 1))
-    spread = sum((pair[0] - x) ** 2 for pair in pairs)
-    return sum((pair[0] - x) * (pair[1] - y) for pair in pairs) / spread if spread else 0.0
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Growth a round over the last half, and the seconds and CPU seconds of a round."""
-    late = rows[len(rows) // 2 :]
-    growth = dict[str, Any]()
-    for kind, keys in (
-        ("processes", ("mb", "open_files", "threads")),
-        ("folders", ("files", "bytes")),
-    ):
-        for name in rows[-1][kind]:
-            for key in keys:
-                pairs = [(row["round"], row[kind][name][key]) for row in late]
-                growth[f"{name}: {key}"] = round(slope(pairs), 4)
-    spans = [
-        (b["time"] - a["time"]) / (b["round"] - a["round"])
-        for a, b in pairwise(rows)
-        if b["round"] > a["round"]
-    ]
-    cpu = {
-        name: round(slope([(r["round"], r["processes"][name]["cpu_seconds"]) for r in late]), 4)
-        for name in rows[-1]["processes"]
-    }
-    quarter = max(1, len(spans) // 4)
-    return {
-        "seconds a round, first quarter": round(sorted(spans[:quarter])[quarter // 2], 3),
-        "seconds a round, last quarter": round(sorted(spans[-quarter:])[quarter // 2], 3),
-        "CPU seconds a round": cpu,
-        "growth a round, last half": growth,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("cases", nargs="*", help="; ".join(CASES))
-    parser.add_argument("--soak", type=int, help="rounds of a long run instead of the cases")
-    parser.add_argument("--folder", type=Path, help="where to work; a soak goes on there")
+    parser.add_argument("--folder", type=Path, help="where to work")
     args = parser.parse_args()
     folder = (args.folder or Path(tempfile.mkdtemp())).absolute()
-    if args.soak:
-        soak(args.soak, folder)
-    else:
-        disturb(args.cases or list(CASES), folder)
+    disturb(args.cases or list(CASES), folder)
 
 
 if __name__ == "__main__":
