@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, stdev
 
 import numpy as np
-from scipy.special import stdtr
+from scipy.special import stdtr, stdtrit
 
 from fedplan.sweeps.comparisons import markdown_table
 from fedplan.sweeps.statistics import Interval, format_p_value, holm, mean_interval, p_value
@@ -17,6 +17,8 @@ from research.decide.question import Asked, Question
 MET, MISSED, UNDECIDED, OPEN = "met", "missed", "undecided", "not all run"
 STUDIES = 4000
 """Studies that are drawn to reckon a power."""
+SEEN = 0.8
+"""How often a study should see the smallest visible gain."""
 
 Scores = Mapping[str, Mapping[int, float]]
 """What each arm came to, by seed."""
@@ -28,6 +30,8 @@ class Verdict:
 
     A gain is above zero where the arm is better. `p` is of no gain (or of the margin, where that is
     below zero), and `short` of a gain that is just the least that matters; both are corrected.
+    `visible` is the smallest gain that four of five such studies would tell from zero, with the
+    spread that was seen and the level of Holm's strictest step; None with fewer than two seeds.
     """
 
     asked: Asked
@@ -36,6 +40,7 @@ class Verdict:
     p: float | None
     short: float | None
     word: str
+    visible: float | None = None
 
 
 def judged(question: Question, scores: Scores) -> list[Verdict]:
@@ -49,8 +54,17 @@ def judged(question: Question, scores: Scores) -> list[Verdict]:
     for (asked, gain, ended), p, below in zip(pairs, none, short, strict=True):
         kept = mean_interval(gain) if gain else None
         word = _word(asked, gain, p, below, question.alpha) if ended else OPEN
-        found.append(Verdict(asked, len(gain), kept, p, below, word))
+        seen = visible(gain, question.alpha / len(question.comparisons))
+        found.append(Verdict(asked, len(gain), kept, p, below, word, seen))
     return found
+
+
+def visible(gains: Sequence[float], level: float) -> float | None:
+    """The smallest mean that four of five studies would tell from zero at a two-sided level."""
+    if len(gains) < 2:
+        return None
+    freedom, error = len(gains) - 1, stdev(gains) / len(gains) ** 0.5
+    return float((stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, SEEN)) * error)
 
 
 def gains_of(asked: Asked, scores: Scores, seeds: Sequence[int]) -> list[float]:
@@ -85,7 +99,7 @@ def markdown(question: Question, verdicts: Sequence[Verdict]) -> str:
         "least",
         "p",
         "p of least",
-        "power",
+        "visible",
         "verdict",
     ]
     return markdown_table(heads, [_cells(question, each) for each in verdicts])
@@ -102,7 +116,7 @@ def _cells(question: Question, found: Verdict) -> list[str]:
         f"{found.asked.least:+g}",
         format_p_value(found.p),
         format_p_value(found.short),
-        f"{power(question, found.asked):.2f}",
+        f"{found.visible:.4f}" if found.visible is not None else "",
         found.word,
     ]
 
