@@ -67,7 +67,7 @@ def worker_device(name: str, number: int) -> torch.device:
     `resolve_device`.
     """
     device = resolve_device(name)
-    if device.index is None and (count := device_count(device.type)):
+    if ":" not in str(device) and (count := device_count(device.type)):
         return torch.device(device.type, number % count)
     return device
 

@@ -6,8 +6,6 @@ The size is known beforehand: a tenth of all positions takes about half a bit pe
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,7 +44,7 @@ def unpack_positions(packed: Tensor, count: int, total: int) -> Tensor:
     positions = ((ones - _unary_steps(count, low_bits)) << low_bits) | low
     if count and (positions[-1] >= total or (np.diff(positions) <= 0).any()):
         raise ValueError(f"the positions are not ascending, or not below {total}")
-    return cast("Tensor", torch.from_numpy(positions)).to(packed.device)
+    return torch.from_numpy(positions).to(packed.device)
 
 
 def _low_bits(count: int, total: int) -> int:

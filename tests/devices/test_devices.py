@@ -494,7 +494,7 @@ def test_a_word_that_is_no_device_is_refused(word: str) -> None:
 
 def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"xpu": 2, "mps": 1}
-    monkeypatch.setattr(devices, "_count", lambda kind: there.get(kind, 0))
+    monkeypatch.setattr(devices, "device_count", lambda kind: there.get(kind, 0))
     assert resolve_device("auto") == torch.device("xpu")
     assert resolve_device("xpu:1") == torch.device("xpu", 1)
     with pytest.raises(DeviceError, match="'xpu:2', and this machine has 2 XPU devices"):

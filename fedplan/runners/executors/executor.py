@@ -54,7 +54,7 @@ class PoolConfig:
         """
         resolved = resolve_device(device)
         if cards := device_count(resolved.type):
-            return self.count or (cards if resolved.index is None else 1)
+            return self.count or (1 if ":" in str(resolved) else cards)
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return self.count or max(1, cores // threads)
 
