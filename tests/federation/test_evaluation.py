@@ -129,10 +129,9 @@ class Grid(InProcess):
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[FlowerMessage]:
         kind, nodes = self.lost
-        found = [self.sent[n].metadata for n in message_ids if n in self.sent]
-        if any(m.message_type == kind and m.dst_node_id in nodes for m in found):
-            return []
-        return super().pull_messages(message_ids)
+        there = {n: self.sent[n].metadata for n in message_ids if n in self.sent}
+        lost = {n for n, m in there.items() if m.message_type == kind and m.dst_node_id in nodes}
+        return super().pull_messages(n for n in there if n not in lost)
 
 
 class Sites:

@@ -26,7 +26,7 @@ from fedplan.federation.messages import block_scores_to_json
 from fedplan.privacy.dpsgd import per_example
 from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key
 from fedplan.runners import site_runtime
-from fedplan.runners.flower.rpc import ConnectedSite
+from fedplan.runners.flower.records import ConnectedSite
 from fedplan.runners.flower.server import ServerLoop
 from fedplan.studies import experiment
 from fedplan.studies.federated_data import FederatedData

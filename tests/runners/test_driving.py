@@ -255,12 +255,33 @@ class Broken(InProcess):
 
     def pull_messages(self, message_ids: Any) -> list[Any]:
         self._check()
-        (number,) = message_ids
-        self.pulls[number] += 1
-        is_ready = number in self.sent and self.pulls[number] + 99 >= (
-            self.sent[number].metadata.dst_node_id
-        )
-        return super().pull_messages([number] if is_ready else [])
+        self.pulls.update(message_ids)
+        there = {n: self.sent[n].metadata.dst_node_id for n in message_ids if n in self.sent}
+        return super().pull_messages(n for n, node in there.items() if self.pulls[n] + 99 >= node)
+
+
+class Counting(InProcess):
+    """A grid that counts how many replies are asked for at a time."""
+
+    def __init__(self, grid: InProcess) -> None:
+        super().__init__(grid.app, [dict(each.node_config) for each in grid.contexts.values()])
+        self.asked = list[int]()
+
+    def pull_messages(self, message_ids: Any) -> list[Any]:
+        self.asked.append(len(message_ids))
+        return super().pull_messages(message_ids)
+
+
+@pytest.mark.parametrize("room", [2**26, 1])
+def test_replies_are_fetched_together_if_they_are_small(
+    tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as fit by the first one: else one after the other, whatever the number of sites."""
+    monkeypatch.setattr(rpc, "BATCH_BYTES", room)
+    driven = Driven(tmp_path, NAMES)
+    driven.grid = grid = Counting(driven.grid)
+    assert driven.drive(quorum=3).state == RunState.DONE
+    assert max(grid.asked) == (3 if room > 1 else 1)
 
 
 def require_undisturbed(driven: Driven, expected: Driven) -> None:

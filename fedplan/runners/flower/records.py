@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, RecordDict
 from flwr.app import Message as FlowerMessage
@@ -53,6 +54,49 @@ def from_records(records: RecordDict) -> Message:
     if not isinstance(header, bytes):
         raise BrokenMessage("the header of a message must be bytes")
     return Message(header, tuple(arrays[name].data for name in sorted(arrays)))
+
+
+@dataclass(frozen=True)
+class ConnectedSite:
+    """A connected site, as described by the site's reply to the hello.
+
+    `node` is the site's Flower node id, `agreement_digest` the digest of the site's agreement (the
+    settings fixed before round 1), `initial_digest` the digest of the initial model there, `run`
+    the run id. `traits` are the site's texts for conditions of the plan, `versions` the site's
+    package versions (empty if unknown), `key` the public node key for secure aggregation, as the
+    site reports it: not verified.
+    """
+
+    node: int
+    agreement_digest: str
+    initial_digest: str
+    run: str
+    traits: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    key: bytes = b""
+
+
+def read_hello(records: RecordDict, node: int) -> tuple[str, ConnectedSite, dict[str, Any]]:
+    """Return a site's name, the site and all fields of the reply to a hello from a Flower node.
+
+    Raises FedplanError, TypeError or ValueError for an invalid reply.
+    """
+    fields = unpack_message(from_records(records))[1]
+    traits, versions = (_text_fields(fields.get(key)) for key in ("traits", "versions"))
+    agreement, start, run = (str(fields.get(key)) for key in ("agreement", "start", "run"))
+    node_key = bytes.fromhex(str(fields.get("node_key", "")))
+    site = ConnectedSite(node, agreement, start, run, traits, versions, node_key)
+    return str(fields.get("client", "")), site, fields
+
+
+def _text_fields(value: object) -> dict[str, str]:
+    items = cast("Mapping[object, object]", value if isinstance(value, dict) else {})
+    return {str(name): str(item) for name, item in items.items()}
+
+
+def content_bytes(records: RecordDict) -> int:
+    """Return the bytes of all arrays in records."""
+    return sum(record.count_bytes() for record in records.array_records.values())
 
 
 def reply_fields(reply: Message) -> dict[str, Any]:

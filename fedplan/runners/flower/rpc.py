@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import inf
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import httpx
 from flwr.app import ArrayRecord
@@ -29,9 +29,16 @@ from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream, StopRequested
 from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower._internals import RunNotRunningException
-from fedplan.runners.flower.records import from_records, refusal_text, to_records
+from fedplan.runners.flower.records import (
+    ConnectedSite,
+    content_bytes,
+    from_records,
+    read_hello,
+    refusal_text,
+    to_records,
+)
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import pack_message, unpack_message
+from fedplan.tensors.serialization import pack_message
 
 log = logging.getLogger("fedplan")
 Item = TypeVar("Item")
@@ -51,6 +58,8 @@ HELLO = "query.hello"
 """Kind of the message that introduces server and site."""
 HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
+BATCH_BYTES = 2**26
+"""About the most bytes of replies that are fetched at a time."""
 ENDED_STATUS = (401, 403)
 """HTTP status of calls for a task that has expired, or whose Flower run has ended."""
 AWAY_ERRORS = (httpx.TransportError, ConnectionError, LinkUnreachable)
@@ -61,26 +70,6 @@ FINAL_ERRORS = (
 )
 """Errors of a call that no repetition mends."""
 ENDED = "Flower has ended its run: start it again, to go on with this round"
-
-
-@dataclass(frozen=True)
-class ConnectedSite:
-    """A connected site, as described by the site's reply to the hello.
-
-    `node` is the site's Flower node id, `agreement_digest` the digest of the site's agreement (the
-    settings fixed before round 1), `initial_digest` the digest of the initial model there, `run`
-    the run id. `traits` are the site's texts for conditions of the plan, `versions` the site's
-    package versions (empty if unknown), `key` the public node key for secure aggregation, as the
-    site reports it: not verified.
-    """
-
-    node: int
-    agreement_digest: str
-    initial_digest: str
-    run: str
-    traits: dict[str, str]
-    versions: dict[str, str] = field(default_factory=dict[str, str])
-    key: bytes = b""
 
 
 @dataclass
@@ -129,7 +118,7 @@ class SiteRpc:
         self.hello = hello or pack_message({}, {"run": ""})
         self.sites: dict[str, ConnectedSite] = {}
         self.refusals: dict[str, str] = {}
-        self.sent = set[str]()
+        self.sent, self._reply_bytes = set[str](), dict[str, int]()
         self._hello_since: dict[int, str] = {}
         self._hello_after: dict[int, float] = {}
         self._node_names: dict[int, str] = {}
@@ -225,9 +214,8 @@ class SiteRpc:
                 self._hello_after[node] = time.monotonic() + self.timeouts.sites / 2
                 for message_id in self._push(node, HELLO, self.hello, None):
                     self._pending_hellos[message_id] = node
-        for message_id, node in list(self._pending_hellos.items()):
-            for reply in self._retry(lambda i=message_id: self.grid.pull_messages([i])):
-                self._pending_hellos.pop(message_id, None)
+        for reply in self._pull(HELLO, self._pending_hellos):
+            if node := self._pending_hellos.pop(reply.metadata.reply_to_message_id, 0):
                 self._hello_after.pop(node, None)
                 if reply.has_error():
                     self._refuse(node, "", _error_text(reply))
@@ -272,7 +260,7 @@ class SiteRpc:
             try:
                 for name, call in pending.items():
                     self._send(kind, name, call, online, timeout / 2)
-                for name, reply in self._receive(pending):
+                for name, reply in self._receive(kind, pending):
                     request = requests.get(name)
                     yield name, reply
                     del reply
@@ -310,20 +298,17 @@ class SiteRpc:
         Refused are errors, invalid replies, names that are unknown or not the node's registered
         name, and a name that another online node has.
         """
+        registered = self._node_names.get(node, "")
         try:
-            _, fields = unpack_message(from_records(reply.content))
-            name, registered = str(fields.get("client", "")), self._node_names.get(node, "")
-            if reason := refusal_text(fields):
-                return self._refuse(node, registered or name, reason)
-            if registered and name != registered:
-                return self._refuse(node, registered, f"says that it is {name[:80]!r}")
-            if name not in self.names:
-                return self._refuse(node, "", f"is {name[:80]!r}, whom the study does not name")
-            traits, versions = (_text_fields(fields.get(key)) for key in ("traits", "versions"))
-            agreement, start, run = (str(fields.get(key)) for key in ("agreement", "start", "run"))
-            node_key = bytes.fromhex(str(fields.get("node_key", "")))
+            name, site, fields = read_hello(reply.content, node)
         except (FedplanError, TypeError, ValueError) as error:
             return self._refuse(node, "", f"does not say who it is: {str(error)[:200]}")
+        if reason := refusal_text(fields):
+            return self._refuse(node, registered or name, reason)
+        if registered and name != registered:
+            return self._refuse(node, registered, f"says that it is {name[:80]!r}")
+        if name not in self.names:
+            return self._refuse(node, "", f"is {name[:80]!r}, whom the study does not name")
         other = self.sites.get(name)
         if other is not None and other.node != node and other.node in self._online_nodes():
             return self._refuse(node, "", f"says that it is {name!r}, as node {other.node} does")
@@ -331,7 +316,7 @@ class SiteRpc:
         ends = re.sub("[^0-9a-f]", "?", str(fields.get("egress_head", ""))[:64])
         self.events.emit(Notice("site hello", f"egress log ends with hash {ends}", "info", name))
         self.refusals.pop(name, None)
-        self.sites[name] = ConnectedSite(node, agreement, start, run, traits, versions, node_key)
+        self.sites[name] = site
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
         """Record and log the `reason` why a node is not connected, and schedule another hello.
@@ -447,23 +432,41 @@ class SiteRpc:
         """Return monotonic seconds without those in which the SuperLink did not answer."""
         return time.monotonic() - self._outage_seconds
 
-    def _receive(self, pending: dict[str, _PendingCall]) -> Iterator[tuple[str, Message | str]]:
-        """Yield (name, reply) for the replies that have arrived, pulled one at a time.
+    def _pull(self, kind: str, message_ids: Iterable[str]) -> Iterator[FlowerMessage]:
+        """Yield the replies that have arrived to messages of a kind, without waiting.
+
+        Asks for several at a time, as many as take BATCH_BYTES by the largest reply of this kind so
+        far; before the first reply, for one at a time.
+        """
+        waiting = list(message_ids)
+        while waiting:
+            count = max(1, BATCH_BYTES // self._reply_bytes.get(kind, BATCH_BYTES))
+            batch, waiting = waiting[:count], waiting[count:]
+            replies = self._retry(lambda ids=batch: self.grid.pull_messages(ids))
+            replies = [each for each in replies if each.metadata.reply_to_message_id in batch]
+            while replies:  # none is kept here while the next one is fetched
+                size = 0 if replies[0].has_error() else content_bytes(replies[0].content)
+                self._reply_bytes[kind] = max(1, size, self._reply_bytes.get(kind, 0))
+                yield replies.pop(0)
+
+    def _receive(
+        self, kind: str, pending: dict[str, _PendingCall]
+    ) -> Iterator[tuple[str, Message | str]]:
+        """Yield (name, reply) for the replies that have arrived to requests of a kind.
 
         Removes the answered calls from `pending`; does not wait.
         """
-        for name, call in list(pending.items()):
-            for message_id in list(call.message_ids):
-                # No reply is kept in memory here while the next one is fetched.
-                replies = self._retry(lambda i=message_id: self.grid.pull_messages([i]))
-                while replies:
-                    call.message_ids.pop(message_id, None)
-                    reply = self._parse_reply(name, call, replies.pop(0))
-                    # A second reply to an old request is not the reply to the next request.
-                    if reply is not None and pending.get(name) is call:
-                        del pending[name]
-                        yield name, reply
-                    del reply
+        calls = {i: (name, call) for name, call in pending.items() for i in call.message_ids}
+        for message in self._pull(kind, calls):
+            name, call = calls[message.metadata.reply_to_message_id]
+            call.message_ids.pop(message.metadata.reply_to_message_id, None)
+            reply = self._parse_reply(name, call, message)
+            del message
+            # A second reply to an old request is not the reply to the next request.
+            if reply is not None and pending.get(name) is call:
+                del pending[name]
+                yield name, reply
+            del reply
 
     def _parse_reply(
         self, name: str, call: _PendingCall, reply: FlowerMessage
@@ -486,11 +489,6 @@ class SiteRpc:
         if call.node in self._online_nodes():
             call.failures += 1
         return f"no answer: {reason}" if call.failures >= self.timeouts.tries else None
-
-
-def _text_fields(value: object) -> dict[str, str]:
-    items = cast("Mapping[object, object]", value if isinstance(value, dict) else {})
-    return {str(name): str(item) for name, item in items.items()}
 
 
 def _error_text(reply: FlowerMessage) -> str:

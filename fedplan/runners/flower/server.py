@@ -41,8 +41,8 @@ from fedplan.federation.participation import Timeouts
 from fedplan.federation.rounds import RoundState, accept_masked_report
 from fedplan.federation.server import Server
 from fedplan.runners.clients import Faults
-from fedplan.runners.flower.records import refusal_text, reply_fields, to_arrays
-from fedplan.runners.flower.rpc import ConnectedSite, MessageFactory, SiteRpc
+from fedplan.runners.flower.records import ConnectedSite, refusal_text, reply_fields, to_arrays
+from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
 from fedplan.runners.flower.site_evaluation import SiteEvaluation
 from fedplan.studies.schema import Study
 from fedplan.tensors.message import Message
