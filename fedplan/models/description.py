@@ -295,8 +295,10 @@ class _Structure:
         parents = [self.modules.get(path) for path in ancestors(name)]
         in_hugging_face_model = any(getattr(each, "base_model_prefix", "") for each in parents)
         in_list = any(isinstance(each, LISTS) for each in parents)
-        # Within a backbone only a linear layer outside all lists may be head: a pooler.
-        may_be_pooler = isinstance(owner, nn.Linear) and not in_list
+        # Within a backbone only a pooler may be head: linear layers or attention outside all lists.
+        inside = [*owner.modules()]
+        is_linear = any(isinstance(each, nn.Linear) for each in inside)
+        may_be_pooler = is_linear and not in_list and not any(isinstance(e, LISTS) for e in inside)
         return words - {"head"} if in_hugging_face_model and not may_be_pooler else words
 
     def _kind_or_fused(self, name: str, path: Path, owner: nn.Module) -> Kind | Path:
