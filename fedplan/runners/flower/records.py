@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of fedplan as Flower messages, with each blob as an array of bytes.
+"""Messages of fedplan as Flower messages, with tensors as blobs of bytes.
 
-Flower fetches every array by a request of its own, and supports neither bfloat16 nor 8-bit floats.
-So tensors are sent as bytes.
+Flower fetches every record by a request of its own, and an array by two more for each 5 MB; it
+supports neither bfloat16 nor 8-bit floats. So tensors are sent as bytes, small ones in few records.
 """
 
 from __future__ import annotations
@@ -25,35 +25,59 @@ Answer = Callable[[str, Message], Message]
 """Returns the reply to a request, given its kind and message."""
 APP_FAILED = 2
 """Flower's error code of a failed app; the server repeats the request a few times."""
+BlobRecord = ArrayRecord | ConfigRecord
+"""Blobs of a message: a ConfigRecord if they are small."""
+SMALL_BYTES = 2**22
+"""Most bytes of small blobs."""
 ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 """Names of the two records, and of the field in the header record."""
 
 
-def to_records(message: Message, arrays: ArrayRecord | None = None) -> RecordDict:
-    """Convert a message to records; `arrays` (from `to_arrays`) replace the message's blobs."""
-    header = ConfigRecord({FIELD: message.header})
-    return RecordDict({ARRAYS: arrays or to_arrays(message.blobs), HEADER: header})
+def to_records(message: Message, blobs: BlobRecord | None = None) -> RecordDict:
+    """Convert a message to records; `blobs` (from `to_blob_record`) replace the message's blobs.
+
+    A small message without `blobs` is a single record.
+    """
+    header: dict[str, Any] = {FIELD: message.header}
+    if blobs is None and sum(map(len, message.blobs)) <= SMALL_BYTES:
+        return RecordDict({HEADER: ConfigRecord(header | _named(message.blobs))})
+    blobs = to_blob_record(message.blobs) if blobs is None else blobs
+    records = RecordDict({HEADER: ConfigRecord(header)})
+    if blobs:
+        records[ARRAYS] = blobs
+    return records
+
+
+def to_blob_record(blobs: tuple[bytes, ...]) -> BlobRecord:
+    """Convert blobs to a record, which several messages may share."""
+    if sum(map(len, blobs)) > SMALL_BYTES:
+        return to_arrays(blobs)
+    return ConfigRecord({**_named(blobs)})
 
 
 def to_arrays(blobs: tuple[bytes, ...]) -> ArrayRecord:
     """Convert blobs to an array record, named by their position."""
-    return ArrayRecord(
-        {
-            f"{place:06}": Array("uint8", (len(blob),), "safetensors", blob)
-            for place, blob in enumerate(blobs)
-        }
-    )
+    named = _named(blobs).items()
+    return ArrayRecord({n: Array("uint8", (len(b),), "safetensors", b) for n, b in named})
+
+
+def _named(blobs: tuple[bytes, ...]) -> dict[str, bytes]:
+    return {f"{place:06}": blob for place, blob in enumerate(blobs)}
 
 
 def from_records(records: RecordDict) -> Message:
-    """Convert the records of `to_records` back; BrokenMessage without arrays or header bytes."""
-    arrays, config = records.get(ARRAYS), records.get(HEADER)
-    if not isinstance(arrays, ArrayRecord) or not isinstance(config, ConfigRecord):
-        raise BrokenMessage("not a message of fedplan: it has no arrays or no header")
-    header = config.get(FIELD)
-    if not isinstance(header, bytes):
-        raise BrokenMessage("the header of a message must be bytes")
-    return Message(header, tuple(arrays[name].data for name in sorted(arrays)))
+    """Convert the records of `to_records` back; BrokenMessage without a header of bytes."""
+    config, blobs = records.get(HEADER), records.get(ARRAYS)
+    if not isinstance(config, ConfigRecord) or not isinstance(config.get(FIELD), bytes):
+        raise BrokenMessage("not a message of fedplan: it has no header of bytes")
+    named: dict[str, Any] = {name: value for name, value in config.items() if name.isdecimal()}
+    if isinstance(blobs, ArrayRecord):
+        named |= {name: array.data for name, array in blobs.items()}
+    elif isinstance(blobs, ConfigRecord):
+        named |= blobs
+    if not all(isinstance(blob, bytes) for blob in named.values()):
+        raise BrokenMessage("not a message of fedplan: a blob is not bytes")
+    return Message(cast("bytes", config[FIELD]), tuple(named[name] for name in sorted(named)))
 
 
 @dataclass(frozen=True)
@@ -95,8 +119,11 @@ def _text_fields(value: object) -> dict[str, str]:
 
 
 def content_bytes(records: RecordDict) -> int:
-    """Return the bytes of all arrays in records."""
-    return sum(record.count_bytes() for record in records.array_records.values())
+    """Return the bytes of the message in records; 0 if it is no message of fedplan."""
+    try:
+        return from_records(records).nbytes
+    except BrokenMessage:
+        return 0
 
 
 def reply_fields(reply: Message) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from math import inf
 from typing import TypeVar
 
 import httpx
-from flwr.app import ArrayRecord
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
@@ -30,6 +29,7 @@ from fedplan.federation.ledger.stream import EventStream, StopRequested
 from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower._internals import RunNotRunningException
 from fedplan.runners.flower.records import (
+    BlobRecord,
     ConnectedSite,
     content_bytes,
     from_records,
@@ -42,8 +42,8 @@ from fedplan.tensors.serialization import pack_message
 
 log = logging.getLogger("fedplan")
 Item = TypeVar("Item")
-MessageFactory = Callable[[], tuple[Message, ArrayRecord | None]]
-"""Makes a request and its arrays at the time of sending, so that one is in memory at a time."""
+MessageFactory = Callable[[], tuple[Message, BlobRecord | None]]
+"""Makes a request and its blobs at the time of sending, so that one is in memory at a time."""
 
 
 class FlowerRunEnded(FedplanError):
@@ -349,18 +349,16 @@ class SiteRpc:
             return
         call.node, call.since = site.node, online[site.node]
         call.due = self._now() + patience
-        message, arrays = call.make_message()
-        for message_id in self._push(site.node, kind, message, arrays):
+        message, blobs = call.make_message()
+        for message_id in self._push(site.node, kind, message, blobs):
             call.message_ids[message_id] = site.node
         if kind != HELLO:  # which asks for no work
             self.sent.add(name)
             self.events.emit(ClientChanged(name, SiteState.REQUESTED))
 
-    def _push(
-        self, node: int, kind: str, message: Message, arrays: ArrayRecord | None
-    ) -> list[str]:
+    def _push(self, node: int, kind: str, message: Message, blobs: BlobRecord | None) -> list[str]:
         """Send a message to a node; return a list of the id from Flower, or an empty list."""
-        envelope = FlowerMessage(to_records(message, arrays), node, kind)
+        envelope = FlowerMessage(to_records(message, blobs), node, kind)
         return [i for i in self._retry(lambda: self.grid.push_messages([envelope])) if i]
 
     def _retry(self, call: Callable[[], Iterable[Item]]) -> list[Item]:

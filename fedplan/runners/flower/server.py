@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError
@@ -41,7 +40,13 @@ from fedplan.federation.participation import Timeouts
 from fedplan.federation.rounds import RoundState, accept_masked_report
 from fedplan.federation.server import Server
 from fedplan.runners.clients import Faults
-from fedplan.runners.flower.records import ConnectedSite, refusal_text, reply_fields, to_arrays
+from fedplan.runners.flower.records import (
+    BlobRecord,
+    ConnectedSite,
+    refusal_text,
+    reply_fields,
+    to_blob_record,
+)
 from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
 from fedplan.runners.flower.site_evaluation import SiteEvaluation
 from fedplan.studies.schema import Study
@@ -95,8 +100,9 @@ class ServerLoop:
         self._mismatches: dict[str, str] = {}
         self._adverts: dict[str, Any] = {}
         self._version_notes: dict[str, str] = {}
-        self._cached_arrays: tuple[tuple[tuple[str, int], ...], ArrayRecord] = ((), ArrayRecord())
-        self.evaluation = SiteEvaluation(self.rpc, server, self._arrays)
+        no_blobs: tuple[tuple[tuple[str, int], ...], BlobRecord] = (), to_blob_record(())
+        self._cached_blobs = no_blobs
+        self.evaluation = SiteEvaluation(self.rpc, server, self._blobs)
 
     def run(self) -> None:
         """Run all remaining rounds in this thread, each committed before the next starts.
@@ -253,8 +259,8 @@ class ServerLoop:
             elif self._resend_if_missing(round_state, name, reply):
                 requests[name] = self._request_factory(round_state, name)
             else:
-                # All present sites have their request: free the arrays.
-                self._cached_arrays = ((), ArrayRecord())
+                # All present sites have their request: free the blobs.
+                self._cached_blobs = ((), to_blob_record(()))
                 self._accept_reply(round_state, name, reply)
             del reply  # else it would stay in memory while the next one is fetched
         without_reply = (
@@ -302,19 +308,19 @@ class ServerLoop:
         Values that the site received for the last evaluation are left out.
         """
 
-        def make_message() -> tuple[Message, ArrayRecord | None]:
+        def make_message() -> tuple[Message, BlobRecord | None]:
             request = round_state.cohort[name]
             request = replace(request, values=self.evaluation.missing_values(request))
-            return pack_message({}, request_header(request)), self._arrays(request)
+            return pack_message({}, request_header(request)), self._blobs(request)
 
         return make_message
 
-    def _arrays(self, request: Request) -> ArrayRecord:
-        """Return a request's values as arrays; reuses the last result for the same versions."""
+    def _blobs(self, request: Request) -> BlobRecord:
+        """Return a request's values as a record; reuses the last result for the same versions."""
         versions = tuple(sorted((key, request.versions.get(key, -1)) for key in request.values))
-        if versions != self._cached_arrays[0]:
-            self._cached_arrays = (versions, to_arrays(request_message(request).blobs))
-        return self._cached_arrays[1]
+        if versions != self._cached_blobs[0]:
+            self._cached_blobs = (versions, to_blob_record(request_message(request).blobs))
+        return self._cached_blobs[1]
 
     def _resend_if_missing(self, round_state: RoundState, name: str, reply: Message) -> bool:
         """Return whether a reply says that the site `name` lost the values sent before.

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord
 
 from fedplan.errors import FedplanError
 from fedplan.federation.evaluation import (
@@ -23,7 +22,7 @@ from fedplan.federation.global_state import METRICS
 from fedplan.federation.messages import Request, request_header
 from fedplan.federation.score_sums import SENDERS, ScoreVector
 from fedplan.federation.server import Server
-from fedplan.runners.flower.records import refusal_text, reply_fields
+from fedplan.runners.flower.records import BlobRecord, refusal_text, reply_fields
 from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.message import Message
@@ -36,16 +35,16 @@ log = logging.getLogger("fedplan")
 class SiteEvaluation:
     """Evaluation of the models at the sites, by requests of `rpc`; one object serves a whole run.
 
-    `server` has the global state and the roster, `arrays` converts a request's values to Flower
-    arrays. Call `evaluate_sites` after a committed round. `received_versions` are the versions of
+    `server` has the global state and the roster, `blobs` converts a request's values to a
+    record. Call `evaluate_sites` after a committed round. `received_versions` are the versions of
     the global values that each site got in the last evaluation: `missing_values` leaves these
     values out of the next training request.
     """
 
     def __init__(
-        self, rpc: SiteRpc, server: Server, arrays: Callable[[Request], ArrayRecord]
+        self, rpc: SiteRpc, server: Server, blobs: Callable[[Request], BlobRecord]
     ) -> None:
-        self.rpc, self.server, self.arrays = rpc, server, arrays
+        self.rpc, self.server, self.blobs = rpc, server, blobs
         self.received_versions: dict[str, dict[str, int]] = {}
 
     def evaluate_sites(
@@ -168,5 +167,5 @@ class SiteEvaluation:
     def _message_factory(self, requests: Mapping[str, Request], name: str) -> MessageFactory:
         return lambda: (
             pack_message({}, request_header(requests[name])),
-            self.arrays(requests[name]),
+            self.blobs(requests[name]),
         )

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive a real SuperLink and a real driver with many nodes of one process, and see what a round costs.
+
+    python research/fleet.py 100 --rounds 3 --width 64
+
+Each node has a key and a connection of its own, speaks Flower's fleet API, looks for a message every
+three seconds as a SuperNode does, and answers by the endpoint of a site. The model is a ViT; widths
+64 and 288 make updates of about 1 and 20 MB. Adds a row to research/results/fleet.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Message as FlowerMessage
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    RegisterNodeFleetRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.node_pb2 import Node as NodeProto
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+from soak import process_sample
+from study import FACTS, LAB
+
+from deployment import BIN, free_ports, until_open  # isort: skip
+from fedplan.federation.ledger.egress import Account, EgressLog
+from fedplan.federation.ledger.faults import FaultLog
+from fedplan.runners.flower.records import make_reply
+from fedplan.runners.site import Site
+from fedplan.runners.site_runtime import SiteRuntime
+from fedplan.studies.schema import read_study
+
+RESULT = LAB / "results" / "fleet.json"
+LOOK_SECONDS = 3.0
+"""Between two looks of a node for a message, as of a SuperNode."""
+STUDY = """
+name = "fleet"
+threads = 1
+[model]
+type = "vit"
+config = {{ image_size = 16, patch_size = 8, hidden_size = {width}, num_hidden_layers = 5, num_attention_heads = 4, intermediate_size = {middle} }}
+[task]
+kind = "image-classification"
+input = "image"
+label = "digit"
+image_size = 16
+labels = [0, 1, 2]
+[data]
+path = "{folder}/digits.npz"
+partition = "column"
+partition_column = "site"
+num_clients = {nodes}
+holdout_fraction = 0.0
+[clients]
+min_updates = {nodes}
+[method]
+name = "fedavg"
+[train]
+rounds = {rounds}
+optimizer = "sgd"
+lr = 0.01
+steps = 1
+batch_size = 2
+[timeouts]
+updates = 3600
+sites = 3600
+"""
+
+
+@dataclass
+class Fleet:
+    """All nodes: the runtime of the first site, of which the others are copies, and counts."""
+
+    address: str
+    base: SiteRuntime
+    folder: Path
+    counts: Counter[str] = field(default_factory=Counter[str])
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def node(self, name: str) -> Node:
+        """A registered and active node of a site."""
+        runtime = copy.copy(self.base)
+        state = self.folder / name
+        runtime.site = self.base.site.model_copy(update={"name": name, "state": str(state)})
+        runtime.account, runtime.faults = Account(state / "account"), FaultLog(state)
+        runtime.egress, runtime._endpoint = EgressLog(state), None
+        private, public = generate_key_pairs()
+        client = FleetHttpClient.from_server_address(
+            self.address,
+            True,
+            None,
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                NodeAuthHttpInterceptor(private, public),
+            ],
+        )
+        key = public_key_to_bytes(public)
+        client.RegisterNode(RegisterNodeFleetRequest(public_key=key))
+        request = ActivateNodeRequest(public_key=key, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+        return Node(self, runtime, client, NodeProto(node_id=client.ActivateNode(request).node_id))
+
+
+@dataclass
+class Node:
+    """A node of the fleet; `look` once in LOOK_SECONDS."""
+
+    fleet: Fleet
+    runtime: SiteRuntime
+    client: FleetHttpClient
+    proto: NodeProto
+    due: float = 0.0
+    beat: float = 0.0
+
+    def look(self) -> None:
+        """Send a heartbeat if it is due, and answer the next message, if there is one."""
+        counts = self.fleet.counts
+        try:
+            now = time.monotonic()
+            if now > self.beat:
+                self.beat = now + HEARTBEAT_DEFAULT_INTERVAL / 2
+                self.client.SendNodeHeartbeat(
+                    SendNodeHeartbeatRequest(
+                        node=self.proto, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
+                    )
+                )
+            counts["looks"] += 1
+            response = self.client.PullMessages(PullMessagesRequest(node=self.proto))
+            if response.messages_list:
+                self._answer(response.messages_list[0], response.message_object_trees[0])
+        except Exception as error:
+            counts[f"{type(error).__name__}: {str(error)[:80]}"] += 1
+        self.due = max(self.due + LOOK_SECONDS, time.monotonic())
+
+    def _answer(self, proto: Any, tree: Any) -> None:
+        run_id = message_from_proto(proto).metadata.run_id
+        message = pull_and_inflate_object_from_tree(
+            tree,
+            make_pull_object_fn_protobuf(self.client.PullObject, self.proto, run_id),
+            make_confirm_message_received_fn_protobuf(
+                self.client.ConfirmMessageReceived, self.proto, run_id
+            ),
+            return_type=FlowerMessage,
+        )
+        message.metadata.__dict__["_message_id"] = proto.metadata.message_id
+        with self.fleet.lock:  # there is one model
+            reply = make_reply(message, self.runtime.answer)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        pushed = self.client.PushMessages(
+            PushMessagesRequest(
+                node=self.proto,
+                messages_list=[message_to_proto(remove_content_from_message(reply))],
+                message_object_trees=[get_object_tree(reply)],
+                clientapp_runtime_list=[0.0],
+            )
+        )
+        push_objects(
+            get_all_nested_objects(reply),
+            make_push_object_fn_protobuf(
+                self.client.PushObject, self.proto, run_id, pushed.session_id
+            ),
+            object_ids_to_push=set(pushed.objects_to_push),
+        )
+        self.fleet.counts[f"answers to {message.metadata.message_type}"] += 1
+
+
+def write_study(folder: Path, nodes: int, rounds: int, width: int) -> Path:
+    """The study of a ViT of a width, with two examples for each node."""
+    draw, count = np.random.default_rng(0), 2 * nodes
+    images = draw.integers(0, 255, (count, 16, 16), dtype=np.uint8)
+    names = [f"site-{place // 2:04}" for place in range(count)]
+    np.savez(folder / "digits.npz", image=images, digit=np.arange(count) % 3, site=names)
+    file = folder / "study.toml"
+    text = {"folder": folder, "nodes": nodes, "rounds": rounds, "width": width, "middle": 4 * width}
+    file.write_text(STUDY.format(**text))
+    return file
+
+
+def sailed(nodes: int, rounds: int, width: int, threads: int, folder: Path) -> dict[str, Any]:
+    """Run the federation, and return what it took."""
+    torch.set_num_threads(1)
+    (port,) = free_ports(1)
+    server, file = folder / "server", write_study(folder, nodes, rounds, width)
+    server.mkdir()
+    (server / "server.toml").write_text(f'address = "127.0.0.1:{port}"\n')
+    logs = [(folder / name).open("wb") for name in ("link.log", "driver.log")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+    def start(log: int, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [BIN / "fedplan", *words], env=env, stdout=logs[log], stderr=subprocess.STDOUT
+        )
+
+    link = start(0, "server", "link", "--server", str(server))
+    processes = [link]
+    try:
+        until_open(port)
+        study = read_study(file)
+        base = SiteRuntime(Site(name="site-0000", state=str(folder / "sites" / "first")), study)
+        fleet = Fleet(f"127.0.0.1:{port}", base, folder / "sites")
+        began = time.monotonic()
+        names = list(base.experiment.data.train)
+        with ThreadPoolExecutor(threads) as pool:
+            crew = list(pool.map(fleet.node, names))
+            registered = time.monotonic() - began
+            for place, node in enumerate(crew):
+                node.due = time.monotonic() + LOOK_SECONDS * place / nodes
+            driver = start(
+                1, *("run", str(file), "--runner", "flower", "--server", str(server)),
+                *("--output", str(folder / "run")),
+            )  # fmt: skip
+            processes.append(driver)
+            samples, ends = list[dict[str, Any]](), list[float]()
+            while driver.poll() is None:
+                due = [node for node in crew if node.due <= time.monotonic()]
+                list(pool.map(Node.look, due))
+                closed = rounds_closed(folder / "run")
+                if closed > len(ends):
+                    ends += [time.monotonic()] * (closed - len(ends))
+                    samples.append(
+                        {"link": process_sample([link.pid]), "driver": process_sample([driver.pid])}
+                    )
+                if not due:
+                    time.sleep(0.02)
+        code = driver.returncode
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    spans = [b - a for a, b in pairwise(ends)]
+    return {
+        **FACTS,
+        "nodes": nodes,
+        "rounds": rounds,
+        "update_mb": round(sum(v.nbytes for v in base.experiment.initial_values.values()) / 1e6, 2),
+        "exit": code,
+        "seconds to register": round(registered, 1),
+        "seconds a round": [round(span, 1) for span in spans],
+        "after each round": samples,
+        "nodes did": dict(fleet.counts),
+    }
+
+
+def rounds_closed(run: Path) -> int:
+    """How many rounds the driver has closed."""
+    file = run / "status.json"
+    return int(json.loads(file.read_text())["round"]) if file.exists() else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("nodes", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=4, help="nodes that look at a time")
+    args = parser.parse_args()
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+    try:
+        row = sailed(args.nodes, args.rounds, args.width, args.threads, folder)
+        row["command"] = f"python {' '.join(sys.argv)}"
+        if row["exit"]:
+            sys.stderr.write((folder / "driver.log").read_text()[-3000:])
+            sys.stderr.write((folder / "link.log").read_text()[-3000:])
+    finally:
+        shutil.rmtree(folder)
+    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    RESULT.write_text(json.dumps([*rows, row], indent=1) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()
