@@ -290,15 +290,16 @@ class _Structure:
         words = LAYER_MAP_WORDS | places
         shapes = (tuple(tensor.shape) for tensor in owner.parameters(recurse=False))
         is_leaf = not type(owner).__module__.startswith("torch.") and not [*owner.children()]
-        if not is_leaf or any(prod(shape) != max(shape, default=0) for shape in shapes):
+        is_linear = isinstance(owner, nn.Linear)  # whose packed weight has one column
+        if not is_leaf or is_linear or any(prod(each) != max(each, default=0) for each in shapes):
             words -= {"norm"}  # norms are modules of their own, with vectors only
         parents = [self.modules.get(path) for path in ancestors(name)]
         in_hugging_face_model = any(getattr(each, "base_model_prefix", "") for each in parents)
         in_list = any(isinstance(each, LISTS) for each in parents)
         # Within a backbone only a pooler may be head: linear layers or attention outside all lists.
         inside = [*owner.modules()]
-        is_linear = any(isinstance(each, nn.Linear) for each in inside)
-        may_be_pooler = is_linear and not in_list and not any(isinstance(e, LISTS) for e in inside)
+        has_linear = any(isinstance(each, nn.Linear) for each in inside)
+        may_be_pooler = has_linear and not in_list and not any(isinstance(e, LISTS) for e in inside)
         return words - {"head"} if in_hugging_face_model and not may_be_pooler else words
 
     def _kind_or_fused(self, name: str, path: Path, owner: nn.Module) -> Kind | Path:

@@ -138,16 +138,16 @@ def test_a_digest_pins_what_is_packed_and_what_unpacks_it(
 
 ELSEWHERE = """
 import json, sys, torch, transformers as hf
-from fedplan.models import describe, take
-from fedplan.models.catalog import fetched
-from fedplan.models.values import QUANTISED, quantization, steadied
-from fedplan.tensors import digests
+from fedplan.models.catalog import load_pretrained
+from fedplan.models.description import describe
+from fedplan.models.values import QUANTIZATIONS, get_values, pin_packed_layout, quantization_config
+from fedplan.tensors.named import digests
 
 found = {}
-for kind in QUANTISED:
-    how = {"dtype": torch.float32, "quantization_config": quantization(kind, torch.float32)}
-    model = steadied(fetched(hf.AutoModelForCausalLM, sys.argv[1], **how))
-    found[kind] = digests(take(model, describe(model)))
+for kind in QUANTIZATIONS:
+    how = {"dtype": torch.float32, "quantization_config": quantization_config(kind, torch.float32)}
+    model = pin_packed_layout(load_pretrained(hf.AutoModelForCausalLM, sys.argv[1], **how))
+    found[kind] = digests(get_values(model, describe(model)))
 print(json.dumps(found))
 """
 

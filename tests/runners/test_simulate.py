@@ -371,7 +371,7 @@ def test_a_run_that_is_resumed_within_its_rounds_ends_once(tmp_path: Path) -> No
         ({"validation": {"north": table(4)}}, "validation is a mapping"),
         ({"callbacks": [None]}, "give a list of functions"),
         ({"method": "fedavg"}, "give a plan"),
-        ({"evaluate": {"every": 2}}, r"evaluate is a dict: give fp.EvaluateConfig\(...\)"),
+        ({"evaluate": {"every": 2}}, r"evaluate is \{'every': 2\}: give fp.EvaluateConfig\(...\)"),
         ({"participation": fp.ClientsConfig(names=["north"])}, "the clients are those with data"),
         ({"test": [(torch.zeros(9), 1)]}, "the examples of the common test set: RuntimeError"),
         ({"loss": lambda model, batch: model(batch["inputs"])}, "it must be one number"),

@@ -126,7 +126,7 @@ def test_a_study_says_all_names_there_are_and_no_other(
     said: dict[str, Any] = {
         "model": {"type": "vit"},
         "task": {"kind": "masked-lm"},
-        "data": {"path": "rows.parquet"},
+        "data": {"path": "rows.parquet", "partition_column": "site"},
         "method": {"plan": "share()"},
         "train": {"steps": 1, "batch_size": 1},
         "privacy": {"unit": "example", "epsilon": 1.0, "examples_per_site": 9},
