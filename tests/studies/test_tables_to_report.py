@@ -273,6 +273,7 @@ class Sheet:
         found = {
             "accuracy": sk.accuracy_score(*pair),
             "f1 (macro)": sk.f1_score(*pair, average="macro", zero_division=0),
+            "recall (macro)": sk.recall_score(*pair, average="macro", zero_division=0),
         }
         if self.truth.ndim == 2:
             columns = zip(self.hits.T, self.shares.T, strict=True)
@@ -286,7 +287,9 @@ class Sheet:
         if self.kind == "token-classification":
             found["f1 (entities)"] = seqeval.f1_score(*self.sentences(), zero_division=1)
         if len(self.labels) == 2:
-            found |= {"auroc": areas[1]}
+            found |= {"auroc": areas[1], "auprc": None}
+            if areas[1] is not None:
+                found["auprc"] = sk.average_precision_score(self.truth, self.shares[:, 1])
             for name, label in (("sensitivity", 1), ("specificity", 0)):
                 known = label in self.truth
                 found[name] = sk.recall_score(*pair, pos_label=label) if known else None
@@ -374,7 +377,8 @@ def check_test_scores(page: ReportTables, kind: str, rows: list[dict[str, str]])
         if len(sheet.labels) == 2 and sheet.truth.ndim == 1:
             positives = int(sum(sheet.truth))
             known |= {f"of these {sheet.labels[1]!r}": positives}
-            known |= {"auroc": None} if min(positives, len(sheet.truth) - positives) < FEW else {}
+            if min(positives, len(sheet.truth) - positives) < FEW:
+                known |= {"auroc": None, "auprc": None}
         for name, text in row.items():
             assert same(text, known[name]), (name, row)
     marks = {
