@@ -32,6 +32,7 @@ def run_part(part: str, limit: float) -> dict[str, Any]:
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
+        "-ojunit_family=xunit1",  # the other one has no properties of tests
         part,
     ]
     with log.with_suffix(".log").open("w") as out:

@@ -33,7 +33,7 @@ def leaky(self, kind, message):
     found = answer(self, kind, message)
     if kind != "train":
         return found
-    folder = site_study_folder(self.site.home, self.study, self.site.name) / read_run_id(message)
+    folder = site_study_folder(self.site.state, self.study, self.site.name) / read_run_id(message)
     home = open_journal(folder).client_state()[0]
     return Message(found.header, (*found.blobs, pack({f"stolen {k}": v for k, v in home.items()}, {})))
 
