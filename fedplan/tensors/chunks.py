@@ -107,13 +107,21 @@ def make_chunks(flat: Flat) -> list[Chunk]:
 class ChunkedTensors:
     """Named tensors with the numbers of each of their chunks, for several passes over them.
 
-    Numbers of a large tensor are views, those of small ones joined copies: valid until a tensor
-    changes. Made by `chunk_tensors`.
+    `shapes`: shape and dtype of each tensor, in order. Numbers of a large tensor are views, those
+    of small ones joined copies: valid until a tensor changes. Made by `chunk_tensors`.
     """
 
-    names: tuple[str, ...]
+    shapes: dict[str, tuple[torch.Size, torch.dtype]]
     chunks: list[Chunk]
     numbers: list[Tensor]
+
+    def fits(self, values: Mapping[str, Tensor]) -> bool:
+        """Whether `values` have the same names in the same order, shapes and dtypes."""
+        return list(_shapes(values).items()) == list(self.shapes.items())
+
+
+def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in values.items()}
 
 
 @torch.no_grad()
@@ -124,10 +132,10 @@ def chunk_tensors(
 
     Raises KeyError if a tensor of `like` is missing.
     """
-    names = like.names if like else tuple(values)
-    flat = flatten_tensors({name: values[name] for name in names})
+    values = {name: values[name] for name in like.shapes} if like else values
+    flat = flatten_tensors(values)
     chunks = like.chunks if like else make_chunks(flat)
-    return ChunkedTensors(names, chunks, [chunk.gather(flat) for chunk in chunks])
+    return ChunkedTensors(_shapes(values), chunks, [chunk.gather(flat) for chunk in chunks])
 
 
 @torch.no_grad()
@@ -135,7 +143,7 @@ def peaks_and_squared_distances(
     values: ChunkedTensors, base: ChunkedTensors
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return (`max_magnitudes` of `values`, `squared_distances` from `base`), in one pass."""
-    peaks, squares = dict.fromkeys(values.names, 0.0), dict.fromkeys(values.names, 0.0)
+    peaks, squares = dict.fromkeys(values.shapes, 0.0), dict.fromkeys(values.shapes, 0.0)
     for chunk, numbers, others in zip(values.chunks, values.numbers, base.numbers, strict=True):
         _update_peaks(peaks, chunk, numbers)
         _add_squares(squares, chunk, numbers - others)
@@ -145,7 +153,7 @@ def peaks_and_squared_distances(
 @torch.no_grad()
 def max_magnitudes(values: ChunkedTensors) -> dict[str, float]:
     """Return the largest magnitude of each tensor: NaN if it contains one, 0 if it is empty."""
-    peaks = dict.fromkeys(values.names, 0.0)
+    peaks = dict.fromkeys(values.shapes, 0.0)
     for chunk, numbers in zip(values.chunks, values.numbers, strict=True):
         _update_peaks(peaks, chunk, numbers)
     return peaks

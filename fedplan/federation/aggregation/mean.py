@@ -105,9 +105,10 @@ class MeanAggregator(Aggregator):
     def _stats(self, values: Tensors) -> _UpdateStats:
         """Return peaks and squared distances of an update; of the last one from the cache."""
         if self._last is None or self._last.values is not values:
-            chunked = chunk_tensors(values)
-            if self._base is None or self._base.chunks != chunked.chunks:
-                self._base = chunk_tensors(self.base, chunked)
+            # Finding the chunks of many small tensors takes as long as a pass over them.
+            base = self._base if self._base and self._base.fits(values) else None
+            chunked = chunk_tensors(values, base)
+            self._base = base or chunk_tensors(self.base, chunked)
             peaks, squares = peak_steps_and_squared_distances(values, chunked, self._base)
             self._last = _UpdateStats(values, chunked, peaks, squares)
         return self._last

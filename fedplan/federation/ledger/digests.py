@@ -153,6 +153,8 @@ class InitialModel:
 
         Compares checksums if there are any, else digests.
         """
+        if not frozen:
+            return iter(())  # without a walk over the model's modules
         if not self.checksums:
             digests = _digests(model, frozen)
             return (p for p, digest in digests if digest != self.digests[p.key])
