@@ -51,20 +51,21 @@ def repair_run(folder: Path, in_memory: InMemoryInputs | None = None) -> list[st
     process has it open.
     """
     replica = folder.absolute().with_name(f".{folder.absolute().name}.repair")
-    shutil.rmtree(replica, ignore_errors=True)  # of a repair that was killed
-    with suppress(FedplanError):
-        if not audit_run(folder).faults:
-            return []
-    if in_memory is None and _is_from_python(folder):
-        raise FedplanError(
-            f"{folder} is damaged, and its model and data came from Python: repair it with "
-            "fedplan.simulate(..., options=RunOptions(folder=..., resume=True, repair=True)), with "
-            "the same objects"
-        )
     with wrap_disk_errors(f"{folder} cannot be locked", "name the folder of a run"):
-        lock = acquire_folder_lock(folder)
-    number, failures = _last_round(folder), list[str]()
+        lock = acquire_folder_lock(folder)  # before any change: another repair may be at work
+    failures = list[str]()
     try:
+        shutil.rmtree(replica, ignore_errors=True)  # of a repair that was killed
+        with suppress(FedplanError):
+            if not audit_run(folder).faults:
+                return []
+        if in_memory is None and _is_from_python(folder):
+            raise FedplanError(
+                f"{folder} is damaged, and its model and data came from Python: repair it with "
+                "fedplan.simulate(..., options=RunOptions(folder=..., resume=True, repair=True)), "
+                "with the same objects"
+            )
+        number = _last_round(folder)
         for prepare in (_copy_before_last_round, _copy_inputs):
             shutil.rmtree(replica, ignore_errors=True)
             try:
@@ -74,7 +75,8 @@ def repair_run(folder: Path, in_memory: InMemoryInputs | None = None) -> list[st
             except (FedplanError, OSError) as error:
                 failures.append(str(error).splitlines()[0].replace(str(replica), str(folder)))
                 continue
-            return sorted(_take_files(replica, folder))
+            with wrap_disk_errors(f"{folder} is half repaired", "make room and repair it again"):
+                return sorted(_take_files(replica, folder))
     finally:
         shutil.rmtree(replica, ignore_errors=True)
         del lock
@@ -175,6 +177,12 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
     files += replica.glob("ledger*.jsonl")
     for part in (CLIENTS, PRIVACY, GLOBAL_FOLDER, BEST):
         files += [file for file in (replica / part).rglob("*") if file.is_file()]
+    others = [  # before the first copy, whose failure must remove nothing
+        file
+        for part in (CLIENTS, GLOBAL_FOLDER, BEST)
+        for file in (folder / part).rglob("*.json")
+        if not (replica / file.relative_to(folder)).exists()
+    ]
     for file in files:
         name = file.relative_to(replica)
         if not _is_intact(folder / name, file):
@@ -183,10 +191,8 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
                 write_atomic(head_file(folder / name), head_file(file).read_bytes())
             write_atomic(folder / name, file.read_bytes())
             yield str(name)
-    for part in (CLIENTS, GLOBAL_FOLDER, BEST):
-        for file in (folder / part).rglob("*.json"):
-            if not (replica / file.relative_to(folder)).exists():
-                file.unlink()
+    for file in others:
+        file.unlink()
 
 
 def _is_intact(file: Path, expected: Path) -> bool:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,13 +107,16 @@ def read_log(folder: Path, *, site: str = "", since: str = "") -> list[LogEntry]
     `site` selects the entries of one site, `since` (ISO time) those not older; empty selects all.
     Malformed lines are skipped. Raises FedplanError if the folder has no log file.
     """
-    files = [file for file in _log_files(folder) if file.exists()]
-    if not files:
-        raise FedplanError(
-            f"{folder} has no {LOG}: name the folder of a run, or a site's state folder"
-        )
+    files = _require_log(folder)
     entries = (entry for file in files for entry in _parse_entries(file.read_bytes()))
     return [entry for entry in entries if _matches(entry, site, since)]
+
+
+def _require_log(folder: Path) -> list[Path]:
+    """Return the log files of a folder, oldest first. Raises FedplanError if there are none."""
+    if files := [file for file in _log_files(folder) if file.exists()]:
+        return files
+    raise FedplanError(f"{folder} has no {LOG}: name the folder of a run, or a site's state folder")
 
 
 def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[LogEntry]:
@@ -122,10 +125,10 @@ def follow_log(folder: Path, *, site: str = "", since: str = "") -> Iterator[Log
     Reads the files in `folder` every half second, also across rotations. `site` and `since` filter
     as in `read_log`. Raises FedplanError if there is no log.
     """
-    yield from read_log(folder, site=site, since=since)
-    inode, offset = (folder / LOG).stat().st_ino, (folder / LOG).stat().st_size
-    while True:
-        time.sleep(LOOK)
+    _require_log(folder)
+    inode, offset = -1, 0  # of the newest file, up to where it was read
+    for pause in chain([0.0], repeat(LOOK)):
+        time.sleep(pause)
         with suppress(FileNotFoundError):  # the log rotates at this moment: try again later
             files = [file for file in _log_files(folder) if file.exists()]
             inodes = [file.stat().st_ino for file in files]

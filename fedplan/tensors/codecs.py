@@ -309,8 +309,14 @@ def _pack_nibbles(steps: Tensor) -> Tensor:
 
 
 def _unpack_nibbles(packed: Tensor, count: int) -> Tensor:
-    """Return the first `count` steps of bytes that `_pack_nibbles` made."""
-    return torch.stack([packed % 16, packed // 16], dim=1).reshape(-1)[:count].to(torch.int8) - 8
+    """Return the first `count` steps of bytes that `_pack_nibbles` made.
+
+    Raises CodecError if half a byte behind the last step is not 0.
+    """
+    halves = torch.stack([packed % 16, packed // 16], dim=1).reshape(-1)
+    if halves[count:].any():
+        raise CodecError("half a byte behind the last step is set")
+    return halves[:count].to(torch.int8) - 8
 
 
 def detached(value: Tensor) -> Tensor:

@@ -31,15 +31,19 @@ def pack_positions(positions: Tensor, total: int) -> Tensor:
 def unpack_positions(packed: Tensor, count: int, total: int) -> Tensor:
     """Return the positions (int64) of `packed_size` bytes.
 
-    Raises ValueError unless they are `count` ascending, different positions below `total`.
+    Raises ValueError unless they are `count` ascending, different positions below `total`, packed
+    as `pack_positions` does it: positions have one form.
     """
     data, low_bits = packed.cpu().numpy(), _low_bits(count, total)
     high_count, low_count = _bit_counts(count, total)
     split = (high_count + 7) // 8
-    ones = np.flatnonzero(np.unpackbits(data[:split])[:high_count])
+    marks, rest = np.unpackbits(data[:split]), np.unpackbits(data[split:])
+    if marks[high_count:].any() or rest[low_count:].any():
+        raise ValueError("bits behind the last position are set")
+    ones = np.flatnonzero(marks)
     if len(ones) != count:
         raise ValueError(f"{len(ones)} positions are marked, not {count}")
-    bits = np.unpackbits(data[split:])[:low_count].reshape(count, low_bits)
+    bits = rest[:low_count].reshape(count, low_bits)
     low = bits.astype(np.int64) @ (1 << np.arange(low_bits))
     positions = ((ones - _unary_steps(count, low_bits)) << low_bits) | low
     if count and (positions[-1] >= total or (np.diff(positions) <= 0).any()):

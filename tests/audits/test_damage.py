@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,27 @@ def test_a_lost_newest_checkpoint_does_not_shorten_the_run(tmp_path: Path) -> No
     key.unlink()
     with pytest.raises(FedplanError, match=f"cannot be repaired: {key} is lost"):
         repair_run(whole)
+
+
+def test_a_second_repair_is_refused_and_leaves_the_copy_of_the_first(tmp_path: Path) -> None:
+    whole = Workshop.build("personal", tmp_path / "run").folder.with_name("whole")
+    (whole / "global" / "5.json").unlink()
+    copy = whole.with_name(f".{whole.name}.repair")
+    copy.mkdir()
+    hold = "import sys; from pathlib import Path; from fedplan.storage.locks import *; "
+    hold += "lock = acquire_folder_lock(Path(sys.argv[1])); print('held', flush=True); input()"
+    first = subprocess.Popen(
+        [sys.executable, "-c", hold, str(whole)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdout is not None and first.stdout.readline() == "held\n"
+    with pytest.raises(FedplanError):
+        repair_run(whole)
+    assert copy.is_dir()
+    first.communicate("\n")
+    assert repair_run(whole) == ["global/5.json"] and not copy.exists()
 
 
 def test_a_lost_best_round_is_a_fault_that_a_repair_mends(tmp_path: Path) -> None:

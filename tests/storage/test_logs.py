@@ -80,6 +80,23 @@ def test_a_log_is_followed_over_a_new_beginning(
     writing.join()
 
 
+def test_a_line_written_while_the_first_ones_are_read_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "LOOK", 0.001)
+    log = Log(tmp_path)
+    for number in (1, 2):
+        log.note("said", round=number)
+    lines = follow_log(tmp_path)
+    seen = [next(lines).round]
+    log.note("said", round=3)
+    seen += [next(lines).round, next(lines).round]
+    log.note("said", round=4)
+    assert [*seen, next(lines).round] == [1, 2, 3, 4]
+    with pytest.raises(FedplanError, match="has no log"):
+        next(follow_log(tmp_path / "elsewhere"))
+
+
 def test_a_process_is_known_by_its_number_and_its_beginning() -> None:
     own = current_process()
     assert own.alive is True

@@ -237,10 +237,22 @@ def test_positions_come_back_and_fit_their_size(chosen: set[int], room: int) -> 
     assert torch.equal(unpack_positions(packed, len(chosen), total), positions)
     packed[total % len(packed)] ^= 1 + total % 255
     try:
-        other = unpack_positions(packed, len(chosen), total).tolist()
+        other = unpack_positions(packed, len(chosen), total)
     except ValueError:
         return
-    assert other == sorted(set(other)) and len(other) == len(chosen) and other[-1:] < [total]
+    assert torch.equal(pack_positions(other, total), packed)  # no position has two forms
+
+
+def test_a_set_bit_behind_the_last_number_is_refused() -> None:
+    packed = pack_positions(torch.tensor([1, 4]), 13)
+    packed[1] |= 1
+    with pytest.raises(ValueError, match="behind the last position"):
+        unpack_positions(packed, 2, 13)
+    base = {"w": torch.ones(3)}
+    coded = int4().encode(base, base, seeded())
+    coded["w"][-1] |= 16
+    with pytest.raises(CodecError, match="behind the last step"):
+        int4().decode(coded, base)
 
 
 @pytest.mark.parametrize(
