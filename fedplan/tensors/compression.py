@@ -122,7 +122,10 @@ def int8() -> Codec:
 
 
 def int4() -> Codec:
-    """Quantize to 4 bits a number, one scale a row, stochastic rounding."""
+    """Quantize to 4 bits a number, with stochastic rounding.
+
+    There is one scale a row, and one in all for a tensor of one dimension, as topk makes.
+    """
     return Quantize(4)
 
 

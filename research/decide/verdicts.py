@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import nctdtrinc, stdtr, stdtrit
 
 from fedplan.sweeps.comparisons import markdown_table
 from fedplan.sweeps.statistics import Interval, format_p_value, holm, mean_interval, p_value
@@ -64,7 +64,8 @@ def visible(gains: Sequence[float], level: float) -> float | None:
     if len(gains) < 2:
         return None
     freedom, error = len(gains) - 1, stdev(gains) / len(gains) ** 0.5
-    return float((stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, SEEN)) * error)
+    # The spread is estimated too: a mean that is no zero has a noncentral t.
+    return float(nctdtrinc(freedom, 1 - SEEN, stdtrit(freedom, 1 - level / 2)) * error)
 
 
 def gains_of(asked: Asked, scores: Scores, seeds: Sequence[int]) -> list[float]:
