@@ -156,6 +156,7 @@ from .messages import (
     block_scores_to_json,
     local_versions,
     package_differences,
+    printable,
     protocol_mismatch,
     read_request,
     read_run_id,

@@ -389,10 +389,12 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
     Scores are those of the agreement's probe. Votes are 1 for the `max_k` blocks of the highest
     scores, else 0; under example-level DP the noisy number of examples that vote for the block.
     Stores the global values of the request at the client, loads start values into the model, and
-    charges the client's account; a vote under example-level DP also the privacy budget. Raises
-    RequestRefused if this round has no joint choice of layers, if differential privacy covers no
-    scores in this round, or for a limit of the account; PrivacyError if the budget does not allow
-    the vote; and as `receive_request`.
+    charges the client's account; a vote under example-level DP also the privacy budget. The start
+    values have no personal ones if the client's policy forbids to evaluate the personal model.
+    Raises RequestRefused if this round has no joint choice of layers, if differential privacy
+    covers no scores in this round, for a limit of the account, or if a client with an account
+    scored other values in this round; PrivacyError if the budget does not allow the vote; and as
+    `receive_request`.
     """
     guarantee, method = agreement.guarantee, agreement.method
     votes = guarantee is not None and bool(guarantee.vote_noise_multiplier)
@@ -410,7 +412,9 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
                 f"{client.name} was asked for layer scores in round {turn.round}, where its plan "
                 "makes no joint choice or no privacy budget covers it"
             ).with_code("no-scoring")
-        start = load_start_values(agreement, client, turn, state)
+        # Many scores reveal personal values, as metrics do.
+        personal = state if client.privacy.metric_policy.personal else {}
+        start = load_start_values(agreement, client, turn, personal)
         probe_input = make_probe_input(agreement, client, turn)
         roles = permitted_roles(method.plan, agreement.params, turn)
         content = answer_content(agreement, client, turn, roles, start, state)

@@ -104,6 +104,8 @@ class Endpoint:
         site.privacy = replace(site.privacy, report_fault=self.faults.append)
         self.received_store, self._checkpoint = self._open_store(), 0
         method, account = agreement.method, site.privacy.account
+        guard = site.privacy.guard
+        votes = guard is not None and guard.guarantee.vote_noise_multiplier
         fields = {
             "site": site.name,
             "experiment": agreement.experiment,
@@ -117,6 +119,8 @@ class Endpoint:
             "run": agreement.run,
             "prefix": agreement.request_prefix,
             **({"peers": secagg_client.peer_key_digests} if secagg_client is not None else {}),
+            # Votes are charged; other scores of a private study need no examples.
+            **({"votes": True} if votes else {}),
         }
         for path in (folder, self.folder):
             make_folder(path)

@@ -267,7 +267,7 @@ def protocol_mismatch(versions: Mapping[str, str]) -> str:
     `versions`: `local_versions` of the other end; empty in a simulation, which is compatible.
     """
     if versions and versions.get("protocol") != PROTOCOL_VERSION:
-        theirs = versions.get("protocol", "?")[:20]
+        theirs = printable(versions.get("protocol", "?")[:20])
         return f"messages of version {theirs}, and here they are {PROTOCOL_VERSION}"
     return ""
 
@@ -280,4 +280,14 @@ def package_differences(versions: Mapping[str, str]) -> str:
     """
     local = local_versions()
     names = [name for name in PACKAGES if versions.get(name, local[name]) != local[name]]
-    return ", ".join(f"{name} {versions[name][:20]}, and here {local[name]}" for name in names)
+    return ", ".join(
+        f"{name} {printable(versions[name][:20])}, and here {local[name]}" for name in names
+    )
+
+
+def printable(text: str) -> str:
+    """Return a text of the other end with U+FFFD for each character that is not printable.
+
+    Line breaks would forge lines of a log, and escape sequences would control a terminal.
+    """
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -3,7 +3,7 @@
 from .accounting.accountant import NOISE_MULTIPLIERS
 from .accounting.budget import Budget, Unit, read_budget_unit
 from .dpsgd.fit import ReportFault, require_dp_sgd, require_train_arguments
-from .guarantee import Guarantee
+from .guarantee import Guarantee, evaluation_name, vote_name
 from .guard import (
     CHARGES_FILE,
     SECRET_FILE,

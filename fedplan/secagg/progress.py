@@ -221,7 +221,8 @@ class RevealLog:
 
         terms: of the round; input_digest: of everything that this client's input depends on;
         senders: of each slot. A round that is in the file is not written again; a torn last line is
-        cut off. Waits up to 60 s for the file's lock. Raises a SecAggError as
+        cut off. The first line of a file that is there and empty, as owners may leave it, gets the
+        field `emptied`. Waits up to 60 s for the file's lock. Raises a SecAggError as
         `require_consistent` does, and a StoreError if the file cannot be written.
         """
         by_senders = dict[tuple[str, ...], list[str]]()
@@ -231,10 +232,12 @@ class RevealLog:
         line = {"input_digest": input_digest, "sums": sums}
         line |= {"reveal_id": terms.reveal_id, "terms": terms.digest.hex()}
         make_folder(self._log.file.parent)
+        # Marked, so that the missing lines of earlier sums are not taken for lost ones.
+        emptied = self._log.file.exists() and not self._log.file.stat().st_size
         with self._log.locked():
             self.require_consistent(terms, input_digest, senders)
             if not any(line.items() <= each.items() for each in self._lines()):
-                self._log.append(line)
+                self._log.append(line | ({"emptied": True} if emptied else {}))
 
     def _lines(self) -> list[dict[str, Any]]:
         """Return all whole lines; [] without a file. Raises a SecAggError if one is unreadable."""

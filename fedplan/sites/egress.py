@@ -358,9 +358,9 @@ class RunEgress:
             )
 
     def _account_faults(self) -> Iterator[str]:
-        """Yield a sentence for each update that the privacy accounts do not explain."""
-        folders = [account.folder for account in self.accounts]
-        for entry, problem in unaccounted_answers(self.updates, folders):
+        """Yield a sentence for each answer that the privacy accounts do not explain."""
+        folders, record = [account.folder for account in self.accounts], self.record
+        for entry, problem in unaccounted_answers(record.entries, folders, [record.agreement]):
             yield f"{self.name}, round {entry['round']}: {problem}"
 
 

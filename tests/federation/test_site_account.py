@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from commands import run
 from sites import (
     PRIVATE,
+    RUN,
     SAFL,
     SHARE,
     TRAIN,
@@ -27,11 +29,25 @@ from sites import (
 
 from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.endpoint import POLL, Endpoint
-from fedplan.federation.ledger.egress import Account, Answer, Limits, read_replies
+from fedplan.federation.ledger.egress import (
+    EVALUATION,
+    REVEAL_LOG,
+    UNMASKING,
+    Account,
+    Answer,
+    EgressEntry,
+    EgressLog,
+    Limits,
+    read_replies,
+    require_complete_account,
+)
 from fedplan.federation.messages import RequestRefused
 from fedplan.privacy.accounting.accountant import DPSGDSteps, epsilon
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard
+from fedplan.secagg.progress import RevealLog
+from fedplan.secagg.terms import Slot, Terms
+from fedplan.storage.append_log import DamagedLog, head_file
 from fedplan.tensors.named import digests
 
 STUDIES: dict[str, dict[str, Any]] = {
@@ -144,6 +160,7 @@ def test_a_dataset_is_one_folder_of_the_home(dataset: str, tmp_path: Path) -> No
     assert "dataset" not in endpoint.site.traits
 
 
+CHANCE = 'plan = "chain(freeze(), best(1))"\nprobe = "random"\njoint_choice = true'
 POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
     "a probe and no best": ({"method": SHARE + '\nprobe = "gradient"', "privacy": ""}, 1, "no-scoring"),
     "hidden, a probe, no best": ({"method": SHARE + '\nprobe = "gradient"'}, 1, "no-scoring"),
@@ -168,9 +185,7 @@ POLLS: dict[str, tuple[dict[str, Any], int, str]] = {
         3,
         "",
     ),
-    "hidden, by chance": (
-        {"method": 'plan = "chain(freeze(), best(1))"\nprobe = "random"\njoint_choice = true'}, 1, ""
-    ),
+    "hidden, by chance": ({"method": CHANCE}, 1, ""),
     "a vote": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 1, ""),
     "between votes": ({"method": SAFL, "privacy": PRIVATE + VOTE}, 2, "no-scoring"),
 }  # fmt: skip
@@ -182,13 +197,84 @@ def test_a_poll_is_answered_where_the_plan_chooses_and_somebody_pays(
 ) -> None:
     study, number, wanted = POLLS[name]
     endpoint = site_of(tmp_path, study_text(**study))
-    for version in (1, 2):
+    answers = list[dict[str, Any]]()
+    for version in (1, 1, 2):
         global_state = world_of(endpoint, round=number, scale=1 + version, version=version)
-        _, said = asked(endpoint, global_state, POLL)
-        assert told(said) == wanted and ("scores" in said) != bool(wanted)
+        answers.append(asked(endpoint, global_state, POLL)[1])
+    assert [told(said) for said in answers] == [wanted, wanted, "no-scoring"], "one content only"
+    assert answers[0] == answers[1] and ("scores" in answers[0]) != bool(wanted)
     lines = read_replies(tmp_path / "state/account/examples") if not wanted else []
-    assert len({line["content"] for line in lines}) == (0 if wanted else 2)
-    assert charges(tmp_path) == (2 if name == "a vote" else 0)
+    assert len({line["content"] for line in lines}) == (0 if wanted else 1)
+    assert charges(tmp_path) == (name == "a vote")
+
+
+@pytest.mark.parametrize(
+    ("method", "privacy"), [(SAFL, PRIVATE + VOTE), (CHANCE, PRIVATE)], ids=["vote", "chance"]
+)
+def test_a_lost_charge_of_a_vote_is_missed(method: str, privacy: str, tmp_path: Path) -> None:
+    text = study_text(method=method, privacy=privacy)
+    endpoint = site_of(tmp_path, text)
+    assert "scores" in asked(endpoint, world_of(endpoint), POLL)[1]
+    site_of(tmp_path, text)
+    for end in ("", ".head"):
+        (tmp_path / f"state/account/examples/charges.jsonl{end}").unlink(missing_ok=True)
+    if method == CHANCE:
+        site_of(tmp_path, text)  # scores by chance need no examples: nothing was charged
+        return
+    with pytest.raises(DamagedLog, match="noise was added to the scores, but no epsilon"):
+        site_of(tmp_path, text)
+
+
+def test_a_lost_charge_of_an_evaluation_is_missed(tmp_path: Path) -> None:
+    account, egress = Account(tmp_path / "account/rows"), EgressLog(tmp_path)
+    account.charge(Answer(EVALUATION, "r", "content", 8, protected=True))
+    egress.append(EgressEntry(EVALUATION, request="r"))
+    with pytest.raises(DamagedLog, match="noise was added to the evaluation, but no epsilon"):
+        require_complete_account(account, egress)
+    guarantee = Guarantee("example", 900.0, 1e-5, 1.0, 1.0, evaluation_noise_multiplier=2.0)
+    ClientGuard(guarantee, account.folder).release_counts([1], 1.0, "r", "content")
+    require_complete_account(account, egress)
+
+
+def unmask(account: Account, egress: EgressLog, number: int) -> None:
+    """Log a sum of the round `number`, as a site with this account does."""
+    slots = (Slot("a", 1),)
+    terms = Terms("e", RUN, "", number, "", 2, 2, slots)
+    RevealLog(account.folder / REVEAL_LOG).record(terms, str(number), {"a": ("ann", "bob")})
+    egress.append(EgressEntry(UNMASKING, request=f"{number}", content=f"{number}"))
+
+
+def without(file: Path) -> None:
+    """Remove a log and its head."""
+    for end in ("", ".head"):
+        file.with_name(file.name + end).unlink()
+
+
+@pytest.mark.parametrize("datasets", [1, 2])
+def test_a_lost_or_older_log_of_unmasked_sums_is_missed(datasets: int, tmp_path: Path) -> None:
+    accounts = [Account(tmp_path / f"account/{number}") for number in range(datasets)]
+    first, egress = accounts[0], EgressLog(tmp_path)
+    log, backup = first.folder / REVEAL_LOG, tmp_path / "backup"
+    unmask(first, egress, 1)
+    backup.mkdir()
+    for file in (log, head_file(log)):
+        shutil.copy(file, backup)
+    for number, account in enumerate([first, *accounts], 2):
+        unmask(account, egress, number)
+    egress.append(EgressEntry(UNMASKING, request="1", content="1"))  # the same shares again
+    require_complete_account(first, egress)
+    without(log)
+    with pytest.raises(DamagedLog, match=r"helped to unmask .* lost or an older copy"):
+        require_complete_account(first, egress)
+    shutil.copytree(backup, first.folder, dirs_exist_ok=True)
+    with pytest.raises(DamagedLog, match=r"helped to unmask .* lost or an older copy"):
+        require_complete_account(first, egress)
+    without(log)
+    log.touch()  # as its owner may empty it
+    require_complete_account(first, egress)
+    unmask(first, egress, 9)
+    require_complete_account(first, egress)
+    RevealLog(log).require_consistent(Terms("e", RUN, "", 9, "", 2, 2, (Slot("a", 1),)), "9", {})
 
 
 def test_two_processes_share_an_account(tmp_path: Path) -> None:

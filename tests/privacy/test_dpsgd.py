@@ -249,6 +249,9 @@ def run(
     )
 
 
+MODULES = [file.stem for file in (Path(privacy.__file__).parent / "dpsgd").glob("[!_]*.py")]
+
+
 def zoo_model(name: str, part: str) -> nn.Module:
     model = stir(zoo.with_lora(name) if part == "adapters" else zoo.build(name))
     return without_dropout(model).train() if name == "torch" else model
@@ -276,6 +279,11 @@ def test_each_gradient_is_that_of_its_row_alone(name: str, part: str) -> None:
     slow = ghost.why_not_ghost_clipping(subject)
     assert bool(slow) == (part in SLOW.get(name, ())), slow
     require_own_gradients(subject, part, slow, 1e-6)
+
+
+def test_params_whose_gradients_share_memory_are_each_clipped_once() -> None:
+    # Autograd returns the class token's gradient as a part of that of the positions, if in float64.
+    test_each_gradient_is_that_of_its_row_alone("vit", "all")
 
 
 @pytest.mark.nightly
@@ -936,9 +944,7 @@ def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
         replace(PRIVATELY, **{field: value})
 
 
-@pytest.mark.parametrize(
-    "name", ["fit", "ghost_clipping", "factors", "hooks", "example_losses", "per_example"]
-)
+@pytest.mark.parametrize("name", MODULES)
 def test_no_chance_but_what_is_given(name: str) -> None:
     tree = ast.parse((Path(privacy.__file__).parent / "dpsgd" / f"{name}.py").read_text())
     words = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

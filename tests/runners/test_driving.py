@@ -12,16 +12,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import zoo
 from clients import few, loss
-from flwr.app import Context
+from flwr.app import Context, Error
 from flwr.app import Message as FlowerMessage
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
-from flwr.supercore.run import RunNotRunningException
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PullObjectResponse
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_id,
+    get_object_tree,
+)
+from flwr.supercore.run import Run, RunNotRunningException
 from grids import InProcess
 from heard import Heard
 
@@ -39,14 +47,16 @@ from fedplan.federation.ledger.status import (
     read_status,
 )
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.federation.messages import local_versions
+from fedplan.federation.messages import local_versions, package_differences
 from fedplan.federation.participation import Timeouts
 from fedplan.federation.server import Server
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.models.values import get_values
 from fedplan.runners.flower import rpc, supernode
+from fedplan.runners.flower._internals import ReplyGrid
 from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.records import ConnectedSite
 from fedplan.runners.flower.rpc import FlowerRunEnded, LinkUnreachable
 from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.site import Site
@@ -261,14 +271,16 @@ class Broken(InProcess):
 
 
 class Counting(InProcess):
-    """A grid that counts how many replies are asked for at a time."""
+    """A grid that counts how many replies are asked for at a time; `trained`: those of updates."""
 
     def __init__(self, grid: InProcess) -> None:
         super().__init__(grid.app, [dict(each.node_config) for each in grid.contexts.values()])
-        self.asked = list[int]()
+        self.asked, self.trained = list[int](), list[int]()
 
     def pull_messages(self, message_ids: Any) -> list[Any]:
         self.asked.append(len(message_ids))
+        if {self.sent[n].metadata.message_type for n in message_ids} == {"train"}:
+            self.trained.append(len(message_ids))
         return super().pull_messages(message_ids)
 
 
@@ -282,6 +294,197 @@ def test_replies_are_fetched_together_if_they_are_small(
     driven.grid = grid = Counting(driven.grid)
     assert driven.drive(quorum=3).state == RunState.DONE
     assert max(grid.asked) == (3 if room > 1 else 1)
+
+
+@pytest.mark.parametrize("code", ["refused:limit-rounds", "an error of the app"])
+def test_a_small_reply_does_not_say_how_large_the_others_are(
+    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal or an error may come first, and an update alone exceeds the room here."""
+    monkeypatch.setattr(rpc, "BATCH_BYTES", 2000)
+
+    def say(name: str, kind: str) -> str:
+        return code if (name, kind) == (NAMES[0], "train") else ""
+
+    driven = Driven(tmp_path, NAMES, say)
+    driven.grid = grid = Counting(driven.grid)
+    assert driven.drive(quorum=2).state == RunState.DONE
+    assert len(grid.trained) >= 3 * ROUNDS and set(grid.trained) == {1}
+
+
+class Lossy(InProcess):
+    """A grid whose link breaks when updates are first pulled: the SuperLink has given them out."""
+
+    def __init__(self, grid: InProcess, code: int) -> None:
+        super().__init__(grid.app, [dict(each.node_config) for each in grid.contexts.values()])
+        self.code, self.lost, self.breaks = code, dict[str, FlowerMessage](), 2
+
+    def pull_messages(self, message_ids: Any) -> list[Any]:
+        sent = {n: self.sent[n] for n in message_ids if n in self.sent}
+        train = [n for n, message in sent.items() if message.metadata.message_type == "train"]
+        if train and self.breaks:
+            self.breaks -= 1
+            self.lost |= {n: self.sent.pop(n) for n in train}
+            raise httpx.ReadError("the connection broke")
+        lost = [self.lost.pop(n) for n in message_ids if n in self.lost]
+        errors = [FlowerMessage(Error(self.code, "unavailable"), reply_to=each) for each in lost]
+        return errors + super().pull_messages(message_ids)
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_replies_that_a_broken_link_loses_are_no_failures_of_sites(
+    tmp_path: Path, code: int
+) -> None:
+    driven = Driven(tmp_path, NAMES)
+    driven.grid = grid = Lossy(driven.grid, code)
+    patience = Timeouts(sites=60.0, updates=60.0, reconnect=60.0, poll_interval=0.005, tries=1)
+    assert driven.drive(len(NAMES), patience).state == RunState.DONE
+    assert not grid.breaks and not grid.lost
+    assert not [each for each in driven.heard if each.event == "site failed"]
+
+
+MALFORMED = {
+    "bad json": "cannot be read: JSONDecodeError",
+    "wrong type": "cannot be read: MessageInitializationError",
+    "bad proto": "cannot be read: DecodeError",
+    "no message": "is no message",
+    "another request": "names another request or sender",
+    "another sender": "names another request or sender",
+    "a code of the SuperLink": "has an error code of the SuperLink",
+}
+"""Malformed replies, and what is said of each."""
+
+
+def flower_object(kind: str, children: str, body: bytes) -> bytes:
+    return f"{kind} {children} {len(body)}".encode() + b"\0" + body
+
+
+def forge(reply: FlowerMessage, how: str) -> list[bytes]:
+    """The objects of a malformed reply, the message first; a SuperLink accepts each of them."""
+    if how == "no message":
+        return [flower_object("ArrayChunk", "", b"chunk")]
+    if how == "a code of the SuperLink":
+        error = FlowerMessage(Error(3, "unavailable"), reply_to=reply)
+        error.__dict__["_metadata"] = reply.metadata
+        return [error.deflate()]
+    children = {
+        "bad json": flower_object("RecordDict", "", b"not json"),
+        "wrong type": flower_object("ArrayChunk", "", b"chunk"),
+        "bad proto": flower_object("ConfigRecord", "", b"\xff\xff\xff"),
+    }
+    child = children.get(how) or flower_object("RecordDict", "", b"{}")
+    said = {"another request": "_reply_to_message_id", "another sender": "_src_node_id"}.get(how)
+    metadata = dict(reply.metadata.__dict__)
+    if said:
+        reply.metadata.__dict__[said] = type(metadata[said])(1)
+    body = reply.deflate().split(b"\0", 1)[1]
+    reply.metadata.__dict__ |= metadata
+    return [flower_object("Message", get_object_id(child), body), child]
+
+
+class Wire(InProcess):
+    """A grid whose replies are decoded as those of a SuperLink; one site's updates are malformed."""
+
+    def __init__(self, grid: InProcess, how: str) -> None:
+        super().__init__(grid.app, [dict(each.node_config) for each in grid.contexts.values()])
+        self.how, self.most = how, 0
+
+    def pull_messages(self, message_ids: Any) -> list[Any]:
+        contents, protos, trees = dict[str, bytes](), list[Any](), list[ObjectTree]()
+        for reply in super().pull_messages(message_ids):
+            tree = get_object_tree(reply)
+            if (reply.metadata.src_node_id, reply.metadata.message_type) == (102, "train"):
+                objects = {get_object_id(each): each for each in forge(reply, self.how)}
+                top, *rest = objects
+                tree = ObjectTree(object_id=top, children=[ObjectTree(object_id=i) for i in rest])
+            else:
+                objects = {i: each.deflate() for i, each in get_all_nested_objects(reply).items()}
+            contents |= objects
+            reply.metadata.__dict__["_message_id"] = tree.object_id
+            protos.append(message_to_proto(remove_content_from_message(reply)))
+            trees.append(tree)
+        grid = ReplyGrid(token="token")
+        grid.set_run(Run.create_empty(1))
+        grid._client = SimpleNamespace(
+            PullMessages=lambda _: SimpleNamespace(
+                messages_list=protos, message_object_trees=trees
+            ),
+            PullObject=lambda asked: PullObjectResponse(
+                object_found=True,
+                object_available=True,
+                object_content=contents[asked.object_id],
+            ),
+            ConfirmMessageReceived=lambda _: None,
+        )
+        replies = grid.pull_messages(message_ids)
+        assert len(replies) == len(protos)
+        self.most = max(self.most, len(replies))
+        return replies
+
+
+@pytest.mark.parametrize("how", MALFORMED)
+def test_a_malformed_reply_is_a_failure_of_its_site_alone(tmp_path: Path, how: str) -> None:
+    """The others of its batch arrive, and a site answers for no other one."""
+    driven = Driven(tmp_path, NAMES)
+    driven.grid = grid = Wire(driven.grid, how)
+    patience = Timeouts(sites=60.0, updates=60.0, reconnect=60.0, poll_interval=0.005, tries=1)
+    found = driven.drive(2, patience)
+    assert (found.state, found.round) == (RunState.DONE, ROUNDS) and grid.most > 1
+    assert [found.sites[name].state for name in NAMES[:2]] == [SiteState.RESPONDED] * 2
+    bad = found.sites[NAMES[2]]
+    assert bad.state == SiteState.FAILED and bad.error == f"no answer: the reply {MALFORMED[how]}"
+
+
+ESCAPE = "x\n2026 north: \x1b[31mforged\x1b[0m"
+"""A text of a site that would forge a line of the operator's log."""
+
+
+def test_a_site_writes_no_lines_and_escapes_to_the_operator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(tmp_path, NAMES)
+    pull = driven.grid.pull_messages
+
+    def replies(message_ids: Iterable[str]) -> list[FlowerMessage]:
+        found = pull(message_ids)
+        for reply in found:
+            if reply.metadata.src_node_id == 102:
+                kind = reply.metadata.message_type
+                if kind == "train" or not caplog.records:  # and at first its hello
+                    reply.__dict__ |= {"_content": None, "_error": Error(2, ESCAPE)}
+        return found
+
+    monkeypatch.setattr(driven.grid, "pull_messages", replies)
+    monkeypatch.setattr(rpc, "HELLO_RETRY", 0.01)
+    assert driven.drive(2, replace(SOON, sites=5.0, tries=1)).state == RunState.DONE
+    texts = [record.getMessage() for record in caplog.records] + [e.text for e in driven.heard]
+    assert sum("forged" in text for text in texts) >= 3
+    assert all(text.isprintable() for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"initial_digest": ESCAPE},
+        {"run": ESCAPE},
+        {"agreement_digest": ESCAPE},
+        {"versions": {"protocol": ESCAPE}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_a_site_says_of_itself_is_printable(tmp_path: Path, change: dict[str, Any]) -> None:
+    server = Driven(tmp_path, ()).server
+    agreement = server.agreement
+    site = ConnectedSite(100, agreement.fingerprint, agreement.start, agreement.run, {})
+    loop = ServerLoop(None, server, SOON)
+    assert loop._mismatch(NAMES[0], site) == ""
+    text = loop._mismatch(NAMES[0], replace(site, **change))
+    assert "north" in text and text.isprintable()
+
+
+def test_versions_of_a_site_are_printable() -> None:
+    text = package_differences({"fedplan": ESCAPE})
+    assert "north" in text and text.isprintable()
 
 
 def require_undisturbed(driven: Driven, expected: Driven) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sites import NAME, RUN, study_text, words_of, world_of
+import torch
+from sites import NAME, RUN, asked, study_text, words_of, world_of
 
-from fedplan.federation.endpoint import EVALUATE, HELLO, TRAIN
+from fedplan.federation.endpoint import EVALUATE, HELLO, POLL, TRAIN
 from fedplan.federation.evaluation import metrics_from_json
 from fedplan.federation.ledger.faults import KINDS
 from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
+from fedplan.models.values import get_values
 from fedplan.sites.approvals import site_approvals
 from fedplan.sites.gateway import SiteGateway
 from fedplan.storage.append_log import AppendLog
@@ -102,6 +104,22 @@ def test_scores_are_asked_once_and_never_of_what_does_not_leave(tmp_path: Path) 
         assert [code(said) for said in found] == ["", "", "no-evaluation"]
         assert found[0] == found[1] and ("personal" in found[0]["scores"]) == (not extra)
         assert code(unpack_message(desk.answer(TRAIN, request_message(down)))[1]) == ""
+
+
+@pytest.mark.parametrize("barred", ["", 'never_share = ["head"]'], ids=["", "barred"])
+def test_layer_scores_are_not_of_what_never_leaves(barred: str, tmp_path: Path) -> None:
+    method = 'plan = "chain(share(), keep(head), best(1))"\nprobe = "gradient"\njoint_choice = true'
+    desk = make_gateway(tmp_path, f"auto_approve = true\n{barred}")
+    text = study_text(method=method, privacy="")
+    assert code(offer(desk, text)) == ""
+    endpoint = desk._runtime_for(study_from_dict(parse_toml(text))).endpoint(RUN)  # pyright: ignore[reportPrivateUsage]
+    assert asked(endpoint, world_of(endpoint))[0]
+    own, _ = endpoint.site.journal.client_state()
+    assert "scores" in asked(endpoint, world_of(endpoint, round=2), POLL)[1]
+    scored = get_values(endpoint.site.setup.model, endpoint.agreement.trainable)
+    assert own and all(
+        torch.equal(scored[key], value) != bool(barred) for key, value in own.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import hmac
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.faults import APPROVAL, error_fields
 from fedplan.federation.messages import RequestRefused
+from fedplan.privacy.guarantee import evaluation_name, vote_name
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.privacy.mechanisms.noise import derive_key, load_or_create_secret
 from fedplan.storage.append_log import AppendLog, DamagedLog, LogHead, head_file, timestamp
@@ -201,6 +203,13 @@ def agreement_folders(state_folder: Path) -> list[Path]:
     )
 
 
+def _readable_agreements(state_folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the agreements under a site's folder; skip a damaged one, which Endpoint rewrites."""
+    for folder in agreement_folders(state_folder):
+        with suppress(FedplanError):
+            yield read_agreement(folder)
+
+
 def bytes_by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return the sum of the `parts` (bytes by kind of param) of egress log entries."""
     totals = dict[str, int]()
@@ -212,9 +221,11 @@ def bytes_by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 REPLIES = "replies.jsonl"
 """File of an account: one JSON line for each reply."""
-REVEAL_LOG = "reveals.jsonl"
-"""File of the sums that a client helped to unmask. It lies beside the client's account, if there
-is one, since it counts for all runs."""
+REVEAL_LOG, EMPTIED = "reveals.jsonl", "emptied"
+"""File of the sums that a client helped to unmask, and a field of its first line if its owner had
+emptied it. It lies beside the client's account, if there is one, since it counts for all runs."""
+_ANSWERED_ONCE = {SCORES: "no-scoring", EVALUATION: "no-evaluation"}
+"""Kinds of which a request is answered for one content only, with the code of a refusal."""
 DELTA = 1e-5
 """Default delta of a site's epsilon limit."""
 
@@ -275,9 +286,10 @@ class Account:
         Call this before computing the reply. A reply with the same content as an earlier reply adds
         only bytes. An empty content stands for the content of the last reply to the same request.
         Waits up to 60 s for the file's lock. Raises RequestRefused, and appends nothing, if a limit
-        would be exceeded, if an evaluation of the same request had other content, or if the site
-        limits epsilon and this reply or an earlier one is not protected. Raises StoreError if the
-        file stays locked or cannot be written, and DamagedLog if the file is damaged.
+        would be exceeded, if layer scores or an evaluation of the same request had other content,
+        or if the site limits epsilon and this reply or an earlier one is not protected. Raises
+        StoreError if the file stays locked or cannot be written, and DamagedLog if the file is
+        damaged.
         """
         with self._log.locked():
             lines, of_request = self._log.read(), (answer.request, answer.kind)
@@ -291,11 +303,12 @@ class Account:
                 "bytes": answer.nbytes,
                 "protected": answer.protected,
             }
-            if answer.kind == EVALUATION and earlier and line["content"] not in earlier:
-                # Else a server could learn personal values by evaluations of chosen global values.
+            code = _ANSWERED_ONCE.get(answer.kind)
+            if code and earlier and line["content"] not in earlier:
+                # Else a server could learn personal values by the scores of chosen global values.
                 raise RequestRefused(
-                    f"{answer.request[:80]!r} was evaluated before, with other values"
-                ).with_code("no-evaluation")
+                    f"{answer.kind} of {answer.request[:80]!r} left before, of other values"
+                ).with_code(code)
             limits, sent = self.limits, sum(each["bytes"] for each in lines)
             contents = {each["content"] for each in lines if each["kind"] == line["kind"]}
             if limits.epsilon and not all(each["protected"] for each in (*lines, line)):
@@ -328,12 +341,18 @@ def read_replies(folder: Path) -> list[dict[str, Any]]:
 
 
 def unaccounted_answers(
-    entries: Iterable[Mapping[str, Any]], accounts: Iterable[Path]
+    entries: Iterable[Mapping[str, Any]],
+    accounts: Iterable[Path],
+    agreements: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield each answer in an egress log's entries that no account explains, and the reason.
 
-    `accounts`: the folders of all accounts of the site. Raises DamagedLog if a log is damaged.
+    `accounts`: the folders of all accounts of the site. `agreements`: of the runs, as returned by
+    `read_agreement`; without that of a run its votes need no charge. Raises DamagedLog if a log is
+    damaged.
     """
+    # Protected scores of a run without votes need no examples, and are not charged.
+    voting = {agreement.get("run") for agreement in agreements if agreement.get("votes")}
     protected, charged = dict[tuple[str, str], bool](), set[str]()
     for folder in accounts:
         for line in read_replies(folder):
@@ -341,16 +360,21 @@ def unaccounted_answers(
             protected[reply] = bool(line.get("protected"))
         charges = AppendLog(folder / CHARGES_FILE, chained=True).read()
         charged |= {str(line.get("request")) for line in charges}
+    charge_names = {UPDATE: str, SCORES: vote_name, EVALUATION: evaluation_name}
     for entry in entries:
         kind, request = entry["kind"], entry["request"]
-        if kind not in (UPDATE, SCORES, EVALUATION):
+        if kind not in charge_names:
             continue
         if (kind, request) not in protected:
             yield entry, f"the {kind} is missing from the accounts of this site's datasets"
-        elif kind == UPDATE and protected[kind, request] and request not in charged:
+        elif (
+            protected[kind, request]
+            and (kind != SCORES or entry["run"] in voting)
+            and charge_names[kind](request) not in charged
+        ):
             yield (
                 entry,
-                "the account says that noise was added to the update, but no epsilon was charged",
+                f"the account says that noise was added to the {kind}, but no epsilon was charged",
             )
 
 
@@ -359,20 +383,26 @@ def require_complete_account(account: Account, egress: EgressLog) -> None:
 
     Each is the witness of the other: an update is in an account before the log has it, and in the
     log before it leaves. So limits are not forgotten with the files that count towards them, nor
-    sums that were unmasked with the file of them.
+    sums that were unmasked with the files of them. If an owner emptied one of these, their lines
+    are not counted.
     """
     folder, entries = account.folder.parent, egress.read()
     accounts = sorted(file.parent for file in folder.glob(f"*/{SECRET_FILE}"))
-    for entry, problem in unaccounted_answers(entries, accounts):
+    agreements = _readable_agreements(folder.parent)
+    for entry, problem in unaccounted_answers(entries, accounts, agreements):
         raise DamagedLog(
             f"{folder} and {EGRESS_LOG} do not agree on run {entry['run']}, round "
             f"{entry['round']}: {problem}; restore a copy of the folder"
         )
-    unmasked = any(entry["kind"] == UNMASKING for entry in entries)
-    if unmasked and not any((each / REVEAL_LOG).exists() for each in accounts):
+    unmasked = {(x["request"], x["content"]) for x in entries if x["kind"] == UNMASKING}
+    files = [file for each in accounts if (file := each / REVEAL_LOG).exists()]
+    logs = [AppendLog(file, chained=True).read() for file in files]
+    emptied = any(not lines or lines[0].get(EMPTIED) for lines in logs)
+    if not emptied and sum(map(len, logs)) < len(unmasked):
         raise DamagedLog(
-            f"this site helped to unmask sums, and {account.folder / REVEAL_LOG} is lost: restore "
-            "a copy of it and of its .head file"
+            f"this site helped to unmask {len(unmasked)} sums, and a {REVEAL_LOG} in {folder} is "
+            "lost or an older copy: restore the latest copy of it and of its .head file; if its "
+            "owner emptied it, empty it again"
         )
     if not any(not entry["code"] for entry in entries) and any(map(read_replies, accounts)):
         raise DamagedLog(

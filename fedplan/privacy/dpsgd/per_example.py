@@ -179,8 +179,9 @@ def add_clipped_one_by_one(
         squares = [torch.zeros((), dtype=torch.float64), *map(squared_norm, views)]
         factor = float(into.clip_factors(torch.stack(squares).sum()[None]))
         for trained, gradient in gradients.items() if factor else ():
-            # In whole steps, towards zero: the sum is exact, and no norm grows.
-            into.totals[trained.name].add_(gradient.double().mul_(factor).trunc_())
+            # In whole steps, towards zero: the sum is exact, and no norm grows. The gradient itself
+            # stays: two params that are added, as of embeddings, may share the memory of theirs.
+            into.totals[trained.name].add_((gradient.double() * factor).trunc_())
 
 
 def gradients_or_none(

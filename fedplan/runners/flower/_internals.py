@@ -11,19 +11,24 @@ from there or from here. Other versions of Flower may move or rename the names b
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
+from flwr.app import Error, Message, Metadata  # public: replies, and errors in their place
+from flwr.app.message import make_message  # makes an error reply of the metadata alone
 from flwr.cli.build import build_fab_from_disk  # packs the empty app, without which no run starts
 from flwr.common.constant import (
     ACCESS_TOKEN_KEY,  # the metadata key of the operator's token
+    SUPERLINK_NODE_ID,  # the sender of the SuperLink's own error replies
+    ErrorCode,  # which error replies say that a message is lost
     SubStatus,  # how a task ended
 )
 from flwr.common.serde import (
     fab_to_proto,  # the empty app, as sent by StartRun
     run_from_proto,  # the run of a server task, for the grid
 )
+from flwr.common.serde_utils import metadata_from_proto  # the verified metadata of a reply
 from flwr.proto.control_pb2 import (
     ListNodesRequest,  # control API: list the sites
     RegisterNodeRequest,  # control API: register a site's key
@@ -32,12 +37,15 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.proto.fleet_pb2 import ActivateNodeRequest  # fleet API: asks whether a key is registered
 from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,  # runtime API: the parts of a message may be deleted
+    ObjectTree,  # the ids of the parts of a message
     PullObjectRequest,  # runtime API: a part of a message
     PullObjectResponse,  # says that the part will not come
 )
 from flwr.proto.node_pb2 import NodeInfo  # a registered site, as the control API lists it
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,  # runtime API: take a task
+    PullAppMessagesRequest,  # runtime API: the replies that have arrived
     PullTaskInputRequest,  # runtime API: the run of a server task
     PushTaskOutputRequest,  # runtime API: how a server task ended
     SendTaskHeartbeatRequest,  # runtime API: one heartbeat of a task
@@ -48,6 +56,17 @@ from flwr.supercore.control import ControlHttpClient  # client of the control AP
 from flwr.supercore.error import ApiErrorCode  # tells a registered key from an unknown one
 from flwr.supercore.fab import Fab  # the empty app
 from flwr.supercore.heartbeat import HeartbeatSender  # keeps a task alive during a round
+from flwr.supercore.inflatable.inflatable_object import (
+    iterate_object_tree,  # the ids of the parts of a message, one by one
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_pull_object_fn_protobuf,  # gets a part of a message by its id
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,  # a part of a message never came
+    inflate_object_from_contents,  # makes a message of its parts
+    pull_objects,  # gets all parts of a message
+)
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,  # authenticates calls for one task
     RuntimeVersionHttpInterceptor,  # tells the server our version of Flower
@@ -88,11 +107,19 @@ ATTRIBUTES = {
     "ControlHttpClient.from_server_address": "makes the client, with TLS and interceptors",
     "FleetHttpClient.ActivateNode": "asks whether a key is registered",
     "FleetHttpClient.from_server_address": "makes the client, with TLS and interceptors",
+    "ErrorCode.MESSAGE_UNAVAILABLE": "the SuperLink has no such request any more",
+    "ErrorCode.REPLY_MESSAGE_UNAVAILABLE": "the SuperLink has no such reply any more",
+    "ErrorCode.UNKNOWN": "error replies made here for replies that cannot be read",
     "HttpGrid._retry_invoker": "limited: Flower repeats for ever, or interrupts this process",
+    "HttpGrid._runtime_client": "pulls replies and their parts",
     "HttpGrid.get_nodes": "registered names of nodes, and when each came online",
+    "HttpGrid.node": "the server task, as calls for parts of a message name it",
+    "HttpGrid.run": "the run that messages belong to",
     "HttpGrid.set_run": "the run that messages belong to",
     "NoOpControlAuthnPlugin.validate_tokens_in_metadata": "admits the operator alone",
     "RuntimeHttpClient.AcquireTask": "takes a task",
+    "RuntimeHttpClient.ConfirmMessageReceived": "lets the SuperLink delete a fetched reply",
+    "RuntimeHttpClient.PullMessages": "the replies that have arrived",
     "RuntimeHttpClient.PullObject": "wrapped, to give up a message whose rest never comes",
     "RuntimeHttpClient.PullTaskInput": "the run of a server task",
     "RuntimeHttpClient.PushTaskOutput": "how a server task ended",
@@ -109,6 +136,78 @@ ATTRIBUTES = {
     "flwr.superlink.cli.flower_superlink.load_control_authn_plugin": "replaced by the operator's",
 }
 """Attributes of these names that fedplan uses, with their purposes."""
+LOST_CODES = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+"""Codes of the SuperLink's error replies for a request or reply that it no longer has."""
+
+
+class ReplyGrid(HttpGrid):
+    """The grid of a server task, on which a malformed reply fails alone.
+
+    Flower's own raises the error of one malformed reply for all that are pulled together, and takes
+    the request that a reply answers from the reply's body, which the SuperLink does not verify.
+    """
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that have arrived to these messages.
+
+        A reply that is incomplete, cannot be read, or names another request or sender than the
+        SuperLink verified, becomes an error reply to the verified request. Raises the errors of a
+        call to the SuperLink; replies that it had given out by then are lost.
+        """
+        request = PullAppMessagesRequest(message_ids=message_ids)
+        response = self._runtime_client.PullMessages(request)
+        found = zip(response.messages_list, response.message_object_trees, strict=True)
+        return [self._fetch(metadata_from_proto(each.metadata), tree) for each, tree in found]
+
+    def _fetch(self, verified: Metadata, tree: ObjectTree) -> Message:
+        """Return the message of an object tree, or an error reply by its verified metadata.
+
+        Raises the errors of a call to the SuperLink.
+        """
+        client, run = self._runtime_client, self.run.run_id
+        try:
+            contents = pull_objects(
+                [each.object_id for each in iterate_object_tree(tree)],
+                make_pull_object_fn_protobuf(client.PullObject, self.node, run),
+            )
+        except ObjectPullError:
+            return _error_reply(verified, "the reply is incomplete")
+        number = verified.message_id
+        client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=number)
+        )
+        return read_reply(verified, contents)
+
+
+def read_reply(verified: Metadata, contents: dict[str, bytes]) -> Message:
+    """Return the reply whose objects are `contents` by id; empties `contents`.
+
+    The result is an error reply by the `verified` metadata if the reply cannot be read, names
+    another request or sender, or is a site's error with one of LOST_CODES.
+    """
+    try:
+        message = inflate_object_from_contents(verified.message_id, contents)
+    except Exception as error:  # the content is the site's, and Flower checks little of it
+        return _error_reply(verified, f"the reply cannot be read: {type(error).__name__}")
+    if not isinstance(message, Message):
+        return _error_reply(verified, "the reply is no message")
+    metadata = message.metadata
+    if (metadata.reply_to_message_id, metadata.src_node_id) != (
+        verified.reply_to_message_id,
+        verified.src_node_id,
+    ):
+        return _error_reply(verified, "the reply names another request or sender")
+    is_site = verified.src_node_id != SUPERLINK_NODE_ID
+    if is_site and message.has_error() and message.error.code in LOST_CODES:
+        # Such errors of the SuperLink count as no failure of the site.
+        return _error_reply(verified, "the reply has an error code of the SuperLink")
+    metadata.__dict__["_message_id"] = verified.message_id
+    return message
+
+
+def _error_reply(verified: Metadata, reason: str) -> Message:
+    """Return an error reply by the verified metadata of the reply that it replaces."""
+    return make_message(verified, error=Error(ErrorCode.UNKNOWN, reason))
 
 
 def run_flower_superlink(plugin: NoOpControlAuthnPlugin, arguments: Sequence[str]) -> None:

@@ -16,7 +16,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, RecordDict
 from flwr.app import Message as FlowerMessage
 
 from fedplan.errors import FedplanError
-from fedplan.federation.ledger.faults import KINDS, describe_code, encode_code, error_code_of
+from fedplan.federation.ledger.faults import (
+    KINDS,
+    decode_reason,
+    describe_code,
+    encode_code,
+    error_code_of,
+)
+from fedplan.federation.messages import printable
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import unpack_message
 
@@ -118,12 +125,22 @@ def _text_fields(value: object) -> dict[str, str]:
     return {str(name): str(item) for name, item in items.items()}
 
 
-def content_bytes(records: RecordDict) -> int:
-    """Return the bytes of the message in records; 0 if it is no message of fedplan."""
+def reply_bytes(reply: FlowerMessage, *, needs_blobs: bool) -> int:
+    """Return the bytes of a reply; 0 if they do not tell how large other replies are.
+
+    Those of errors do not, nor of messages that are not of fedplan, nor, with `needs_blobs`, of
+    messages without blobs, such as refusals.
+    """
     try:
-        return from_records(records).nbytes
+        message = Message(b"") if reply.has_error() else from_records(reply.content)
     except BrokenMessage:
         return 0
+    return message.nbytes if message.blobs or not needs_blobs else 0
+
+
+def error_text(reply: FlowerMessage) -> str:
+    """Return the text of an error reply, with the sentence for its code, on one line."""
+    return printable(decode_reason(str(reply.error.reason)[:200]))
 
 
 def reply_fields(reply: Message) -> dict[str, Any]:

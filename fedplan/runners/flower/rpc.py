@@ -23,18 +23,20 @@ from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.events import ClientChanged, Notice, RunStalled
-from fedplan.federation.ledger.faults import APPROVAL, decode_reason
+from fedplan.federation.ledger.faults import APPROVAL
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream, StopRequested
+from fedplan.federation.messages import printable
 from fedplan.federation.participation import Timeouts
-from fedplan.runners.flower._internals import RunNotRunningException
+from fedplan.runners.flower._internals import LOST_CODES, RunNotRunningException
 from fedplan.runners.flower.records import (
     BlobRecord,
     ConnectedSite,
-    content_bytes,
+    error_text,
     from_records,
     read_hello,
     refusal_text,
+    reply_bytes,
     to_records,
 )
 from fedplan.tensors.message import Message
@@ -60,6 +62,8 @@ HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
 BATCH_BYTES = 2**26
 """About the most bytes of replies that are fetched at a time."""
+WITHOUT_TENSORS = (HELLO, "query.poll", "evaluate")
+"""Kinds of messages whose replies are a header without tensors."""
 ENDED_STATUS = (401, 403)
 """HTTP status of calls for a task that has expired, or whose Flower run has ended."""
 AWAY_ERRORS = (httpx.TransportError, ConnectionError, LinkUnreachable)
@@ -218,7 +222,7 @@ class SiteRpc:
             if node := self._pending_hellos.pop(reply.metadata.reply_to_message_id, 0):
                 self._hello_after.pop(node, None)
                 if reply.has_error():
-                    self._refuse(node, "", _error_text(reply))
+                    self._refuse(node, "", error_text(reply))
                 else:
                     self._connect(node, reply)
         return online
@@ -324,7 +328,7 @@ class SiteRpc:
         `name` is the site's name, if known; "" takes the node's registered name.
         """
         self._hello_after[node] = time.monotonic() + HELLO_RETRY
-        name = name or self._node_names.get(node, "")
+        name, reason = name or self._node_names.get(node, ""), printable(reason)
         name = name if name in self.names else f"node {node}"
         if self.refusals.get(name) != reason:
             log.warning("%s: %s", name, reason)
@@ -434,7 +438,7 @@ class SiteRpc:
         """Yield the replies that have arrived to messages of a kind, without waiting.
 
         Asks for several at a time, as many as take BATCH_BYTES by the largest reply of this kind so
-        far; before the first reply, for one at a time.
+        far; before the first one of full size (see `reply_bytes`), for one at a time.
         """
         waiting = list(message_ids)
         while waiting:
@@ -443,8 +447,8 @@ class SiteRpc:
             replies = self._retry(lambda ids=batch: self.grid.pull_messages(ids))
             replies = [each for each in replies if each.metadata.reply_to_message_id in batch]
             while replies:  # none is kept here while the next one is fetched
-                size = 0 if replies[0].has_error() else content_bytes(replies[0].content)
-                self._reply_bytes[kind] = max(1, size, self._reply_bytes.get(kind, 0))
+                if size := reply_bytes(replies[0], needs_blobs=kind not in WITHOUT_TENSORS):
+                    self._reply_bytes[kind] = max(size, self._reply_bytes.get(kind, 0))
                 yield replies.pop(0)
 
     def _receive(
@@ -472,22 +476,19 @@ class SiteRpc:
         """Return the message in the reply of the site `name`, an error text, or None to send again.
 
         An invalid message gives an error text at once. An error reply is logged, sets `call.after`,
-        and adds to `call.failures` only if the node of the call is online; the result is None while
-        the failures are fewer than the tries in the timeouts, then the error text. Raises as
-        `_online_nodes`.
+        and adds to `call.failures` only if the node of the call is online, and the message is not
+        just lost at the SuperLink; the result is None while the failures are fewer than the tries
+        in the timeouts, then the error text. Raises as `_online_nodes`.
         """
         if not reply.has_error():
             try:
                 return from_records(reply.content)
             except FedplanError as error:
-                return str(error)
-        reason = _error_text(reply)
+                return printable(str(error))
+        reason = error_text(reply)
         log.warning("%s: %s", name, reason)
         call.after = time.monotonic() + min(5.0, 10 * self.timeouts.poll_interval)
-        if call.node in self._online_nodes():
+        # The SuperLink gives a reply out once: if the link breaks then, it is not the site's fault.
+        if reply.error.code not in LOST_CODES and call.node in self._online_nodes():
             call.failures += 1
         return f"no answer: {reason}" if call.failures >= self.timeouts.tries else None
-
-
-def _error_text(reply: FlowerMessage) -> str:
-    return decode_reason(str(reply.error.reason)[:200])

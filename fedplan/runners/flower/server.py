@@ -31,6 +31,7 @@ from fedplan.federation.messages import (
     Request,
     block_scores_from_json,
     package_differences,
+    printable,
     protocol_mismatch,
     read_update,
     request_header,
@@ -228,18 +229,20 @@ class ServerLoop:
         agreement, traits = self.server.agreement, dict(self.server.roster[name])
         if self.server.aggregation.hides_clients and site.traits != traits:
             return "has traits of its own, and this run hides its clients: see clients.traits"
+        claims = (site.initial_digest, site.run, site.agreement_digest)
+        start, run, agreed = (printable(text[:40]) for text in claims)
         if agreement.start and site.initial_digest != agreement.start:
             return (
-                f"starts from the model {site.initial_digest[:40]} and not from {agreement.start}: "
+                f"starts from the model {start} and not from {agreement.start}: "
                 "give it the same weights, and start it again"
             )
         if difference := protocol_mismatch(site.versions):
             return f"has {difference}: install the same there and here"
         if site.run != agreement.run:
-            return f"is in the run {site.run[:40]} and this is {agreement.run}: start it again"
+            return f"is in the run {run} and this is {agreement.run}: start it again"
         if site.agreement_digest != agreement.fingerprint:
             return (
-                f"agreed to {site.agreement_digest[:40]} and this study is "
+                f"agreed to {agreed} and this study is "
                 f"{agreement.fingerprint}: give it the same study, and start it again"
             )
         return ""
@@ -352,7 +355,7 @@ class ServerLoop:
             if update.client != name:
                 raise FedplanError(f"{name} answers for {update.client[:80]!r}")
         except FedplanError as error:
-            reason = round_state.rejected[name] = str(error).splitlines()[0]
+            reason = round_state.rejected[name] = printable(str(error).splitlines()[0])
             log.warning("the update of %s is rejected: %s", name, reason)
             self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
             return
@@ -389,10 +392,9 @@ class ServerLoop:
                 scores[name] = block_scores_from_json(fields.get("scores"))
             except FedplanError as error:
                 text = refusal_text(fields) or (reply if isinstance(reply, str) else str(error))
-                log.warning("%s sent no layer scores in this round: %s", name, text)
-                reasons[name] = text.splitlines()[0]
-        # Noise hides who votes, and so whether anybody does.
-        if len(scores) < enough and not self.server.aggregation.hides_clients:
+                reasons[name] = printable(text.splitlines()[0])
+                log.warning("%s sent no layer scores in this round: %s", name, reasons[name])
+        if len(scores) < enough:  # never where noise hides who votes: there is no quorum
             raise FedplanError(
                 f"round {self.server.global_state.round + 1} has layer scores of {len(scores)} "
                 f"sites and needs {enough}: "
@@ -402,8 +404,11 @@ class ServerLoop:
         self.server.choose_blocks(round_state, scores)
         for name in scores:
             # The site has the values of the poll: do not send them again. A full one has them all.
-            if not round_state.cohort[name].full:
-                round_state.cohort[name] = replace(round_state.cohort[name], values={})
+            request = round_state.cohort[name]
+            if request.full:
+                round_state.wasted_bytes += request.nbytes  # it goes out twice
+            else:
+                round_state.cohort[name] = replace(request, values={})
 
     def _choose_blocks_by_secagg(self, round_state: RoundState, voters: Sequence[str]) -> None:
         """Set the joint choice of a round by the secure sum of the layer scores of `voters`.

@@ -19,7 +19,7 @@ from fedplan.federation.evaluation import (
     metrics_from_json,
 )
 from fedplan.federation.global_state import METRICS
-from fedplan.federation.messages import Request, request_header
+from fedplan.federation.messages import Request, printable, request_header
 from fedplan.federation.score_sums import SENDERS, ScoreVector
 from fedplan.federation.server import Server
 from fedplan.runners.flower.records import BlobRecord, refusal_text, reply_fields
@@ -150,7 +150,7 @@ class SiteEvaluation:
                 self.received_versions[name] = requests[name].versions
                 failures.pop(name, None)  # of an earlier attempt
             except FedplanError as error:
-                failures[name] = str(error).splitlines()[0]
+                failures[name] = printable(str(error).splitlines()[0])
                 log.warning("%s has no scores: %s", name, failures[name])
         return answers
 

@@ -38,7 +38,6 @@ from fedplan.runners.flower._internals import (
     AcquireTaskRequest,
     ControlHttpClient,
     Fab,
-    HttpGrid,
     ListNodesRequest,
     NodeInfo,
     NoOpControlAuthnPlugin,
@@ -47,6 +46,7 @@ from fedplan.runners.flower._internals import (
     PullTaskInputRequest,
     PushTaskOutputRequest,
     RegisterNodeRequest,
+    ReplyGrid,
     RuntimeHttpClient,
     StartRunRequest,
     SubStatus,
@@ -339,7 +339,7 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     with locked_folder(link.folder, timeout=TASK_TIMEOUT):
         token = _acquire_task(link, link.start_run())
     api = link.runtime_api
-    grid = HttpGrid(
+    grid = ReplyGrid(
         runtime_api_address=api.address,
         insecure=api.certificate is None,
         root_certificates=api.certificate.read_bytes() if api.certificate else None,
