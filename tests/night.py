@@ -68,6 +68,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     results: Path = args.results
+    # A job in the background of a shell ignores Ctrl-C, and so would the processes of its tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     LOGS.mkdir(parents=True, exist_ok=True)
     os.environ["FEDPLAN_LAWS"] = "night"
     commit = subprocess.check_output(["git", "rev-parse", "--short=9", "HEAD"], text=True).strip()
