@@ -392,9 +392,8 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
     charges the client's account; a vote under example-level DP also the privacy budget. The start
     values have no personal ones if the client's policy forbids to evaluate the personal model.
     Raises RequestRefused if this round has no joint choice of layers, if differential privacy
-    covers no scores in this round, for a limit of the account, or if a client with an account
-    scored other values in this round; PrivacyError if the budget does not allow the vote; and as
-    `receive_request`.
+    covers no scores in this round, or for a limit of the account; PrivacyError if the budget does
+    not allow the vote; and as `receive_request`.
     """
     guarantee, method = agreement.guarantee, agreement.method
     votes = guarantee is not None and bool(guarantee.vote_noise_multiplier)

@@ -224,8 +224,6 @@ REPLIES = "replies.jsonl"
 REVEAL_LOG, EMPTIED = "reveals.jsonl", "emptied"
 """File of the sums that a client helped to unmask, and a field of its first line if its owner had
 emptied it. It lies beside the client's account, if there is one, since it counts for all runs."""
-_ANSWERED_ONCE = {SCORES: "no-scoring", EVALUATION: "no-evaluation"}
-"""Kinds of which a request is answered for one content only, with the code of a refusal."""
 DELTA = 1e-5
 """Default delta of a site's epsilon limit."""
 
@@ -286,10 +284,9 @@ class Account:
         Call this before computing the reply. A reply with the same content as an earlier reply adds
         only bytes. An empty content stands for the content of the last reply to the same request.
         Waits up to 60 s for the file's lock. Raises RequestRefused, and appends nothing, if a limit
-        would be exceeded, if layer scores or an evaluation of the same request had other content,
-        or if the site limits epsilon and this reply or an earlier one is not protected. Raises
-        StoreError if the file stays locked or cannot be written, and DamagedLog if the file is
-        damaged.
+        would be exceeded, if an evaluation of the same request had other content, or if the site
+        limits epsilon and this reply or an earlier one is not protected. Raises StoreError if the
+        file stays locked or cannot be written, and DamagedLog if the file is damaged.
         """
         with self._log.locked():
             lines, of_request = self._log.read(), (answer.request, answer.kind)
@@ -303,12 +300,11 @@ class Account:
                 "bytes": answer.nbytes,
                 "protected": answer.protected,
             }
-            code = _ANSWERED_ONCE.get(answer.kind)
-            if code and earlier and line["content"] not in earlier:
-                # Else a server could learn personal values by the scores of chosen global values.
+            if answer.kind == EVALUATION and earlier and line["content"] not in earlier:
+                # Else a server could learn personal values by evaluations of chosen global values.
                 raise RequestRefused(
-                    f"{answer.kind} of {answer.request[:80]!r} left before, of other values"
-                ).with_code(code)
+                    f"{answer.request[:80]!r} was evaluated before, with other values"
+                ).with_code("no-evaluation")
             limits, sent = self.limits, sum(each["bytes"] for each in lines)
             contents = {each["content"] for each in lines if each["kind"] == line["kind"]}
             if limits.epsilon and not all(each["protected"] for each in (*lines, line)):
