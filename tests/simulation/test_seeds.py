@@ -26,7 +26,8 @@ FOUND: dict[int, str] = {
 """Seeds that once failed, with the fault that each has found."""
 SECONDS = 5.0
 """Seconds of a processor that fresh seeds have by day. One of some 800 fails at its end, as 3000396
-does: the trial's own reading of a damaged header; until that is mended, chance decides less."""
+does: a state is sealed with another key than the site's. Until that is explained, chance decides
+less."""
 
 
 @pytest.fixture(scope="module")
