@@ -156,8 +156,8 @@ class ReplyGrid(HttpGrid):
         """
         request = PullAppMessagesRequest(message_ids=message_ids)
         response = self._runtime_client.PullMessages(request)
-        found = zip(response.messages_list, response.message_object_trees, strict=True)
-        return [self._fetch(metadata_from_proto(each.metadata), tree) for each, tree in found]
+        replies = zip(response.messages_list, response.message_object_trees, strict=True)
+        return [self._fetch(metadata_from_proto(each.metadata), tree) for each, tree in replies]
 
     def _fetch(self, verified: Metadata, tree: ObjectTree) -> Message:
         """Return the message of an object tree, or an error reply by its verified metadata.
