@@ -31,7 +31,8 @@ _HEADER = struct.Struct(">16sI32s")
 """Magic, chunk size in bytes, salt."""
 _LARGEST_CHUNK = 1 << 30
 _TAG = 16
-_KEY_FILE = re.compile(rb"[0-9a-fA-F]{64}\n?")
+_KEY_FILE = re.compile(r"([0-9a-fA-F]{64})(?: ([0-9a-f]{16}))?\n?")
+"""A key in hex digits, and its `key_id`, which a damaged key does not have."""
 
 
 class Encryption:
@@ -52,10 +53,10 @@ class Encryption:
 
     @classmethod
     def from_file(cls, path: Path) -> Encryption:
-        """Read a key file of 32 raw bytes or 64 hex digits.
+        """Read a key file of 32 raw bytes or 64 hex digits, which the `key_id` may follow.
 
-        Raises StoreError if the file cannot be read, is not a regular file, holds no key, or its
-        mode gives other users any access.
+        Raises StoreError if the file cannot be read, is not a regular file, holds no key or a
+        damaged one, or its mode gives other users any access.
         """
         try:
             # Without blocking, so that a named pipe does not wait for a writer.
@@ -75,12 +76,15 @@ class Encryption:
             ) from error
         if len(content) == 32:
             return cls(content)
-        if not _KEY_FILE.fullmatch(content):
+        if not (parts := _KEY_FILE.fullmatch(content.decode("latin-1"))):
             raise StoreError(
                 f"{path} holds no key, which is 32 bytes or 64 hex digits: name the right file, "
                 "or make one with new_key_file()"
             )
-        return cls(bytes.fromhex(content.decode()))
+        encryption, key_id = cls(bytes.fromhex(parts[1])), parts[2]
+        if key_id not in (None, encryption.key_id):
+            raise StoreError(f"the key {key_id} in {path} is damaged: restore a copy of the file")
+        return encryption
 
     def encrypt(self, data: bytes, label: str) -> bytes:
         """Return header (salt, chunk size) and ciphertext of `data`, about as long as `data`."""
@@ -147,16 +151,19 @@ def _chunks(
 def new_key_file(path: Path) -> None:
     """Write a new random key to the new file `path` with mode 600, synced to disk.
 
-    Raises StoreError if the file exists (it is kept) or cannot be written. Data encrypted with a
-    lost key file cannot be recovered.
+    Raises StoreError if the file exists (it is kept) or cannot be written, FedplanError without the
+    package `cryptography`. Data encrypted with a lost key file cannot be recovered.
     """
+    key = os.urandom(32)
+    # Without its id, a key that is damaged before its first use would be another key.
+    content = f"{key.hex()} {Encryption(key).key_id}\n".encode()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise StoreError(f"no key file was made: {error}; name a new file in a folder") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(os.urandom(32).hex().encode() + b"\n")
+            file.write(content)
             file.flush()
             os.fsync(descriptor)
         sync_folder(path.parent)

@@ -279,8 +279,9 @@ class SiteMachine(Machine):
         self.key_file, self.policy_file = self.place / "key.hex", self.place / "policy.toml"
         self.encryption: Encryption | None = None
         if trial.plan is not None and trial.plan.encrypted:
+            key = hashlib.sha256(name.encode()).digest()
             self.key_file.touch(mode=0o600)
-            self.key_file.write_text(hashlib.sha256(name.encode()).hexdigest())
+            self.key_file.write_text(f"{key.hex()} {Encryption(key).key_id}\n")
             self.encryption = Encryption.from_file(self.key_file)
         self.allowed: bool | None = trial.plan is None or not trial.plan.asks
         self.deciding = False

@@ -25,6 +25,9 @@ import torch
 from calls import failpoints
 from simulator import MEMORY, try_seed
 
+FAILED = Path(__file__).parents[2] / "failed-seeds.jsonl"
+"""Where each seed that fails is stored, whoever tried it."""
+
 
 def environment() -> dict[str, Any]:
     """What the records that follow were made with."""
@@ -58,6 +61,13 @@ def record_of(seed: int, root: Path) -> dict[str, Any]:
     return {"seed": seed, "cpu": round(time.process_time() - began, 3), **record}
 
 
+def store_failure(record: dict[str, Any]) -> None:
+    """Append the record of a seed that failed to FAILED, and what it was made with."""
+    facts = {key: value for key, value in environment().items() if key != "failpoints"}
+    with FAILED.open("a") as out:
+        out.write(json.dumps(record | facts) + "\n")
+
+
 def last_seed(file: Path) -> int:
     """Return the last seed with a record in a file; -1 if there is none."""
     lines = file.read_text().splitlines() if file.exists() else []
@@ -78,6 +88,7 @@ def main(first: int, seeds: int, file: Path) -> int:
                 out.flush()
                 if "failed" in record:
                     failed += 1
+                    store_failure(record)
                     sys.stdout.write(f"seed {seed} failed: {record['failed']}\n")
                     sys.stdout.flush()
     finally:

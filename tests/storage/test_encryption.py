@@ -15,6 +15,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -83,7 +84,7 @@ def test_a_new_key_file_is_the_owners_and_is_not_written_over(tmp_path: Path) ->
         os.umask(before)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     content = (tmp_path / "key").read_bytes()
-    assert len(content) == 65 and content != (tmp_path / "another").read_bytes()
+    assert len(content) == 82 and content != (tmp_path / "another").read_bytes()
     with pytest.raises(StoreError, match=r"File exists.*name a new file"):
         new_key_file(tmp_path / "key")
     assert (tmp_path / "key").read_bytes() == content
@@ -105,6 +106,21 @@ def test_a_key_file_that_cannot_be_written_is_not_left_half(
     assert not (tmp_path / "key").exists()
 
 
+def test_a_flipped_bit_of_a_new_key_file_is_noticed_or_changes_no_key(tmp_path: Path) -> None:
+    new_key_file(tmp_path / "key")
+    whole = (tmp_path / "key").read_bytes()
+    key_id, refused = Encryption.from_file(tmp_path / "key").key_id, 0
+    for position, bit in product(range(len(whole)), range(8)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << bit
+        (tmp_path / "key").write_bytes(flipped)
+        try:
+            assert Encryption.from_file(tmp_path / "key").key_id == key_id
+        except StoreError:
+            refused += 1
+    assert refused > 600
+
+
 def key_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
     path = folder / "key"
     path.write_bytes(content)
@@ -113,7 +129,12 @@ def key_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
 
 
 @pytest.mark.parametrize(
-    "content", [b"k" * 32, b"6b" * 32, b"6B" * 32 + b"\n"], ids=["raw", "hex", "line"]
+    "content",
+    [
+        *(b"k" * 32, b"6b" * 32, b"6B" * 32 + b"\n"),
+        b"6b" * 32 + f" {KEY.key_id}\n".encode(),
+    ],
+    ids=["raw", "hex", "line", "with its id"],
 )
 def test_a_key_is_raw_or_hex(tmp_path: Path, content: bytes) -> None:
     for mode in (0o600, 0o400):
