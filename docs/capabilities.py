@@ -71,7 +71,7 @@ CAPABILITIES = (
         readme=True,
     ),
     Capability(
-        "29 published methods, which combine",
+        "30 published methods, which combine",
         "yes",
         "[methods](explanation/methods.md)",
         (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .adapters import (
+    feddpa,
     fedex_lora,
     fedit,
     fedsa_lora,
@@ -77,6 +78,7 @@ __all__ = [
     "fedavgm",
     "fedbabu",
     "fedbn",
+    "feddpa",
     "fedex_lora",
     "fedfrozen",
     "fedit",

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from fedplan.errors import FedplanError
 from fedplan.language.canonical import with_text
 from fedplan.language.parser import parse_part
 from fedplan.language.parts import (
@@ -96,6 +97,26 @@ def fedex_lora(rank: int = 8, target: str = "query | value", with_head: bool = T
     return _lora(share(_with_head(adapter, with_head)), rank, target, by_residual(SCALE))
 
 
+def feddpa(
+    rank: int = 8, own_rank: int = 8, target: str = "query | value", with_head: bool = True
+) -> Method:
+    """FedDPA: a common LoRA adapter is averaged, and each client keeps an own one beside it.
+
+    Yang et al., Dual-Personalizing Adapter for Federated Foundation Models, 2024. The common
+    adapter has `rank`, the own one `own_rank`; the layer adds the products of both. Differences
+    from the paper: both train together under one loss, and both count fully at inference; the paper
+    trains one after the other and weighs them for each example. `target`: as in fedit; `with_head`
+    also trains and averages the head.
+    """
+    shared = _with_head(adapter & common, with_head)
+    adapt = partial(add_two_adapters, rank=rank, own_rank=own_rank, on=parse_part(target))
+    return Method(
+        chain(freeze(), share(shared), keep(adapter & own)),
+        adapt=adapt,
+        lora_aggregation=average_separately(),
+    )
+
+
 def _lora(plan: Plan, rank: int, on: str, product: ProductRule | None = None) -> Method:
     adapt = partial(add_lora, rank=rank, on=parse_part(on))
     return Method(
@@ -121,6 +142,29 @@ def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
         return model
     config = peft.LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=hosts_of(model, on))
     return peft.get_peft_model(cast(Any, model), config)
+
+
+@with_text("two_adapters")
+def add_two_adapters(model: nn.Module, *, rank: int, own_rank: int, on: Part) -> nn.Module:
+    """Add the LoRA adapters "common" and "own" to the modules of the part `on`, in place.
+
+    Returns the PEFT model; both adapters are active. lora_alpha is `SCALE` times the rank. Raises
+    FedplanError for a model that has an adapter, and as `add_lora`.
+    """
+    if families := adapter_families(model):
+        raise FedplanError(
+            f"feddpa adds two adapters, and the model has one of peft's {', '.join(families)}: "
+            "leave out model.adapter, or write the plan for your own adapters, named common and own"
+        )
+    peft, hosts = import_peft(), hosts_of(model, on)
+    configs = {
+        name: peft.LoraConfig(r=each, lora_alpha=SCALE * each, target_modules=hosts)
+        for name, each in (("common", rank), ("own", own_rank))
+    }
+    adapted = peft.get_peft_model(cast(Any, model), configs["common"], adapter_name="common")
+    adapted.add_adapter("own", configs["own"])
+    adapted.base_model.set_adapter([*configs])
+    return adapted
 
 
 def hosts_of(model: nn.Module, part: Part) -> list[str]:

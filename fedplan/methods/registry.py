@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from fedplan.errors import FedplanError
 from fedplan.methods.adapters import (
+    feddpa,
     fedex_lora,
     fedit,
     fedsa_lora,
@@ -50,7 +51,7 @@ METHODS: dict[str, Callable[..., Method]] = {
         *(fedper, fedrep, lg_fedavg, fedbabu, fedbn),
         fedfrozen,
         *(safl, bitfit, fedpart, head_only),
-        *(fedit, ffa_lora, fedsa_lora, flexlora, fedex_lora),
+        *(fedit, ffa_lora, fedsa_lora, flexlora, fedex_lora, feddpa),
         *(pfeddc, promptfl, local_prompts),
         *(safl_frozen, pfeddc_held, fedper_safl, safl_lora),
     )
@@ -132,6 +133,7 @@ SETTING_DESCRIPTIONS = {
     "lr": "Learning rate of the server optimizer.",
     "momentum": "Momentum of the server optimizer.",
     "mu": "Weight mu of the proximal term, which pulls a client to the global model.",
+    "own_rank": "Rank of each client's own LoRA adapter, which is never sent.",
     "part": "The part that is frozen after the warm-up.",
     "probe": "How blocks are scored: attention, gradient, random, last or middle.",
     "query": "Which prompts are the queries of the fusion attention: own, common or both.",

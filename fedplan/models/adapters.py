@@ -98,18 +98,25 @@ class AdapterTensor:
     """A tensor added by peft, of a family in FAMILIES.
 
     `layer`: the path of the peft layer in the model. `attribute`: the layer's attribute that holds
-    the tensor, as `lora_A`.
+    the tensor, as `lora_A`. `adapter_name`: peft's name of the adapter, as `default`.
     """
 
     family: str
     layer: str
     attribute: str
+    adapter_name: str
 
     @property
     def kind(self) -> Kind:
         """PROMPT for prompt families, else ADAPTER, with the exceptions of KINDS."""
         kind = KINDS.get(self.attribute, Kind.ADAPTER)
         return Kind.PROMPT if self.family in PROMPTS else kind
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """The tag of the attribute by TAGS; and the adapter's name if it is "common" or "own"."""
+        words = {TAGS.get(self.attribute, ""), *({"common", "own"} & {self.adapter_name})}
+        return frozenset(words - {""})
 
     @property
     def inner(self) -> str:
@@ -123,7 +130,7 @@ def find_adapter_tensor(modules: Mapping[str, nn.Module], name: str) -> AdapterT
     `modules` are all modules by path. Only for names of which `is_inactive` is False. Raises
     UnknownAdapter for an unsupported family or tensor, and a merged or disabled adapter.
     """
-    for path, family, attribute, _ in _peft_steps(modules, name):
+    for path, family, attribute, adapter_name in _peft_steps(modules, name):
         if not family or attribute in _ROUTES:
             continue
         if attribute not in FAMILIES[family].split():
@@ -133,7 +140,7 @@ def find_adapter_tensor(modules: Mapping[str, nn.Module], name: str) -> AdapterT
             raise UnknownAdapter(f"the adapter of {path!r} is merged: call unmerge_adapter first")
         if getattr(modules[path], "disable_adapters", False) is True:
             raise UnknownAdapter(f"the adapter of {path!r} is disabled: enable the adapters first")
-        return AdapterTensor(family, path, attribute)
+        return AdapterTensor(family, path, attribute, adapter_name)
     return None
 
 
@@ -381,7 +388,31 @@ def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) ->
                 f"{name!r} was trained too and is not in the adapter: export the whole model; or, "
                 "in another run, freeze it, or name its layer in model.adapter.modules_to_save"
             )
-    cast("Any", model).save_pretrained(folder)
+    join_adapters(model).save_pretrained(folder)
+
+
+def join_adapters(model: nn.Module) -> Any:
+    """Join the active LoRA adapters of a PeftModel into one, in place, and return the model.
+
+    The rank of the joined adapter is the sum of theirs, and its product the sum of their products,
+    so the outputs are the same. A model with one adapter is not changed. Raises UnknownAdapter for
+    several adapters that are no plain LoRA.
+    """
+    adapted = cast("Any", model)
+    names = list(adapted.base_model.active_adapters)
+    if len(names) < 2:
+        return adapted
+    try:
+        adapted.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
+    except ValueError as error:
+        raise UnknownAdapter(
+            f"the adapters {', '.join(names)} cannot be joined into one: {error}; export the whole "
+            "model"
+        ) from error
+    adapted.set_adapter("default")
+    for name in names:
+        adapted.delete_adapter(name)
+    return adapted
 
 
 def merge_and_dequantize(model: nn.Module) -> nn.Module:
@@ -394,7 +425,7 @@ def merge_and_dequantize(model: nn.Module) -> nn.Module:
         return merge_adapters(model)
     if not adapter_families(model):
         return dequantize(model)
-    peft, adapted = import_peft(), cast("Any", model)
+    peft, adapted = import_peft(), join_adapters(model)
     config = adapted.peft_config[adapted.active_adapter]
     values = peft.get_peft_model_state_dict(adapted)
     float_model = add_adapter(dequantize(adapted.unload()), config)

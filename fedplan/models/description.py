@@ -15,7 +15,6 @@ from fedplan.errors import UnknownArchitecture
 from fedplan.models.adapters import (
     BASE_LAYER,
     PER_OUTPUT_TAGS,
-    TAGS,
     find_adapter_tensor,
     is_inactive,
     strip_peft_segments,
@@ -171,11 +170,10 @@ class _Structure:
             active.sort(key=self._is_head)
         name = active[0]
         if adapter := find_adapter_tensor(self.modules, name):
-            tag = TAGS.get(adapter.attribute, "")
             if adapter.kind is Kind.ADAPTER:
-                yield from self._adapter_params(active, tensor, tag)
+                yield from self._adapter_params(active, tensor, adapter.tags)
             else:
-                yield self._param(name, tensor, adapter.kind, tag=tag)
+                yield self._param(name, tensor, adapter.kind, tags=adapter.tags)
             return
         owner = self._owner(name)
         kind_or_path = self._kind_or_fused(name, strip_peft_segments(name), owner)
@@ -198,17 +196,19 @@ class _Structure:
         path = strip_peft_segments(name)
         return owner is None or self._kind_or_fused(name, path, owner) is Kind.HEAD
 
-    def _adapter_params(self, names: list[str], tensor: Tensor, tag: str) -> Iterator[Param]:
-        """Yield the params of an adapter's tensor; each has `tag` among the tags, if not empty.
+    def _adapter_params(
+        self, names: list[str], tensor: Tensor, tags: frozenset[str]
+    ) -> Iterator[Param]:
+        """Yield the params of an adapter's tensor; each has `tags` among its tags.
 
         `names` are all names of the tensor, one for each host layer. Yields one param that acts on
         the kinds of all host layers, without block if the hosts are in several blocks. But a tensor
         with a row per output of a single fused host (LoRA's B) gives one param per kind.
         """
-        param = self._param(names[0], tensor, Kind.ADAPTER, tag=tag)
+        param = self._param(names[0], tensor, Kind.ADAPTER, tags=tags)
         hosts = {name: self._host_kind(name) for name in names}
         host = hosts[names[0]]
-        if len(names) == 1 and isinstance(host, tuple) and tag in PER_OUTPUT_TAGS:
+        if len(names) == 1 and isinstance(host, tuple) and tags & PER_OUTPUT_TAGS:
             for kind, rows in self._fused_rows(host, names[0], tensor.shape[0]).items():
                 shape = rows.shape(tuple(tensor.shape))
                 yield replace(param, on=frozenset({kind}), rows=rows, shape=shape)
@@ -239,15 +239,20 @@ class _Structure:
         return self._kind_or_fused(name, path, self.modules[inner])
 
     def _param(
-        self, name: str, tensor: Tensor, kind: Kind, rows: Rows | None = None, tag: str = ""
+        self,
+        name: str,
+        tensor: Tensor,
+        kind: Kind,
+        rows: Rows | None = None,
+        tags: frozenset[str] = frozenset(),
     ) -> Param:
         """Make the Param of a kind for a tensor, or for `rows` of the tensor."""
         layer_map, _, submodel = self._coverage(name)
         stack, block = self._block(name)
-        path, tags, acts_on = strip_peft_segments(name), {tag} - {""}, set[Kind]()
+        path, acts_on = strip_peft_segments(name), set[Kind]()
         recurrent = path[-1].startswith("bias_") and isinstance(self._owner(name), nn.RNNBase)
         if path[-1] == "bias" or path[-1].endswith("_bias") or recurrent:
-            tags.add("bias")
+            tags |= {"bias"}
         is_mapped = is_placed = False
         if layer_map:
             tags |= {tag for p, tag in layer_map.tags.items() if path_contains(p, path)}
@@ -265,7 +270,7 @@ class _Structure:
             stack=stack,
             depth=self.depths.get(stack, 0),
             rows=rows,
-            tags=frozenset(tags),
+            tags=tags,
             on=frozenset(acts_on),
             uncertain=self._uncertain_words(name, kind, is_placed=is_placed, is_mapped=is_mapped),
         )

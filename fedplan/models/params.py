@@ -131,6 +131,11 @@ class Param:
         return None if self.block is None else Block(self.stack, self.block)
 
     @cached_property
+    def label(self) -> str:
+        """The kind for a reader, after "common" or "own" if it is one of these, as "own prompt"."""
+        return " ".join([*sorted(self.tags & {"common", "own"}), self.kind])
+
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)

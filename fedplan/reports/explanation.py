@@ -164,8 +164,8 @@ class Explanation:
         groups: dict[tuple[object, ...], list[Param]] = {}
         for p in sort_params(self.forecast.params):
             roles = tuple((s.certain[p], s.permitted[p]) for s in client.stages)
-            groups.setdefault((p.stack if several_stacks else "", p.kind, roles), []).append(p)
-        named = [(f"{stack} {kind}".strip(), ps) for (stack, kind, _), ps in groups.items()]
+            groups.setdefault((p.stack if several_stacks else "", p.label, roles), []).append(p)
+        named = [(f"{stack} {label}".strip(), ps) for (stack, label, _), ps in groups.items()]
         split = {part for part, _ in named if sum(part == other for other, _ in named) > 1}
         return [
             PartRow(f"{part} {_block_text(ps) or 'outside'}" if part in split else part, tuple(ps))
@@ -196,7 +196,7 @@ class Explanation:
         table = _columns("stage", "trained", *(f"{x}>" for x in self._costs(client.stages[0])))
         for stage in client.stages:
             trained = [p for p in stage.permitted if stage.permitted[p].is_trained]
-            kinds, blocks = sorted({str(p.kind) for p in trained}), _block_text(trained)
+            kinds, blocks = sorted({p.label for p in trained}), _block_text(trained)
             text = ", ".join(kinds) if len(kinds) <= 4 else f"{len(kinds)} kinds"
             text = f"{text} in {blocks}" if blocks else text or "nothing"
             table.add_row(stage.name, text, *self._costs(stage).values())

@@ -151,7 +151,7 @@ class _Grid:
         """
         groups: dict[str, list[Param]] = {}
         for p in params:
-            groups.setdefault(" ".join([*sorted(p.tags & {"common", "own"}), p.kind]), []).append(p)
+            groups.setdefault(p.label, []).append(p)
         height = (bottom - top) / max(1, len(groups))
         for i, (label, group) in enumerate(groups.items()):
             y = top + i * height

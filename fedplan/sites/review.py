@@ -176,7 +176,7 @@ def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
     client = max(run.clients, key=lambda each: each.max_upload)
     params_by_kind = dict[str, list[Param]]()
     for param in sort_params(run.params):
-        params_by_kind.setdefault(str(param.kind), []).append(param)
+        params_by_kind.setdefault(param.label, []).append(param)
 
     def upload(params: list[Param], stage: StageForecast) -> int:
         shared = (param for param in params if stage.heaviest[param] is Role.SHARE)

@@ -172,7 +172,7 @@ def _require_shared_plan(folder: Path, output: Path) -> None:
     run = read_run(folder)
     if not is_personal(run.agreement):
         return
-    kinds = ", ".join(dict.fromkeys(str(p.kind) for p in personal_params(run.agreement)))
+    kinds = ", ".join(dict.fromkeys(p.label for p in personal_params(run.agreement)))
     client, scores = next(iter(run.clients), "NAME"), run_scores(run)
     personal, overall = scores.find("personal"), scores.find("global")
     lines = {

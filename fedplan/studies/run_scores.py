@@ -264,7 +264,7 @@ def untrained_params(agreement: Agreement) -> Params:
 
 def untrained_kinds(agreement: Agreement) -> str:
     """Return the kinds of `untrained_params`: "norm, head"; "" if there are none."""
-    return ", ".join(dict.fromkeys(str(p.kind) for p in untrained_params(agreement)))
+    return ", ".join(dict.fromkeys(p.label for p in untrained_params(agreement)))
 
 
 def untrained_note(kinds: str) -> str:

@@ -263,6 +263,8 @@ def _build(folder: Path, stored: StoredModel) -> nn.Module:
             adapted = import_peft().get_peft_model(model, adapter, adapter_name=name)
     if stored.active and len(stored.adapters) > 1:
         adapted.set_adapter(stored.active[0])
+    if len(stored.active) > 1:  # a PeftModel takes one name, its tuner several
+        adapted.base_model.set_adapter(stored.active)
     return adapted
 
 

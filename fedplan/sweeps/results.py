@@ -143,7 +143,7 @@ def read_run_result(folder: Path) -> RunResult:
             if status and status.round_seconds is not None
             else None,
             rules=score_rules(run),
-            untrained=tuple(dict.fromkeys(str(p.kind) for p in untrained_params(run.agreement))),
+            untrained=tuple(dict.fromkeys(p.label for p in untrained_params(run.agreement))),
             epsilon_spent=spent,
             directions=run.directions,
         )

@@ -15,5 +15,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "safl-frozen": {"k": 1, "warmup": 1},
     "fedper-safl": {"k": 1},
     "safl-lora": {"k": 1, "rank": 2},
+    "feddpa": {"rank": 2, "own_rank": 2},
     "pfeddc-held": {"warmup": 1},
 }

@@ -19,14 +19,24 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from fedplan import Turn, parse, resolve
-from fedplan.errors import UnknownAdapter
+from fedplan.errors import FedplanError, UnknownAdapter
 from fedplan.federation.agreement import Agreement
+from fedplan.language.parts import adapter
+from fedplan.language.plan import Role, chain, freeze, share
+from fedplan.methods import by_residual, feddpa
 from fedplan.methods.method import Method
-from fedplan.models.adapters import FAMILIES, PROMPTS, UNMERGEABLE, merge_adapters
+from fedplan.models.adapters import (
+    FAMILIES,
+    PROMPTS,
+    UNMERGEABLE,
+    join_adapters,
+    merge_adapters,
+)
 from fedplan.models.description import describe
 from fedplan.models.params import Kind, Params
 from fedplan.models.values import get_values, set_values
 from fedplan.runners.local import Federation
+from fedplan.testing import check_method
 from fedplan.training.fit import TrainArguments
 from fedplan.training.freezing import trainable
 from fedplan.training.optimizers import adamw
@@ -327,6 +337,35 @@ def test_two_adapters_that_run_at_once_are_both_described() -> None:
     require_partition("bert", model, params)
     assert {p.name for p in grafted(params)} == trainable_names(model)
     assert len(grafted(params)) == 16
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt-neox", "llama"])
+def test_a_common_and_an_own_adapter_are_two_parts_and_join_into_one(name: str) -> None:
+    method = feddpa(rank=3, own_rank=2, with_head=False)
+    assert method.adapt is not None
+    model = method.adapt(zoo.build(name)).eval()
+    roles = resolve(method.plan, params := describe(model), Turn())
+    with torch.no_grad():
+        stir(model, grafted(params))
+    for param in params:
+        level = {"common": Role.SHARE, "own": Role.KEEP} if param.kind == "adapter" else {}
+        words = param.tags & {"common", "own"}
+        assert roles[param] is (level[next(iter(words))] if words else Role.FREEZE)
+    before = answer(name, model)
+    joined = join_adapters(model)
+    assert list(joined.peft_config) == ["default"] and joined.peft_config["default"].r == 5
+    assert torch.allclose(answer(name, joined), before, atol=1e-5)
+    with pytest.raises(FedplanError, match="feddpa adds two adapters, and the model has one"):
+        method.adapt(joined)
+
+
+def test_a_residual_of_two_shared_adapters_on_one_layer_is_refused() -> None:
+    two = feddpa(rank=2, own_rank=2, with_head=False)
+    method = dataclasses.replace(
+        two, plan=chain(freeze(), share(adapter)), lora_aggregation=by_residual()
+    )
+    with pytest.raises(FedplanError, match="the plan shares two there: share one adapter"):
+        check_method(method, zoo.build("bert"), few("bert"), loss)
 
 
 def test_an_adapter_that_serves_all_blocks_stands_in_none() -> None:

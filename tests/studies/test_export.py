@@ -273,6 +273,21 @@ def test_plain_transformers_answers_a_test_vector_as_the_run_did(here: Path, ada
             check_export("model", base)
 
 
+def test_a_clients_two_adapters_leave_as_one_that_plain_peft_loads(here: Path) -> None:
+    texts(here)
+    settings = '"feddpa"\nsettings = { rank = 3, own_rank = 2, with_head = false }'
+    Path("study.toml").write_text(
+        NOTES.replace('"fedit"\nsettings = { rank = 2, with_head = false }', settings)
+    )
+    code, out = run("run", "study.toml", "--output", "run")
+    assert code == 0, out
+    code, out = run("export", "run", "model", "--client", "client-01", "--adapter")
+    assert code == 0, out
+    assert json.loads(Path("model/adapter_config.json").read_text())["r"] == 5
+    assert plainly_off("ear", "adapter") <= 1e-5
+    assert check_export("model") <= 1e-5
+
+
 def test_a_picture_is_made_ready_as_in_the_run(here: Path) -> None:
     assert run("run", "study.toml", "--set", "train.rounds=1")[0] == 0
     assert run("export", "runs/tiny", "model", "--global")[0] == 0

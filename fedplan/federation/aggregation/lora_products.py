@@ -119,6 +119,7 @@ def check_product_rule(method: Method, params: Params, shared: Params, frozen: P
             f"{text} is a rule for LoRA's two sides, and the plan shares none of them: "
             "add LoRA and share(adapter), or take the rule away"
         )
+    hosts = [host.key for layer in layers for host in layer.hosts]
     for layer in layers:
         if unshared := [p.key for p in layer.factors if p.key not in keys]:
             raise FedplanError(
@@ -133,6 +134,11 @@ def check_product_rule(method: Method, params: Params, shared: Params, frozen: P
                 "with outputs last), or finds none: take by_svd()"
             )
         for host in layer.hosts:
+            if hosts.count(host.key) > 1:
+                raise FedplanError(
+                    f"{text} adds the residual of one LoRA layer to {host.key}, and the plan "
+                    "shares two there: share one adapter, or take by_svd()"
+                )
             if host.dtype not in ("float32", "float64"):
                 raise FedplanError(
                     f"{text} adds small numbers to {host.key}, which is {host.dtype} and would "

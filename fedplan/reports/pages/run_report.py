@@ -336,7 +336,7 @@ def _stage(stage: StageForecast) -> str:
     """Return a sentence on the kinds of params that have each role in a stage of the plan."""
     kinds = dict[Role, dict[str, None]]()
     for param in sort_params(tuple(stage.permitted)):
-        kinds.setdefault(stage.permitted[param], {})[str(param.kind)] = None
+        kinds.setdefault(stage.permitted[param], {})[param.label] = None
     phrases = [
         f"{phrase} {'all params' if len(kinds) == 1 else ', '.join(kinds[role])}"
         for role, phrase in ROLE_PHRASES.items()
