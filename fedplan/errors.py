@@ -10,6 +10,11 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of other code, at most 300 characters; else its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 class FedplanError(Exception):
     """Base class of all errors that fedplan raises on purpose.
 

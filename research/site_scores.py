@@ -20,8 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedplan.data.metrics import METRICS
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import METRICS, Predictions
 from fedplan.data.score_counts import BINS, NOISY_BINS, Counts, ScoreCounts
 from fedplan.federation.aggregation.secure_input import COUNTS_SLOT, counts_slots
 from fedplan.privacy.accounting.accountant import Release, calibrate

@@ -37,7 +37,6 @@ CODE = (
 import functools
 import torch
 from os import system
-from fedplan.data.metrics import METRIC_NAMES, metric_named
 from fedplan.data import Task
 from fedplan.training import FitResult, attach, attention_probe
 

@@ -20,6 +20,7 @@ from .metrics import (
     METRIC_NAMES,
     METRICS,
     Metric,
+    Predictions,
     metric_bounds,
     metric_direction,
     metric_named,
@@ -33,7 +34,6 @@ from .partition import (
     sample_rows,
     training_mask,
 )
-from .predictions import Predictions
 from .row_digests import example_digests, group_digests
 from .schema_inference import SAMPLED_ROWS, TableSchema, infer_schema
 from .score_counts import BINS, MAX_CLASSES, NOISY_BINS, Counts, ScoreCounts

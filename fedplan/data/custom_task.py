@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedplan.data.examples import Examples, Loss
-from fedplan.data.metrics import metric_direction
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Predictions, metric_direction
 from fedplan.data.tables import DataError
 from fedplan.data.tasks.definition import Task
 from fedplan.language.canonical import canonical_text
@@ -32,10 +31,7 @@ BatchMetrics = Callable[[nn.Module, Batch], Mapping[str, float | Tensor]]
 @final
 @dataclass(frozen=True)
 class CollatedExamples:
-    """A dataset with a length and integer indices, as Examples.
-
-    `collate` makes a batch of tensors by name from a list of examples.
-    """
+    """A dataset with a length and integer indices, as Examples."""
 
     examples: Any
     collate: Collate
@@ -52,7 +48,7 @@ def batch_columns(examples: list[Any]) -> Mapping[str, Tensor]:
     """Collate examples with torch's default collator; return tensors by name.
 
     Examples that are dicts keep their names; pairs become `inputs` and `labels`. Raises DataError
-    if the result is no mapping of tensors.
+    for other results.
     """
     batch: Any = cast("Any", torch.utils.data).default_collate(examples)
     if isinstance(batch, list | tuple) and len(cast("list[Tensor]", batch)) == 2:
@@ -82,11 +78,10 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 class CustomTask(Task):
     """A task defined by functions: the loss `function`, `collate` (batches) and `metrics`.
 
-    `primary` is the metric by which models are compared, and `higher_is_better` its direction: None
+    `primary` is the metric by which models are compared, and `higher_is_better` its direction; None
     is that of fedplan's metric of this name. Raises DataError for a primary metric of your own
-    without a direction.
-    `kind`, `source`, `columns`, `label` and `labels` keep their defaults: they have no meaning
-    here. `prepare` takes a Dataset of torch or `datasets`.
+    without a direction. `kind`, `source`, `columns`, `label` and `labels` have no meaning here.
+    `prepare` takes a Dataset of torch or `datasets`.
     """
 
     kind: str = CUSTOM_KIND
@@ -117,11 +112,10 @@ class CustomTask(Task):
         return canonical_text((self.function, self.collate))
 
     def prepare(self, table: Any) -> Examples:
-        """Return a client's examples.
+        """Return a client's examples: an object with a length and a method `batch` as it is.
 
-        An object with a length and a method `batch` is returned as is. A dataset with a length and
-        integer indices, such as a table of `datasets`, becomes CollatedExamples with `collate`.
-        Raises DataError for an IterableDataset.
+        A dataset with a length and integer indices, such as a table of `datasets`, becomes
+        CollatedExamples. Raises DataError for an IterableDataset.
         """
         if isinstance(table, torch.utils.data.IterableDataset):
             raise DataError("an IterableDataset has no length: give a Dataset")
@@ -133,19 +127,15 @@ class CustomTask(Task):
         return CollatedExamples(table, self.collate)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of a model on a batch."""
         return self.function(model, batch)
 
     def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
-        """Raise DataError: the functions of this task give metrics, and no predictions."""
         raise DataError("a CustomTask has no predictions: use a task of fedplan, or `score`")
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
-        """Evaluate a model on all examples `rows`, `batch_size` at a time, without gradients.
+        """Return the means of loss and metrics over all examples, and `examples`, their number.
 
-        Runs in eval mode. Returns the mean of the loss and of each metric, and `examples`, the
-        number of rows; without rows only `examples`. Raises DataError if `primary` is not among the
-        metrics.
+        Raises DataError if `primary` is not among the metrics.
         """
         if not len(rows):
             return {"examples": 0.0}
@@ -165,10 +155,7 @@ class CustomTask(Task):
     def score_clients(
         self, model: nn.Module, tests: Mapping[str, Examples], *, batch_size: int
     ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-        """Evaluate one model on the examples of several clients; see `Task.score_clients`.
-
-        The metrics on all examples are means over clients, weighted by their examples.
-        """
+        """Return the metrics by client, and their means, weighted by the clients' examples."""
         scores = {n: self.score(model, rows, batch_size=batch_size) for n, rows in tests.items()}
         every, total = list(scores.values()), sum(each["examples"] for each in scores.values())
         together = {

@@ -13,11 +13,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedplan.data.metrics import METRICS, class_counts, compute_metrics
-from fedplan.data.predictions import Array, Predictions
-from fedplan.data.probability_metrics import binary_auroc, calibration_bins, class_columns
+from fedplan.data.metric_functions import (
+    Array,
+    binary_auroc,
+    calibration_bins,
+    class_columns,
+    class_counts,
+)
+from fedplan.data.metrics import METRICS, Predictions, compute_metrics
 from fedplan.data.tasks.definition import Task
 
+Bounds = dict[str, tuple[float | None, float | None]]
+"""Lowest and highest value of the interval of each metric."""
 RESAMPLES, TOKEN_RESAMPLES = 500, 100
 """Bootstrap resamples of a test set; of tasks with a label for each token, which take longer."""
 MIN_EXAMPLES = 5
@@ -55,23 +62,20 @@ def evaluate_predictions(
     tables: dict[str, Any] = {"examples": examples}
     if len(groups):
         tables["groups"] = len(set(groups))
-    bounds = dict[str, tuple[float | None, float | None]]()
+    bounds = Bounds()
     if intervals and examples > 1:
         bounds = _bootstrap(task, predictions, groups, threshold if binary else None, binary=binary)
         if not len(groups) and (predictions.sizes == 1).all():
             bounds |= _wilson(predictions, values)
     reasons = _no_interval(predictions, bounds, groups)
-    tables["metrics"] = {
-        name: {"value": _finite(value)}
-        | (
-            {"no_interval": reasons[name]}
-            if name in reasons
-            else {"low": bounds[name][0], "high": bounds[name][1]}
-            if name in bounds
-            else {}
-        )
-        for name, value in values.items()
-    }
+    tables["metrics"] = {}
+    for name, value in values.items():
+        entry: dict[str, Any] = {"value": _finite(value)}
+        if name in reasons:
+            entry["no_interval"] = reasons[name]
+        elif name in bounds:
+            entry["low"], entry["high"] = bounds[name]
+        tables["metrics"][name] = entry
     if task.answer_kind in ("class", "labels") and len(predictions.truth):
         tables |= _class_tables(task, predictions)
     if binary:
@@ -82,7 +86,7 @@ def evaluate_predictions(
 def youden_threshold(predictions: Predictions) -> float | None:
     """Return the probability of the second label at which sensitivity + specificity is highest.
 
-    None if the examples have one label only. `predictions` are of validation examples.
+    None if the examples have one label only.
     """
     truth, probabilities = predictions.truth, predictions.probabilities
     if probabilities is None or not 0 < truth.sum() < len(truth):
@@ -92,7 +96,6 @@ def youden_threshold(predictions: Predictions) -> float | None:
 
 
 def _at_threshold(predictions: Predictions, threshold: float | None) -> dict[str, float]:
-    """Return sensitivity and specificity of two labels, where these are defined."""
     probabilities, guess = predictions.probabilities, predictions.predicted
     if threshold is not None and probabilities is not None:
         guess = (probabilities[:, 1] >= threshold).astype(int)
@@ -110,11 +113,9 @@ def _bootstrap(
     threshold: float | None,
     *,
     binary: bool,
-) -> dict[str, tuple[float | None, float | None]]:
-    """Return the bounds of the 95 % percentile interval of each metric; no interval if undefined.
-
-    Examples, or whole groups, are drawn with replacement.
-    """
+) -> Bounds:
+    """Return the bounds of the 95 % percentile interval of each metric; examples or groups are
+    drawn."""
     count = RESAMPLES if (predictions.sizes == 1).all() else TOKEN_RESAMPLES
     units: list[Array] = []
     if len(groups):
@@ -134,20 +135,16 @@ def _bootstrap(
                 samples.pop(metric.name, None)
         for name, value in values.items():
             samples.setdefault(name, []).append(value)
+    bounds = {n: np.quantile(drawn, (0.025, 0.975)) for n, drawn in samples.items()}
     return {
-        name: cast(
-            "tuple[float | None, float | None]",
-            tuple(map(_finite, np.quantile(drawn, (0.025, 0.975)))),
-        )
-        for name, drawn in samples.items()
-        if name != "examples"
+        n: (_finite(low), _finite(high)) for n, (low, high) in bounds.items() if n != "examples"
     }
 
 
 def _no_interval(
     predictions: Predictions, names: Iterable[str], groups: Sequence[str]
 ) -> dict[str, str]:
-    """Return why the resamples of a metric tell no interval, by name: few groups or examples."""
+    """Return why the resamples of a metric tell no interval, by name."""
     if 0 < len(set(groups)) < MIN_EXAMPLES:
         return dict.fromkeys(names, f"fewer than {MIN_EXAMPLES} groups")
     reasons = {name: "resamples make it larger" for name in names if name == "calibration_error"}
@@ -161,9 +158,7 @@ def _no_interval(
     return reasons | {name: few for name in names if name in ("auroc", "auprc")}
 
 
-def _wilson(
-    predictions: Predictions, values: Mapping[str, float]
-) -> dict[str, tuple[float | None, float | None]]:
+def _wilson(predictions: Predictions, values: Mapping[str, float]) -> Bounds:
     """Return Wilson's 95 % interval of each metric that is a fraction of examples.
 
     Unlike the bootstrap it has a width if all or none of few examples are right.
@@ -174,7 +169,7 @@ def _wilson(
     wholes = {"accuracy": len(predictions)}
     if predictions.truth.ndim == 1:
         wholes |= {"sensitivity": positives, "specificity": len(predictions) - positives}
-    bounds = dict[str, tuple[float | None, float | None]]()
+    bounds = Bounds()
     for name, count in wholes.items():
         if name in values and isfinite(values[name]):
             right = round(values[name] * count)
@@ -185,45 +180,49 @@ def _wilson(
 
 
 def _class_tables(task: Task, predictions: Predictions) -> dict[str, Any]:
-    """Return the table of classes, the confusion matrix, calibration and the ROC curve."""
     truth, guess = predictions.truth, predictions.predicted
     size = len(task.labels)
     right, predicted, support = (
         np.pad(counts, (0, size - len(counts))) for counts in class_counts(truth, guess)
     )
     probabilities = predictions.probabilities
-    usable = probabilities is not None and bool(np.isfinite(probabilities).all())
-    hits = class_columns(truth, probabilities) if usable and probabilities is not None else None
-    rows = list[dict[str, Any]]()
-    for i, label in enumerate(task.labels):
-        area = None
-        if hits is not None and probabilities is not None and 0 < hits[:, i].sum() < len(hits):
-            area = binary_auroc(hits[:, i], probabilities[:, i])
-        rows.append(
+    if probabilities is not None and not np.isfinite(probabilities).all():
+        probabilities = None
+    areas: list[float | None] = [None] * size
+    if probabilities is not None:
+        columns = zip(class_columns(truth, probabilities).T, probabilities.T, strict=True)
+        areas = [
+            binary_auroc(hits, column) if 0 < hits.sum() < len(hits) else None
+            for hits, column in columns
+        ]
+    tables: dict[str, Any] = {
+        "classes": [
             {
                 "label": label,
                 "support": int(support[i]),
                 "precision": _ratio(right[i], predicted[i]),
                 "recall": _ratio(right[i], support[i]),
                 "f1": _ratio(2 * right[i], predicted[i] + support[i]),
-                "auroc": area,
+                "auroc": areas[i],
             }
-        )
-    tables: dict[str, Any] = {"classes": rows}
+            for i, label in enumerate(task.labels)
+        ]
+    }
     if truth.ndim == 1:
         counts = np.bincount(truth * size + guess, minlength=size * size)
         tables["confusion"] = counts.reshape(size, size).tolist()
-    if usable and probabilities is not None:
-        binary = truth.ndim == 1 and size == 2
-        bins = zip(*calibration_bins(truth, probabilities), strict=True)
+    if probabilities is not None:
         tables["calibration"] = [
             [int(count), _finite(confidence), _finite(frequency)]
-            for count, confidence, frequency in bins
+            for count, confidence, frequency in zip(
+                *calibration_bins(truth, probabilities), strict=True
+            )
         ]
-        if binary and 0 < truth.sum() < len(truth):
-            false, true, _ = _roc(truth, probabilities[:, 1])
-            points = list(zip(false.tolist(), true.tolist(), strict=True))
-            tables["roc"] = [points[i] for i in _thin(len(points))]
+        if truth.ndim == 1 and size == 2 and 0 < truth.sum() < len(truth):
+            points = np.stack(_roc(truth, probabilities[:, 1])[:2], 1)
+            if len(points) > CURVE_POINTS:  # the first and the last stay
+                points = points[np.linspace(0, len(points) - 1, CURVE_POINTS).round().astype(int)]
+            tables["roc"] = list(map(tuple, points.tolist()))
     return tables
 
 
@@ -232,13 +231,6 @@ def _roc(truth: Array, scores: Array) -> tuple[Array, Array, Array]:
     from sklearn import metrics
 
     return cast("tuple[Array, Array, Array]", cast("Any", metrics).roc_curve(truth, scores))
-
-
-def _thin(count: int) -> Iterable[int]:
-    """Return up to CURVE_POINTS indices of so many points, with the first and the last."""
-    if count <= CURVE_POINTS:
-        return range(count)
-    return cast("list[int]", np.linspace(0, count - 1, CURVE_POINTS).round().astype(int).tolist())
 
 
 def _ratio(part: float, whole: float) -> float | None:

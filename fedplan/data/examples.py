@@ -32,10 +32,7 @@ NO_LABEL = -100
 
 
 class Examples(Protocol):
-    """Protocol of a client's examples: `len`, and `batch` with tensors by name.
-
-    `batch` takes a 1-D tensor of indices. Batches are on the CPU and fit `model(**batch)`.
-    """
+    """A client's examples: `batch` takes a tensor of indices, and returns CPU tensors by name."""
 
     def __len__(self) -> int: ...
     def batch(self, indices: Tensor) -> dict[str, Tensor]: ...
@@ -57,26 +54,20 @@ class SparseExamples(Protocol):
 
 @dataclass(frozen=True)
 class RaggedArray:
-    """Rows of integers of different lengths in one tensor.
-
-    Row i is `flat[starts[i]:starts[i+1]]`.
-    """
+    """Rows of integers in one tensor: row i is `flat[starts[i]:starts[i+1]]`."""
 
     flat: Tensor
     starts: Tensor
 
     @staticmethod
     def from_lists(rows: Sequence[Sequence[int]]) -> RaggedArray:
-        """Join rows of integers to one array; a copy."""
         starts = torch.tensor([0, *map(len, rows)]).cumsum(0)
         flat = torch.tensor([number for row in rows for number in row], dtype=torch.int32)
         return RaggedArray(flat, starts)
 
     def pad(self, indices: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Return the rows at these indices as int64, padded with `fill`, and a boolean mask.
-
-        Both have the shape (rows, length of the longest row); the mask is false at padding.
-        """
+        """Return the rows at these indices as int64, padded with `fill`, and a boolean mask of the
+        rest."""
         starts, ends = self.starts[indices], self.starts[indices + 1]
         steps = torch.arange(int((ends - starts).max()))
         mask = steps < (ends - starts)[:, None]
@@ -104,10 +95,8 @@ class TokenSequences:
         return len(self.ids.starts) - 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return the texts at these indices: input_ids, attention_mask and labels, padded.
-
-        With `segments` also token_type_ids, with `seq2seq` also decoder_attention_mask.
-        """
+        """Return input_ids, attention_mask and labels, padded; token_type_ids of texts with
+        `segments`."""
         ids, mask = self.ids.pad(indices, self.pad)
         batch = {"input_ids": ids, "attention_mask": mask.long()}
         if self.segments is not None:
@@ -137,7 +126,6 @@ class PackedSequences:
         return len(self.ids.starts) - 1
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return input_ids, position_ids and labels at these indices, padded."""
         return {
             "input_ids": self.ids.pad(indices, self.pad)[0],
             "position_ids": self.positions.pad(indices, 0)[0],
@@ -167,14 +155,10 @@ class MaskedTokens:
         return len(self.blocks)
 
     def with_seed(self, seed: int) -> MaskedTokens:
-        """Return the same blocks with other masks."""
         return replace(self, seed=seed)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return the blocks at these indices with masked input_ids, and labels at chosen tokens.
-
-        At least one token of a block is chosen, but no special token or padding.
-        """
+        """Return the blocks with masked input_ids, and labels at chosen tokens, one at least."""
         batch, size = self.blocks.batch(indices), self.vocabulary_size
         ids = batch["input_ids"]
         noise = _block_noise(self.block_seeds[indices], ids.shape[1], self.seed)
@@ -198,10 +182,7 @@ def block_seeds(blocks: RaggedArray) -> Tensor:
 
 
 def _block_noise(block_seeds: Tensor, width: int, seed: int) -> Tensor:
-    """Return pseudorandom numbers in [0, 1], two per token: float32 of shape (blocks, width, 2).
-
-    The numbers of a block depend only on the block's entry in `block_seeds` and on `seed`.
-    """
+    """Return pseudorandom numbers in [0, 1], two per token, by the block's seed and `seed`."""
     mixed_seed = _mix_bits(np.array([seed % 2**64], dtype=np.uint64))
     states = _mix_bits(block_seeds.numpy().view(np.uint64) ^ mixed_seed)
     steps = np.arange(2 * width, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -221,8 +202,8 @@ def _mix_bits(x: np.ndarray) -> np.ndarray:
 class ImageExamples:
     """Images as RGB bytes with a class index, or a row of 0 and 1, each. Implements Examples.
 
-    `pixels` is uint8 of shape (images, 3, height, width), `labels` int64 or float32. Batches
-    are normalized with `mean` and `std`.
+    `pixels` is uint8 of shape (images, 3, height, width). Batches are normalized by `mean` and
+    `std`.
     """
 
     pixels: Tensor
@@ -234,7 +215,6 @@ class ImageExamples:
         return len(self.labels)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return a batch of normalized images with their labels."""
         pixels = (self.pixels[indices].float() / 255 - self.mean) / self.std
         return {"pixel_values": pixels, "labels": self.labels[indices]}
 
@@ -257,8 +237,7 @@ def chunk_slices(count: int, chunk_size: int = 1000) -> Iterator[slice]:
 def read_images(table: Dataset, column: str) -> Iterator[Any]:
     """Yield the cells of an image column; DataError if the column is unknown or a cell is missing.
 
-    Encoded images are not decoded (a dict of bytes and path); lists and arrays of numbers become
-    numpy arrays. Other cells are yielded as they are.
+    Encoded images are not decoded (a dict of bytes and path); numbers become numpy arrays.
     """
     import datasets
 
@@ -280,11 +259,7 @@ _CHUNK_SIZE = 1000
 
 
 class WeightedBatch(NamedTuple):
-    """One batch of a step.
-
-    `share`: weight of the batch's loss in the step; the shares of a step sum to 1.
-    `indices`: indices of the batch's examples.
-    """
+    """One batch of a step, its weight in the step's loss, and its examples; shares sum to 1."""
 
     batch: dict[str, Tensor]
     share: float
@@ -296,8 +271,7 @@ def epoch_steps(
 ) -> Iterator[Tensor]:
     """Return the example indices of each step of one epoch, in an order drawn by `generator`.
 
-    A step has `size` indices, one step may have fewer. With `lengths`, a step has examples of
-    similar length.
+    One step may have fewer than `size`. With `lengths`, a step has examples of similar length.
     """
     order = torch.randperm(count, generator=generator)
     if lengths is None:
@@ -310,10 +284,7 @@ def epoch_steps(
 
 
 def token_lengths(examples: Examples) -> Tensor:
-    """Return the number of tokens of each example, by the attention mask; loads all examples.
-
-    Raises FedplanError if the examples have no attention_mask.
-    """
+    """Return the number of tokens of each example; FedplanError without attention_mask."""
     lengths = list[Tensor]()
     for indices in _split(torch.arange(len(examples)), _CHUNK_SIZE):
         batch = examples.batch(indices)
@@ -330,8 +301,7 @@ def split_step(examples: Examples, indices: Tensor, size: int) -> list[WeightedB
     """Load the examples at `indices` as batches of at most `size` examples, with loss weights.
 
     The weight of a batch is the share of the labels that are not NO_LABEL, or of the examples if
-    labels are floating-point or absent. So the weighted sum of the batches' mean losses equals the
-    mean loss of one large batch.
+    labels are floating-point or absent: the weighted sum of mean losses is that of one large batch.
     """
     if len(indices) <= size:
         return [WeightedBatch(examples.batch(indices), 1.0, indices)]
@@ -352,8 +322,7 @@ def prefetch(
 ) -> Iterator[Result]:
     """Yield `function(item)` for each item, in order, computed ahead by `num_workers` threads.
 
-    With 0, each result is computed on request, in the calling thread. An exception of `function` is
-    raised in order.
+    With 0 in the calling thread, on request. An exception of `function` is raised in order.
     """
     if not num_workers:
         yield from map(function, items)

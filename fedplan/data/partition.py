@@ -8,7 +8,7 @@ is added or removed does not change the choices for other rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -78,7 +78,6 @@ class Partition:
             self._require(bool(self.column), "column", "the name of a column")
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
-        """Raise DataError if `holds` is false: the field `name` must be `remedy`."""
         if not holds:
             value = getattr(self, name)
             raise DataError(
@@ -97,8 +96,7 @@ def partition_examples(
 ) -> dict[str, Dataset]:
     """Return the table of each client by name, with rows in the order of `table`.
 
-    Arguments, names of clients and errors are those of `partition_table`. Nothing is written to
-    disk.
+    Arguments, names of clients and errors are those of `partition_table`.
     """
     indices = partition_table(
         table, partition, seed=seed, label=label, group=group, known_values=known_values
@@ -155,12 +153,10 @@ def partition_table(
 
 
 def _rows_of(assigned: np.ndarray, value: int | bool) -> list[int]:
-    """Return the indices at which `assigned` equals `value`."""
     return np.flatnonzero(assigned == value).tolist()
 
 
 def _require_enough(count: int, partition: Partition, of: str = "examples") -> None:
-    """Raise DataError if `count` examples are too few to give each client `min_examples`."""
     if partition.num_clients * partition.min_examples > count:
         raise DataError(
             f"{count} {of} are too few for {partition.num_clients} clients with "
@@ -177,8 +173,7 @@ def _draw_until_enough(
 ) -> np.ndarray:
     """Return the client number of each row, from the first draw with `min_examples` per client.
 
-    `assign` maps (seed, number of the draw) to client numbers. With `require_min=False` the first
-    draw is returned. Raises DataError after MAX_DRAWS draws.
+    With `require_min=False` that is the first draw. Raises DataError after MAX_DRAWS draws.
     """
     clients = assign((seed, 0))
     for number in range(1, MAX_DRAWS + 1):
@@ -195,7 +190,6 @@ def _draw_until_enough(
 
 
 def _label_texts(table: Dataset, column: str) -> list[str]:
-    """Return the label of each row of a table's column; DataError if a row has a list of labels."""
     labels = label_values(table, column)
     if lists := [label for label in labels if not isinstance(label, str)]:
         raise DataError(
@@ -214,8 +208,8 @@ def _unit_digests(table: Dataset, group: str) -> list[bytes]:
 def _group_labels(labels: list[str], digests: list[bytes], kind: str, group: str) -> list[str]:
     """Return for each row the most frequent label of its group; of equally frequent, the first.
 
-    `digests` are equal within a group. Raises DataError if `kind` is pathological and a group has
-    several labels: its client would get labels of another client.
+    Raises DataError if `kind` is pathological and a group has several labels: its client would get
+    labels of another client.
     """
     counts = dict[bytes, Counter[str]]()
     for digest, label in zip(digests, labels, strict=True):
@@ -247,7 +241,6 @@ def _assign_iid(
 def _assign_dirichlet(
     digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    """Return a client number per row: each label is divided in proportions drawn with `alpha`."""
     uniform = uniform_numbers(digests, "dirichlet", *draw)
     label_array = np.array(labels, dtype=object)
     clients = np.zeros(len(digests), dtype=int)
@@ -264,10 +257,10 @@ def _assign_dirichlet(
 def _assign_labels(
     digests: list[bytes], labels: list[str], names: list[str], partition: Partition, draw: Draw
 ) -> np.ndarray:
-    """Return a client number per row: each client gets `classes_per_client` of the labels `names`.
+    """Give each client `classes_per_client` of the labels `names`.
 
     All labels have equally many clients, or one more: each label goes to the clients with the
-    fewest labels so far. `digests` and `labels` are by row; `draw` is the seed.
+    fewest labels so far.
     """
     if unknown := set(labels) - set(names):
         raise DataError(f"label {min(unknown)!r} is not one of the labels {', '.join(names)}")
@@ -303,7 +296,6 @@ def _by_column(
     group: str,
     known_values: Sequence[str] | None,
 ) -> dict[str, list[int]]:
-    """Return the rows of each client of a partition by column; arguments as `partition_table`."""
     rows_by_value = dict[str, list[int]]()
     for row, value in enumerate(column_values(table, partition.column)):
         if not isinstance(value, Hashable):
@@ -346,11 +338,7 @@ def _divide_values(
     group: str,
     require_min: bool,
 ) -> dict[str, list[int]]:
-    """Divide the rows of each value among `clients_per_value` clients, by labels as dirichlet.
-
-    Returns row numbers of `table` by client, named "value-0" and so on. Each value is divided
-    independently of the others, at random by `seed`. `require_min` enforces `min_examples`.
-    """
+    """Divide the rows of each value among `clients_per_value` clients, by labels as dirichlet."""
     if not label:
         raise DataError(
             f"clients_per_value = {partition.clients_per_value} needs the label column: name it"
@@ -379,25 +367,12 @@ def training_mask(
 ) -> np.ndarray:
     """Return a boolean array by digest: whether to train on an example, true for about `fraction`.
 
-    The choice depends on the digest and the seed only, so that equal examples are on one side, also
-    at different clients. `held_out` names the other side; each name gives an independent choice.
-    Raises DataError if not 0 < fraction <= 1.
+    Equal examples are on one side, also at different clients. `held_out` names the other side; each
+    name gives an independent choice. Raises DataError if not 0 < fraction <= 1.
     """
     if not 0 < fraction <= 1:
         raise DataError(f"the training fraction is {fraction}: it must be above 0 and at most 1")
     return uniform_numbers(digests, held_out, seed) < fraction
-
-
-def split_holdout(
-    table: Dataset, *, fraction: float, seed: int, columns: Iterable[str] = ()
-) -> tuple[Dataset, Dataset]:
-    """Return (training table, test table); about `fraction` of the rows are for training.
-
-    The side of a row depends on its content in `columns` (default: all) and the seed. A side may be
-    empty. Raises DataError if not 0 < fraction <= 1.
-    """
-    mask = training_mask(example_digests(table, columns), fraction=fraction, seed=seed)
-    return select_rows(table, _rows_of(mask, True)), select_rows(table, _rows_of(mask, False))
 
 
 def sample_rows(table: Dataset, max_rows: int, *, seed: int) -> Dataset:

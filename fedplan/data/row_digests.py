@@ -62,8 +62,7 @@ def example_digests(table: Dataset, columns: Iterable[str] = ()) -> list[bytes]:
 def group_digests(table: Dataset, group: str, alone: Sequence[bytes]) -> list[bytes]:
     """Return a digest of each row's value in the column `group`; equal for rows of one group.
 
-    A row without a value is a group of its own: it has its digest in `alone`. Raises DataError for
-    an unknown column.
+    A row without a value has its digest in `alone`. Raises DataError for an unknown column.
     """
     digests = example_digests(table, [group])
     cells = cast("list[Any]", table[group][:])
@@ -72,10 +71,9 @@ def group_digests(table: Dataset, group: str, alone: Sequence[bytes]) -> list[by
 
 
 def make_unique(digests: Sequence[bytes]) -> list[bytes]:
-    """Return a different digest for each digest, also for equal ones.
+    """Return a different digest for each digest: its hash with the number of equal ones before.
 
-    A new digest is the hash of the old digest and of the number of equal digests before. If one of
-    k equal digests is removed, only the last of the k new digests disappears.
+    If one of k equal digests is removed, only the last of the k new digests disappears.
     """
     counts, unique = Counter[bytes](), list[bytes]()
     for digest in digests:
@@ -97,7 +95,6 @@ def uniform_numbers(digests: Iterable[bytes], *words: str | int) -> np.ndarray:
 
 
 def _label_name(value: Any, labels: Sequence[str] | None) -> Any:
-    """Return the class name of a label index, or a list of names for a list."""
     if labels is None or value is None:
         return value
     if isinstance(value, list):
@@ -108,8 +105,8 @@ def _label_name(value: Any, labels: Sequence[str] | None) -> Any:
 def _json_value(value: Any) -> Any:
     """Convert a cell to JSON values: numbers as text, bytes, images and arrays as digests.
 
-    Missing fields of a dict are left out. A list of over 16 numbers, or a nested list of numbers,
-    is treated as an array. An image file that is given by its path is read.
+    A list of over 16 numbers, or a nested list of numbers, is treated as an array. An image file
+    that is given by its path is read.
     """
     if value is None or isinstance(value, bool | str):
         return value

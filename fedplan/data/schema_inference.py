@@ -3,25 +3,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedplan.data.tables import (
     IMAGE_FILE,
+    TEST_SPLITS,
+    TRAIN_SPLITS,
     DataError,
     class_names,
     label_text,
     load_table,
     missing_cells,
+    split_names,
 )
-from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -67,7 +67,6 @@ MAX_LABEL_WORDS = 4
 """The most words of a label among several in one cell."""
 CONVERSATION_COLUMNS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
 """Names of two columns that form a conversation."""
-TRAIN_SPLITS, TEST_SPLITS = ("train", "training"), ("test", "validation", "valid", "dev")
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,10 @@ class ColumnSchema:
     """Name and inferred kind of a column, and facts about its sampled cells.
 
     `values` are the distinct values (of lists: items) as texts; empty if a column without lists has
-    over MAX_CLASSES. `distinct` is the number of distinct values, `missing` the number of cells
-    without a value, and `length` the 95th percentile of words per cell; 0 if not measured. `common`
-    is the share of cells with the most frequent value of a column of classes. `lists`:
-    whether cells are lists. `separator`: text between labels, if cells seem to have several; then
-    `values` are the single labels.
+    over MAX_CLASSES. `distinct` counts distinct values, `missing` cells without a value, and
+    `length` is the 95th percentile of words per cell; 0 if not measured. `common` is the share of
+    the most frequent value of a column of classes. `separator`: text between labels, if cells seem
+    to have several; then `values` are the single labels.
     """
 
     name: str
@@ -101,10 +99,7 @@ class ColumnSchema:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """The inferred schema of the table at `path`: number of rows, columns, and splits.
-
-    `train` and `test` are names of splits, or "". The methods choose columns for a study.
-    """
+    """The inferred schema of the table at `path`; `train` and `test` are names of splits, or ""."""
 
     path: str
     rows: int
@@ -174,10 +169,8 @@ class TableSchema:
         return candidates[0].name if candidates else ""
 
     def group_column(self, beside: Sequence[str]) -> str:
-        """Return the name of a column such as patient_id, with equal values in several rows.
-
-        Not one of `beside`; "" if there is none.
-        """
+        """Return the name of a column such as patient_id, with equal values in several rows; "" if
+        none."""
         rows = min(self.rows, SAMPLED_ROWS)
         repeated = [
             column
@@ -197,8 +190,7 @@ class TableSchema:
 def infer_schema(path: str) -> TableSchema:
     """Infer the schema of a table (a path or Hub id for `load_table`) from its first 2000 rows.
 
-    Of a table with splits, only the training split is read. Raises DataError if the table cannot be
-    read, or has splits but none for training.
+    Of a table with splits, only the training split is read; DataError if there is none.
     """
     splits = split_names(path)
     train, test = _first_present(TRAIN_SPLITS, splits), _first_present(TEST_SPLITS, splits)
@@ -211,41 +203,6 @@ def infer_schema(path: str) -> TableSchema:
     names = [name for name in table.column_names if name != "split"]
     columns = tuple(_infer_column(sample, name) for name in names)
     return TableSchema(path, len(table), columns, train, test)
-
-
-def split_names(path: str) -> list[str]:
-    """Return the names of a table's splits; empty without splits. `path` is as in `load_table`.
-
-    Of files, only TRAIN_SPLITS and TEST_SPLITS are recognized. Raises DataError if the table or the
-    Hub cannot be read.
-    """
-    place = Path(path)
-    if is_hub_id(path) and not place.exists():
-        import datasets
-
-        name = strip_hub_prefix(path)
-        try:
-            return [str(split) for split in datasets.get_dataset_split_names(name)]
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{name!r} cannot be loaded from the Hub: {reason}") from error
-    if (listing := place / "dataset_dict.json").is_file():
-        return [str(name) for name in json.loads(listing.read_text(encoding="utf-8"))["splits"]]
-    usual = (*TRAIN_SPLITS, *TEST_SPLITS)
-    if place.is_dir():
-        stems = [file.stem for file in sorted(place.iterdir())]
-        patterns = {name: re.compile(rf"{name}(?![a-zA-Z])") for name in usual}
-        return [name for name, pattern in patterns.items() if any(map(pattern.match, stems))]
-    if place.suffix == ".npz" and place.is_file():
-        import numpy as np
-
-        with np.load(place, allow_pickle=False) as file:
-            suffixes = [name.rpartition("_")[2] for name in file.files]
-        return [name for name in usual if name in suffixes]
-    table = load_table(path)
-    if "split" not in table.column_names:
-        return []
-    return sorted({str(value) for value in cast("list[Any]", table["split"][:])})
 
 
 def _first_present(names: Iterable[str], present: Sequence[str]) -> str:
@@ -261,7 +218,6 @@ def _find_by_name(columns: Iterable[ColumnSchema], names: Sequence[str]) -> str:
 def _first_of_kinds(
     columns: Sequence[ColumnSchema], names: Sequence[str], kinds: Sequence[ColumnKind]
 ) -> str:
-    """Return the name of a column of the first kind that is present; "" if none is."""
     for kind in kinds:
         of_kind = [column for column in columns if column.kind == kind]
         if of_kind:
@@ -271,7 +227,6 @@ def _first_of_kinds(
 
 
 def _infer_column(table: Dataset, name: str) -> ColumnSchema:
-    """Infer the schema of the column `name` from its type and all cells of a table."""
     import datasets
 
     feature = cast("Any", table.features)[name]
@@ -327,8 +282,8 @@ def _infer_column(table: Dataset, name: str) -> ColumnSchema:
 def _find_separator(texts: Sequence[str]) -> str:
     """Return the text between labels, if cells seem to have several labels each; else "".
 
-    Cells then have few short labels in all, most of them in several cells, and some cells have one
-    label that others have among several.
+    Cells then have few short labels in all, and some cells have one label that others have among
+    several.
     """
     for separator in SEPARATORS:
         cells = [[each.strip() for each in text.split(separator)] for text in texts]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedplan.data.predictions import Predictions
-from fedplan.data.probability_metrics import CALIBRATION_BINS
+from fedplan.data.metric_functions import CALIBRATION_BINS
+from fedplan.data.metrics import Predictions
 
 Counts = NDArray[np.int64]
 """A vector of counts, or a sum of such vectors."""
@@ -34,10 +34,10 @@ class ScoreCounts:
 
     First, for a task of classes, the confusion counts, with a row for each true class; if
     `multi_label`, the examples with a wrong label and those with none. Then a histogram over `bins`
-    of the predicted probability for each question, of examples where the answer is no, and where
-    it is yes. A question is "is it this class?", or "does it have this label?"; two classes are one
+    of the predicted probability for each question, of examples where the answer is no, and where it
+    is yes. A question is "is it this class?", or "does it have this label?"; two classes are one
     question, of the second class. Of three or more classes a last question is "is the predicted
-    class right?", with its probability. `classes`: number of classes or labels.
+    class right?", with its probability.
     """
 
     classes: int
@@ -50,7 +50,6 @@ class ScoreCounts:
 
     @property
     def _columns(self) -> int:
-        """Number of classes or labels with a question of their own."""
         return 1 if self._binary else self.classes
 
     @property
@@ -60,7 +59,6 @@ class ScoreCounts:
 
     @property
     def _outcomes(self) -> tuple[int, ...]:
-        """Shape of the counts before the histograms."""
         return (2,) if self.multi_label else (self.classes, self.classes)
 
     @property
@@ -127,17 +125,14 @@ class ScoreCounts:
         return {**values, "examples": float(max(0.0, outcomes.sum()))}
 
     def _tables(self, counts: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return outcomes, and histograms of answers no and yes, of counts or of rows of counts."""
         shape, first = counts.shape[:-1], int(np.prod(self._outcomes))
         histograms = counts[..., first:].reshape(*shape, self.questions, 2, self.bins)
         outcomes = counts[..., :first].reshape(*shape, *self._outcomes)
         return outcomes, histograms[..., 0, :], histograms[..., 1, :]
 
     def _auroc(self, no: Floats, yes: Floats) -> tuple[Floats, Floats]:
-        """Return the area under the ROC curve, a mean over classes or labels, and its error.
-
-        Pairs in one bin count as half right: each may be right or wrong.
-        """
+        """Return the area under the ROC curve, a mean over classes or labels, and its error by
+        ties."""
         no, yes = no[..., : self._columns, :], yes[..., : self._columns, :]
         some = (no.sum(-1) > 0) & (yes.sum(-1) > 0)
         pairs = np.where(some, no.sum(-1) * yes.sum(-1), 0.0)
@@ -146,7 +141,6 @@ class ScoreCounts:
         return _mean(area), np.abs(_mean(_ratio(tied, pairs)))
 
     def _brier(self, no: Floats, yes: Floats) -> tuple[Floats, Floats]:
-        """Return the Brier score, a sum over classes or a mean over labels, and its error."""
         no, yes = no[..., : self._columns, :], yes[..., : self._columns, :]
         centres, half = _centres(self.bins), 0.5 / self.bins
         squares = (no * centres**2 + yes * (1 - centres) ** 2).sum(-1)
@@ -158,10 +152,7 @@ class ScoreCounts:
         return times * _mean(_ratio(squares, examples)), times * np.abs(_mean(error))
 
     def _gaps(self, no: Floats, yes: Floats) -> tuple[Floats, Floats]:
-        """Return by calibration bin the right answers minus their probabilities, and all answers.
-
-        An answer is the second one of two classes, the predicted one of more, or each label.
-        """
+        """Return by calibration bin right answers minus their probabilities, and all answers."""
         last = slice(None) if self.multi_label else slice(-1, None)
         right, wrong = yes[..., last, :].sum(-2), no[..., last, :].sum(-2)
         gaps = right - (right + wrong) * _centres(self.bins)
@@ -196,7 +187,6 @@ class ScoreCounts:
         return {name: min(max(estimate, low), high), f"{name}_low": low, f"{name}_high": high}
 
     def _rates(self, outcomes: Floats, no: Floats, yes: Floats) -> dict[str, Floats]:
-        """Return the metrics of predicted labels."""
         if self.multi_label:
             half, accuracy = self.bins // 2, _ratio(outcomes[..., 1], outcomes.sum(-1))
             right, wrong = yes[..., half:].sum(-1), no[..., half:].sum(-1)
@@ -238,10 +228,7 @@ def _within(value: float, highest: float = 1.0) -> float:
 
 
 def _with_interval(name: str, value: Any, error: Any, draws: Floats) -> dict[str, float]:
-    """Return a metric with its interval; nothing if it is nan, no interval if it is exact.
-
-    `error`: largest error by bins. `draws`: the metric of counts with other noise; may be empty.
-    """
+    """Return a metric with its interval; nothing if it is nan, no interval if it is exact."""
     if np.isnan(value):
         return {}
     low = high = float(value)

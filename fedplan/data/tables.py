@@ -10,7 +10,7 @@ from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, first_line
 from fedplan.models.catalog import is_hub_id, strip_hub_prefix
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ IMAGE_FILE = re.compile(r".+\.(png|jpe?g|bmp|gif|tiff?|webp)", re.IGNORECASE)
 def open_images(table: Dataset, columns: Iterable[str], path: str, *, private: bool) -> Dataset:
     """Return a table with the contents of files in columns that have the names of image files.
 
-    The files lie in the folder of the table at `path`. Other columns stay as they are. Raises
-    DataError if a file cannot be read; with `private` its cell is missing instead, since the error
-    would tell what a row holds.
+    The files lie in the folder of the table at `path`. Raises DataError if one cannot be read; with
+    `private` its cell is missing instead, since the error would tell what a row holds.
     """
     from datasets import Value
 
@@ -57,6 +56,8 @@ def open_images(table: Dataset, columns: Iterable[str], path: str, *, private: b
     return table
 
 
+TRAIN_SPLITS, TEST_SPLITS = ("train", "training"), ("test", "validation", "valid", "dev")
+"""Usual names of splits."""
 ROW = "fedplan.row"
 """Name of the column that `load_table` adds with `numbered`; it is no part of a row's content."""
 
@@ -73,28 +74,31 @@ def load_table(
     file named as `x_train` for the split `train`; the files of a folder with names that start with
     the split, or else such rows of each file; or the split of this name in a dataset of the Hub or
     saved by `datasets`. `allow_empty` is as in `filter_rows`; with it, cells of a JSON file may
-    have any type, each its own, instead of one type per column, and a folder with JSON files may
-    have no others. `numbered` adds the column ROW to the table of a .csv, .json, .jsonl or .parquet
-    file: the number of each row in the file, from 1. Raises DataError if the table or the split
-    cannot be read.
+    have any type, each its own, and a folder with JSON files may have no others. `numbered` adds
+    the column ROW: the number of each row in the file, the arrays or the split, from 1; a folder of
+    files has none. Raises DataError if the table or the split cannot be read.
     """
     place = Path(path)
-    if is_hub_id(path):
-        return _from_hub(strip_hub_prefix(path), split)
+    is_json = place.suffix in JSON_SUFFIXES
+
+    def number(table: Dataset) -> Dataset:
+        rows = list(range(1, len(table) + 1))
+        return cast("Any", table).add_column(ROW, rows) if numbered else table
+
     try:
+        if is_hub_id(path) or _is_saved(place):
+            return number(_from_datasets(path, split))
         if place.is_dir():
             return _from_folder(place, split, allow_empty)
         if place.is_file() and place.suffix == ".npz":
-            return _from_arrays(place, split)
+            return number(_from_arrays(place, split))
         if place.is_file() and place.suffix in _READERS:
-            if allow_empty and place.suffix in JSON_SUFFIXES:
-                table = _from_json(place, any_types=True)
+            if allow_empty and is_json:
+                table = number(_from_json(place, any_types=True))
             else:
-                table = _READERS[place.suffix](place)
-            if numbered:
-                table = cast("Any", table).add_column(ROW, list(range(1, len(table) + 1)))
+                table = number(_READERS[place.suffix](place))
             if split and "split" not in table.column_names:
-                if allow_empty and place.suffix in JSON_SUFFIXES:
+                if allow_empty and is_json:
                     return select_rows(table, [])
                 _raise_missing(f"column 'split' in {path}, to select {split!r}", table.column_names)
             return filter_rows(table, {"split": split}, allow_empty=allow_empty) if split else table
@@ -102,13 +106,72 @@ def load_table(
         raise
     # For a damaged file, the reading libraries raise exceptions of any kind.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path!r} cannot be read as a table: {reason[:300]}") from error
+        if is_hub_id(path):
+            raise _hub_error(path, error) from error
+        raise DataError(f"{path!r} cannot be read as a table: {first_line(error)}") from error
     raise DataError(
         f"{path!r} {'is not a table' if place.exists() else 'does not exist'}: give a "
         f"{', '.join(_READERS)} or .npz file, a folder of such files, a folder saved by datasets, "
         "or a dataset of the Hub as hub:org/name"
     )
+
+
+def _hub_error(path: str, error: Exception) -> DataError:
+    name = strip_hub_prefix(path)
+    return DataError(f"{name!r} cannot be loaded from the Hub: {first_line(error)}")
+
+
+def _from_datasets(path: str, split: str) -> Dataset:
+    """Return a dataset of the Hub, or of a folder saved by `datasets`; its split, if it has any."""
+    import datasets
+
+    name, library = strip_hub_prefix(path), cast("Any", datasets)
+    if is_hub_id(path):
+        loaded = library.load_dataset(name, split=split or None)
+    else:
+        loaded = library.load_from_disk(path)
+    if not isinstance(loaded, dict):
+        return loaded
+    tables = cast("dict[str, Dataset]", loaded)
+    if split not in tables and (split or len(tables) > 1):
+        _raise_missing(f"split {split!r} in {name}", tables)
+    return tables[split or next(iter(tables))]
+
+
+def split_names(path: str) -> list[str]:
+    """Return the names of a table's splits; of files, only TRAIN_SPLITS and TEST_SPLITS are known.
+
+    Raises DataError if the table or the Hub cannot be read.
+    """
+    place = Path(path)
+    if is_hub_id(path) and not place.exists():
+        import datasets
+
+        try:
+            return list(map(str, datasets.get_dataset_split_names(strip_hub_prefix(path))))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _hub_error(path, error) from error
+    if (listing := place / "dataset_dict.json").is_file():
+        return [str(name) for name in json.loads(listing.read_text(encoding="utf-8"))["splits"]]
+    usual = (*TRAIN_SPLITS, *TEST_SPLITS)
+    if place.is_dir():
+        stems = [file.stem for file in place.iterdir()]
+        return [name for name in usual if any(_names_split(stem, name) for stem in stems)]
+    if place.suffix == ".npz" and place.is_file():
+        import numpy as np
+
+        with np.load(place, allow_pickle=False) as file:
+            suffixes = [name.rpartition("_")[2] for name in file.files]
+        return [name for name in usual if name in suffixes]
+    table = load_table(path)
+    if "split" not in table.column_names:
+        return []
+    return sorted({str(value) for value in cast("list[Any]", table["split"][:])})
+
+
+def _names_split(stem: str, split: str) -> bool:
+    """Whether the name of a file begins with that of a split."""
+    return re.match(rf"{re.escape(split)}(?![a-zA-Z])", stem) is not None
 
 
 def _from_parquet(path: Path) -> Dataset:
@@ -119,7 +182,6 @@ def _from_parquet(path: Path) -> Dataset:
 
 
 def _from_csv(path: Path) -> Dataset:
-    """Read a .csv file as a table with all cells as texts; empty cells are missing values."""
     import pyarrow
     from datasets import Dataset
     from pyarrow import csv
@@ -133,10 +195,7 @@ def _from_csv(path: Path) -> Dataset:
 
 
 def _from_json(path: Path, *, any_types: bool = False) -> Dataset:
-    """Read a JSON list of objects, or JSON lines.
-
-    With `any_types` each cell keeps its own type, whatever others of its column have.
-    """
+    """Read a JSON list of objects, or JSON lines; with `any_types` each cell keeps its own type."""
     from datasets import Dataset, Features, Json
 
     text = path.read_text(encoding="utf-8")
@@ -183,7 +242,6 @@ _READERS: dict[str, Callable[[Path], Dataset]] = {
 
 
 def _from_arrays(path: Path, split: str) -> Dataset:
-    """Read an .npz file as a table with a column per array."""
     import datasets
     import numpy as np
 
@@ -213,12 +271,8 @@ def _from_arrays(path: Path, split: str) -> Dataset:
 
 
 def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
-    """Load the table of a folder saved by `datasets`, or the joined tables of a folder's files."""
     import datasets
 
-    if _is_saved(folder):
-        loaded = cast("Any", datasets).load_from_disk(str(folder))
-        return _select_split(loaded, split, str(folder))
     files = sorted(p for p in folder.iterdir() if p.suffix in (*_READERS, ".npz"))
     if not files:
         raise DataError(f"the folder {folder} has no {', '.join(_READERS)} or .npz file")
@@ -227,7 +281,7 @@ def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
             f"the folder {folder} has JSON files and others, whose columns have types: with "
             "[privacy], convert the files to one format"
         )
-    named = [p for p in files if split and re.match(rf"{re.escape(split)}(?![a-zA-Z])", p.stem)]
+    named = [p for p in files if split and _names_split(p.stem, split)]
     inner_split = "" if named else split
     tables = [
         load_table(str(file), split=inner_split, allow_empty=allow_empty) for file in named or files
@@ -236,29 +290,7 @@ def _from_folder(folder: Path, split: str, allow_empty: bool) -> Dataset:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a folder was saved by `datasets`."""
     return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-
-
-def _from_hub(name: str, split: str) -> Dataset:
-    """Load a dataset `name` of the Hub, or one split; DataError if the Hub or the split fails."""
-    import datasets
-
-    try:
-        return _select_split(datasets.load_dataset(name, split=split or None), split, name)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name!r} cannot be loaded from the Hub: {reason}") from error
-
-
-def _select_split(loaded: Any, split: str, path: str) -> Dataset:
-    """Return `loaded` if a table, or the split of a DatasetDict; without a name, its only split."""
-    if not isinstance(loaded, dict):
-        return cast("Dataset", loaded)
-    tables = cast("dict[str, Dataset]", loaded)
-    if split not in tables and (split or len(tables) > 1):
-        _raise_missing(f"split {split!r} in {path}", tables)
-    return tables[split or next(iter(tables))]
 
 
 def _raise_missing(wanted: str, present: Iterable[object]) -> Any:
@@ -292,9 +324,8 @@ def filter_rows(
 ) -> Dataset:
     """Return the rows of a table that meet all `conditions` (column to value), in order.
 
-    Raises DataError for an unknown column, and for a value that no row of a table has, likely a
-    typing error. `allow_empty` turns the second check off: under privacy, the error would reveal
-    that a row is missing.
+    Raises DataError for a value that no row of a table has, likely a typing error, but not with
+    `allow_empty`: under privacy, the error would reveal that a row is missing.
     """
     kept = range(len(table))
     for column, wanted in conditions.items():
@@ -307,17 +338,16 @@ def filter_rows(
 
 
 def plain_cells(table: Dataset, column: str) -> list[Any]:
-    """Return the cells of a column to compare with texts and numbers.
+    """Return the cells of a column of texts, numbers or JSON; None for each cell of another column.
 
-    All are None in a column of images, lists or arrays: none of these is decoded, which could
-    fail. Raises DataError for an unknown column.
+    Images, lists and arrays are not decoded, which could fail. Raises DataError for an unknown
+    column.
     """
     is_plain = _has_plain_cells(table, column)
     return cast("list[Any]", table[column][:]) if is_plain else [None] * len(table)
 
 
 def _has_plain_cells(table: Dataset, column: str) -> bool:
-    """Whether a column is of texts, numbers or JSON; DataError for an unknown column."""
     from datasets import ClassLabel, Json, Value
 
     require_column(table, column)
@@ -339,8 +369,8 @@ def select_rows(table: Dataset, indices: Iterable[int]) -> Dataset:
 def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
     """Return all labels in a column of some tables, sorted; labels in lists count one by one.
 
-    Raises DataError if the labels do not look like classes: if one is a fractional number, or if
-    there are over 20 different labels, more than half of all labels.
+    Raises DataError for labels that do not look like classes: fractional numbers, or over 20
+    different labels, more than half of all.
     """
     names, count = set[str](), 0
     for table in tables:
@@ -362,10 +392,10 @@ def label_names(tables: Iterable[Dataset], column: str) -> list[str]:
 
 
 def label_values(table: Dataset, column: str) -> list[Any]:
-    """Return the label of each row of a table as text, or as a list of texts.
+    """Return the label of each row as text or list of texts: the class name, if the column has
+    names.
 
-    Numbers of a ClassLabel column become the class names. Raises DataError for an unknown column
-    or missing values.
+    Raises DataError for an unknown column or missing values.
     """
     names = class_names(table, column)
 
@@ -385,8 +415,8 @@ def row_labels(table: Dataset, column: str) -> list[list[str]]:
 def split_labels(table: Dataset, column: str, separator: str) -> Dataset:
     """Return a table with lists of labels in a column of texts such as "red; blue".
 
-    Spaces around a label are dropped, and an empty cell has no label. Raises DataError for a
-    column that is unknown, or of images or lists, whatever its cells are.
+    An empty cell has no label. Raises DataError for a column that is unknown, or of images or
+    lists.
     """
     from datasets import List, Value
 
@@ -401,10 +431,7 @@ def split_labels(table: Dataset, column: str, separator: str) -> Dataset:
 
 
 def missing_cells(table: Dataset, column: str) -> list[bool]:
-    """Return for each row whether its cell is missing: null, NaN, or a text without characters.
-
-    Nothing is decoded. Raises DataError for an unknown column.
-    """
+    """Return for each row whether its cell is null, NaN or blank text; DataError without column."""
     import pyarrow
     from pyarrow import compute
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedplan import seeds
 from fedplan.data.examples import Examples, Loss
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Predictions
 from fedplan.data.score_counts import ScoreCounts
 from fedplan.federation.agreement import Agreement, versions_digest
 from fedplan.federation.ledger.digests import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.evaluation import evaluate_predictions, youden_threshold
 from fedplan.data.examples import Examples
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Predictions
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import global_values, personal_values

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from often import often
 
-from fedplan.data.metrics import METRICS, Metric, metric_direction, score_spread
-from fedplan.data.predictions import Predictions
-from fedplan.data.probability_metrics import calibration_bins
+from fedplan.data.metric_functions import calibration_bins
+from fedplan.data.metrics import METRICS, Metric, Predictions, metric_direction, score_spread
 from fedplan.errors import FedplanError
 
 SCORES = st.dictionaries(st.text(max_size=3), st.floats(-1e6, 1e6), min_size=1, max_size=40)

@@ -8,6 +8,7 @@ import math
 import re
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from hypothesis import strategies as st
 from often import often
 
 from fedplan.data import partition as module
-from fedplan.data.partition import Partition, partition_examples, split_holdout
+from fedplan.data.partition import Partition, partition_examples, training_mask
 from fedplan.data.row_digests import example_digests
-from fedplan.data.tables import DataError, filter_rows, label_names, load_table
+from fedplan.data.tables import ROW, DataError, filter_rows, label_names, load_table
 from fedplan.errors import UnknownModel
 from fedplan.models.catalog import is_hub_id, params_of
 
@@ -44,6 +45,13 @@ def numbered(labels: list[str] | list[int]) -> Dataset:
 
 def rows_of(clients: dict[str, Dataset]) -> dict[str, list[int]]:
     return {name: list(table["row"]) for name, table in clients.items()}
+
+
+def split_holdout(
+    table: Dataset, *, fraction: float, seed: int, columns: Sequence[str] = ()
+) -> tuple[Dataset, Dataset]:
+    mask = training_mask(example_digests(table, columns), fraction=fraction, seed=seed)
+    return tuple(table.select(np.flatnonzero(mask == side)) for side in (True, False))
 
 
 LABELS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=40)
@@ -419,3 +427,14 @@ def test_what_is_no_table_is_named(name: str, tmp_path: Path) -> None:
         (tmp_path / broken).write_text("{")
     with pytest.raises(DataError, match=name):
         load_table(str(tmp_path / name))
+
+
+def test_rows_are_numbered_in_their_file_their_arrays_or_their_split(tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x_train=np.arange(4), x_test=np.arange(2))
+    saved = {"train": numbered(["a", "b", "c"]), "test": numbered(["d", "e"])}
+    DatasetDict(saved).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "rows.csv").write_text("x,split\n1,train\n2,test\n3,test\n")
+    rows = {"rows.npz": [1, 2], "saved": [1, 2], "rows.csv": [2, 3]}
+    for name, numbers in rows.items():
+        assert load_table(str(tmp_path / name), split="test", numbered=True)[ROW][:] == numbers
+        assert ROW not in load_table(str(tmp_path / name), split="test").column_names

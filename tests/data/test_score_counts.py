@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Predictions
 from fedplan.data.score_counts import NOISY_BINS, ScoreCounts
 
 LAYOUTS = {

@@ -16,7 +16,7 @@ from sites import NAME, RUN, Anybody, hello, study_text, words_of, world_of
 from torch import nn
 
 from fedplan.data.examples import Examples
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Predictions
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.evaluation import make_eval_request
 from fedplan.federation.ledger.faults import read_faults

@@ -19,7 +19,7 @@ from masked import directory, node
 from often import first
 
 from fedplan.audits.run import verify_run
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Predictions
 from fedplan.data.score_counts import ScoreCounts
 from fedplan.federation.client import (
     ClientPrivacy,

@@ -38,9 +38,9 @@ def calls(folder: Path) -> dict[str, Callable[[], Any]]:
     from silent_mistakes import played
 
     import fedplan as fp
-    from fedplan.data.predictions import Predictions
+    from fedplan.data.metric_functions import chrf, rouge_l
+    from fedplan.data.metrics import Predictions
     from fedplan.data.tasks.kinds import make_task
-    from fedplan.data.text_metrics import chrf, rouge_l
     from fedplan.methods.method import Method
     from fedplan.models.values import quantization_config
     from fedplan.storage.encryption import Encryption

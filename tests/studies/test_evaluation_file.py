@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 
 from fedplan.cli import app
 from fedplan.data.evaluation import evaluate_predictions, youden_threshold
-from fedplan.data.metrics import Metric
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import Metric, Predictions
 from fedplan.data.tasks.kinds import make_task
 from fedplan.federation.server import EVALUATION
 from fedplan.reports.evaluation import evaluation_lines, metric_rows, metric_title

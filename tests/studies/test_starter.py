@@ -13,7 +13,8 @@ from commands import run
 from datasets import Dataset, DatasetDict
 from tables import row, tokenizer, written
 
-from fedplan.data.schema_inference import infer_schema, split_names
+from fedplan.data.schema_inference import infer_schema
+from fedplan.data.tables import split_names
 from fedplan.errors import FedplanError
 from fedplan.studies.schema import read_study
 from fedplan.studies.starter import StudyOptions, new_study

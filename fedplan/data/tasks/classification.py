@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, cast, final
@@ -22,8 +21,7 @@ from fedplan.data.examples import (
     chunk_slices,
     read_images,
 )
-from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import AnswerKind, Predictions
 from fedplan.data.tables import DataError, column_values, label_values
 from fedplan.data.tasks.definition import (
     Task,
@@ -38,14 +36,27 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+class _TargetTask(Task):
+    """A task with one target for each example, by default a class."""
+
+    def _read_targets(self, table: Dataset) -> Tensor:
+        """Return the targets of a table's rows; DataError for an unknown label."""
+        labels = self._class_indices(label_values(table, self.label))
+        return torch.tensor(labels, dtype=torch.long)
+
+    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
+        return torch.from_numpy(draw.integers(len(self.labels), size=count))
+
+
 @dataclass(frozen=True)
-class _TextTask(Task):
+class _TextTask(_TargetTask):
     """A task with one prediction per text (one input column) or per pair of texts (two columns)."""
 
     input_columns: ClassVar[tuple[int, int]] = (1, 2)
 
-    def _tokenize(self, table: Dataset, targets: Tensor) -> TokenSequences:
-        """Tokenize the input columns of a table, cut at `max_length`."""
+    def prepare(self, table: Dataset) -> TokenSequences:
+        """Return the texts as tokens, cut at `max_length`, with their targets."""
+        targets = self._read_targets(table)
         tokenizer, texts = self.tokenizer, [self._text_column(table, c) for c in self.columns]
         limit, ids, segments = self._max_tokens(tokenizer), list[list[int]](), list[list[int]]()
         if len(texts) == 1:
@@ -75,40 +86,25 @@ class _TextTask(Task):
         targets = self._made_up_targets(draw, len(ids.starts) - 1)
         return TokenSequences(ids, pad_token_id(self.tokenizer), targets, pairs)
 
-    @abstractmethod
-    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
-        """Return random targets of so many texts."""
-
 
 @final
 class TextClassification(_TextTask):
     """One label per text, or per pair of texts."""
 
-    def prepare(self, table: Dataset) -> TokenSequences:
-        """Return the texts as tokens with their class indices."""
-        labels = self._class_indices(label_values(table, self.label))
-        return self._tokenize(table, torch.tensor(labels, dtype=torch.long))
 
-    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
-        return torch.from_numpy(draw.integers(len(self.labels), size=count))
-
-
-class _LabelSets(Task):
+class _LabelSets(_TargetTask):
     """Any number of labels per example; the primary metric is micro F1."""
 
     answer_kind: ClassVar[AnswerKind] = "labels"
     primary: ClassVar[str] = "f1_micro"
+    own_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "f1_micro", "f1_macro", "auroc")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The names of the labels, and the problem type of multi-label classification."""
         return {**super().settings, "problem_type": "multi_label_classification"}
 
     def _read_targets(self, table: Dataset) -> Tensor:
-        """Return a row of 0 and 1 for each row of a table, in the order of the labels.
-
-        Raises DataError if a cell of the label column is no list, or has an unknown label.
-        """
+        """Return a row of 0 and 1 for each row of a table, in the order of the labels."""
         values = label_values(table, self.label)
         if scalars := [value for value in values if not isinstance(value, list)]:
             raise DataError(
@@ -143,21 +139,10 @@ class _LabelSets(Task):
     def _probabilities(self, logits: Tensor) -> Tensor | None:
         return logits.double().sigmoid()
 
-    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
-        names = ("accuracy", "f1_micro", "f1_macro", "auroc")
-        return compute_metrics([METRICS[name] for name in names], predictions)
-
 
 @final
 class MultiLabel(_LabelSets, _TextTask):
     """Any number of labels per text, or per pair of texts."""
-
-    def prepare(self, table: Dataset) -> TokenSequences:
-        """Tokenize the texts of a table; targets are rows of 0 and 1 in the order of the labels.
-
-        Raises DataError if a cell of the label column is no list, or has an unknown label.
-        """
-        return self._tokenize(table, self._read_targets(table))
 
 
 @final
@@ -166,18 +151,14 @@ class Regression(_TextTask):
 
     answer_kind: ClassVar[AnswerKind] = "number"
     primary: ClassVar[str] = "rmse"
+    own_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse", "r2", "pearson")
     higher_is_better: ClassVar[bool] = False
 
     @property
     def settings(self) -> dict[str, Any]:
-        """A single output, and the problem type of regression."""
         return {"num_labels": 1, "problem_type": "regression"}
 
-    def prepare(self, table: Dataset) -> TokenSequences:
-        """Tokenize the texts of a table; targets are the numbers of the label column.
-
-        Texts of a .csv file are converted. Raises DataError for a cell without a finite number.
-        """
+    def _read_targets(self, table: Dataset) -> Tensor:
         numbers = list[float]()
         for value in column_values(table, self.label):
             try:
@@ -190,7 +171,7 @@ class Regression(_TextTask):
                     "these rows, or use the task text-classification"
                 )
             numbers.append(number)
-        return self._tokenize(table, torch.tensor(numbers))
+        return torch.tensor(numbers)
 
     def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
         return torch.from_numpy(draw.random(count)).float()
@@ -217,10 +198,6 @@ class Regression(_TextTask):
     def _probabilities(self, logits: Tensor) -> Tensor | None:
         return None
 
-    def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
-        names = ("mae", "rmse", "r2", "pearson")
-        return compute_metrics([METRICS[name] for name in names], predictions)
-
 
 _ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
 
@@ -235,10 +212,7 @@ class TokenClassification(Task):
     primary: ClassVar[str] = "f1"
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Tokenize the words of a table's rows, cut at `max_length`, with labels at first tokens.
-
-        Raises DataError if a row has another number of labels than of words, or an unknown label.
-        """
+        """Tokenize the words of a table's rows, with labels at the first token of each."""
         tokenizer = self.tokenizer
         words, tags = column_values(table, self.columns[0]), label_values(table, self.label)
         ids, labels = list[list[int]](), list[list[int]]()
@@ -282,11 +256,9 @@ class TokenClassification(Task):
 
     @property
     def f1_average(self) -> str:
-        """What `f1` is over: "entities" if all labels are entity tags, else "macro"."""
         return "entities" if all(map(_ENTITY_TAG.fullmatch, self.labels)) else "macro"
 
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
-        """Return `accuracy` (of labels), and `f1` as described at the class."""
         scores = super()._task_scores(loss, predictions)
         if self.f1_average == "macro":
             return scores
@@ -300,13 +272,12 @@ class TokenClassification(Task):
 
 
 @dataclass(frozen=True)
-class _ImageTask(Task):
+class _ImageTask(_TargetTask):
     """A task on images; `cubic` selects bicubic resizing."""
 
     cubic: ClassVar[bool] = False
 
     def prepare(self, table: Dataset) -> ImageExamples:
-        """Return the images of a table, resized to `image_size`, with their targets."""
         targets = self._read_targets(table)
         size = self.image_size
         pixels = torch.empty((len(table), 3, size, size), dtype=torch.uint8)
@@ -318,13 +289,6 @@ class _ImageTask(Task):
                 raise DataError(f"{place} is not an image: {error}") from error
         mean, std = image_mean_std(self.source)
         return ImageExamples(pixels, targets, mean, std)
-
-    def _read_targets(self, table: Dataset) -> Tensor:
-        labels = self._class_indices(label_values(table, self.label))
-        return torch.tensor(labels, dtype=torch.long)
-
-    def _made_up_targets(self, draw: np.random.Generator, count: int) -> Tensor:
-        return torch.from_numpy(draw.integers(len(self.labels), size=count))
 
     def _made_up(self, draw: np.random.Generator) -> ImageExamples:
         size = self.image_size

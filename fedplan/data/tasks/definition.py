@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedplan.data.examples import NO_LABEL, Examples, RaggedArray
-from fedplan.data.metrics import METRICS, AnswerKind, Metric, compute_metrics
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import METRICS, AnswerKind, Metric, Predictions, compute_metrics
 from fedplan.data.tables import DataError, column_values
 from fedplan.models.catalog import TASK_CLASSES, load_pretrained
 from fedplan.models.dual_encoder import TEMPLATE
@@ -65,6 +64,8 @@ class Task(ABC):
     """The kind of predictions."""
     generates: ClassVar[bool] = False
     """Whether the task has answers, which metrics of texts compare with generated ones."""
+    own_metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics that the task computes; empty: accuracy, f1, and auroc of two labels."""
     primary: ClassVar[str] = "accuracy"
     """The metric by which models are compared."""
     higher_is_better: ClassVar[bool] = True
@@ -72,12 +73,10 @@ class Task(ABC):
 
     @property
     def model_class(self) -> str:
-        """The name of the transformers class that loads a model for this task."""
         return TASK_CLASSES[self.kind]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for the model's configuration: the names of the classes."""
         names = dict(enumerate(self.labels))
         indices = {name: index for index, name in names.items()}
         return {"id2label": names, "label2id": indices} if names else {}
@@ -97,15 +96,14 @@ class Task(ABC):
     def made_up_examples(self, seed: int = 0) -> Examples:
         """Return five random examples of the task's shape, made from its settings alone.
 
-        Images have random pixels and texts random tokens, so that no tokenizer decides how long
-        they are: three are as long as an example can be, one has a token less and one has two. A
-        site tries these before it agrees to a study, instead of private ones. A task of your own
-        overrides this. Raises DataError if it does not, or if the tokenizer does not fit the task.
+        No tokenizer decides how long random tokens are: three texts are as long as an example can
+        be, one has a token less and one has two. A site tries these before it agrees to a study,
+        instead of private ones. A task of your own overrides this. Raises DataError if it does not,
+        or if the tokenizer does not fit.
         """
         return self._made_up(np.random.default_rng(seed))
 
     def _made_up(self, draw: np.random.Generator) -> Examples:
-        """Return the examples of `made_up_examples`; DataError if the task cannot make them up."""
         raise DataError(
             f"{self.kind} makes up no examples to try a model on, as example-level privacy needs: "
             "give its class a method made_up_examples, or use client-level privacy"
@@ -130,10 +128,10 @@ class Task(ABC):
         return self._mean_loss(logits, labels) if len(labels) else logits.sum() * 0.0
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
-        """Evaluate a model on all examples `rows`, `batch_size` at a time, without gradients.
+        """Evaluate a model on all examples `rows`, in eval mode and without gradients.
 
-        Runs in eval mode. Returns `loss` (mean over labels), the task's metrics, extra metrics and
-        `examples`, the number of rows; only `examples` without rows or labels.
+        Returns `loss` (mean over labels), the task's metrics, extra metrics and `examples`, the
+        number of rows; only `examples` without rows or labels.
         """
         if not len(rows):
             return {"examples": 0.0}
@@ -142,10 +140,7 @@ class Task(ABC):
     def score_clients(
         self, model: nn.Module, tests: Mapping[str, Examples], *, batch_size: int
     ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-        """Evaluate one model on the examples of several clients, each with one or more.
-
-        Returns the metrics of `score` by client, and those on all examples together.
-        """
+        """Return the metrics of `score` by client, and those on all examples together."""
         predictions = {
             name: self.predict(model, rows, batch_size=batch_size) for name, rows in tests.items()
         }
@@ -153,10 +148,9 @@ class Task(ABC):
         return {name: self.measure(each) for name, each in predictions.items()}, together
 
     def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
-        """Return a model's predictions for `rows`, one or more, `batch_size` at a time.
+        """Return a model's predictions for `rows`, one or more, in eval mode and without gradients.
 
-        Runs in eval mode and without gradients. Raises DataError if the model has another number of
-        classes than the task.
+        Raises DataError if the model has another number of classes than the task.
         """
         parts = list[Predictions]()
         with eval_mode(model), torch.no_grad():
@@ -176,10 +170,8 @@ class Task(ABC):
         return Predictions.join(parts)
 
     def measure(self, predictions: Predictions) -> dict[str, float]:
-        """Return `loss`, the task's and extra metrics, and `examples` of predictions.
-
-        Only `examples` if there is no prediction.
-        """
+        """Return `loss`, the task's and extra metrics, and `examples`; the last alone without
+        labels."""
         examples = {"examples": float(len(predictions))}
         if not len(predictions.truth):
             return examples
@@ -197,10 +189,9 @@ class Task(ABC):
     def _labelled_logits(
         self, model: nn.Module, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a model on a batch; return (logits, labels, counts) at the labelled positions.
+        """Run a model on a batch; return float32 logits and labels of the labelled positions.
 
-        `logits` is float32 of shape (labels, classes), `counts` the number of labels of each row.
-        Raises DataError if the model has another number of classes than the task.
+        Third are the numbers of labels of each row.
         """
         inputs = to_device(batch, model_device(model))
         labels = inputs.pop("labels")
@@ -218,7 +209,6 @@ class Task(ABC):
         return inputs
 
     def _require_output_size(self, logits: Tensor) -> None:
-        """Raise DataError if the last dimension of logits is not the number of labels."""
         if self.labels and logits.shape[-1] != len(self.labels):
             raise DataError(
                 f"the model has {logits.shape[-1]} classes, but the task has {len(self.labels)} "
@@ -260,6 +250,8 @@ class Task(ABC):
 
     def _task_scores(self, loss: float, predictions: Predictions) -> dict[str, float]:
         """Return the task's own metrics of predictions by name; `loss` is their mean loss."""
+        if self.own_metrics:
+            return compute_metrics([METRICS[name] for name in self.own_metrics], predictions)
         names = ("accuracy", "f1_macro", *(("auroc",) if len(self.labels) == 2 else ()))
         values = compute_metrics([METRICS[name] for name in names], predictions)
         return {"f1" if name == "f1_macro" else name: values[name] for name in values}
@@ -270,7 +262,6 @@ class Task(ABC):
         return "macro"
 
     def _class_indices(self, labels: Sequence[str]) -> list[int]:
-        """Return the class index of each label; raise DataError for an unknown label."""
         indices = {label: index for index, label in enumerate(self.labels)}
         unknown = sorted(set(labels) - indices.keys())
         if unknown:
@@ -281,7 +272,6 @@ class Task(ABC):
         return [indices[label] for label in labels]
 
     def _text_column(self, table: Dataset, column: str) -> list[str]:
-        """Return the texts of a column; raise DataError if a cell is no text."""
         texts = column_values(table, column)
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"column {column!r} has {type(texts[0]).__name__} cells, not texts")
@@ -303,7 +293,6 @@ class Task(ABC):
         return self._prepare_tokenizer(tokenizer)
 
     def _prepare_tokenizer(self, tokenizer: Any) -> Any:
-        """Return the tokenizer with changes that the task needs."""
         return tokenizer
 
     def _max_tokens(self, tokenizer: Any) -> int:
@@ -316,10 +305,7 @@ def pad_token_id(tokenizer: Any) -> int:
 
 
 def require_tokens(ids: Sequence[Sequence[int]], tokenizer: Any, column: str) -> None:
-    """Raise DataError if a row of token `ids` is empty or has only special tokens.
-
-    The tokenizer's unknown token does not count as special. `column` is for the message.
-    """
+    """Raise DataError if a row of token `ids` has only special tokens, the unknown one aside."""
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     empty = sum(all(token in special for token in row) for row in ids)
     if empty:

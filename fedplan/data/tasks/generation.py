@@ -19,9 +19,8 @@ def generate_answer(
 ) -> tuple[str, str]:
     """Return (true answer, greedily generated answer) of the one example in a batch.
 
-    Of a conversation it is the last answer, after all that comes before, and prompt and answer have
-    at most `limit` tokens. Of an encoder-decoder the answer alone has. Special tokens and white
-    space at the ends are left out.
+    Of a conversation it is the last answer, after all that comes before; prompt and answer have at
+    most `limit` tokens, of an encoder-decoder the answer alone.
     """
     prompt, labels, is_decoder = batch["input_ids"], batch["labels"][0], True
     if "decoder_attention_mask" in batch:

@@ -53,7 +53,7 @@ TASK_NAMES: Registry[type[Task]] = Registry("task", TASK_KINDS)
 def task_class(kind: str) -> type[Task]:
     """Return the class of a task by its kind; imports a kind such as `package.module:Class`.
 
-    Raises FedplanError if there is no such kind, DataError if the object is no subclass of Task.
+    Raises FedplanError for an unknown kind, DataError if the object is no subclass of Task.
     """
     value: Any = TASK_NAMES.find(kind).value
     if not isinstance(value, type) or not issubclass(value, Task):
@@ -135,8 +135,7 @@ def make_task(
 def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable[Metric]) -> Task:
     """Return a copy of a task with more extra metrics, and with one example per row if true.
 
-    `one_example_per_row=False` keeps the task's setting. Raises DataError if a metric does not
-    apply to the task, or if the task has packing and `one_example_per_row` is true.
+    Raises DataError if a metric does not apply to the task, or if packing excludes one per row.
     """
     _require_packing(task.kind, packing=task.packing, one_example_per_row=one_example_per_row)
     return replace(
@@ -150,7 +149,6 @@ def adapt_task(task: Task, *, one_example_per_row: bool, extra_metrics: Iterable
 
 
 def _require_packing(kind: str, *, packing: bool, one_example_per_row: bool) -> None:
-    """Raise DataError if packing is on with `one_example_per_row`, or for another kind of task."""
     if packing and kind != "instruction":
         raise DataError(f"{kind} has packing = true: only the task instruction can be packed")
     if packing and one_example_per_row:
@@ -177,7 +175,6 @@ def _label_weights(
 def _applicable_metrics(
     kind: str, labels: Sequence[str], metrics: Iterable[Metric]
 ) -> tuple[Metric, ...]:
-    """Return the metrics as a tuple; DataError if one does not apply to a task of `kind`."""
     metrics, answer_kind = tuple(metrics), task_class(kind).answer_kind
     for metric in metrics:
         if METRICS.get(metric.name, metric) != metric:

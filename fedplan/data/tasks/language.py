@@ -22,8 +22,7 @@ from fedplan.data.examples import (
     block_seeds,
     chunk_slices,
 )
-from fedplan.data.metrics import METRICS, AnswerKind, compute_metrics
-from fedplan.data.predictions import Predictions
+from fedplan.data.metrics import METRICS, AnswerKind, Predictions, compute_metrics
 from fedplan.data.tables import DataError, column_values, select_rows
 from fedplan.data.tasks.definition import Task, pad_token_id, require_tokens
 from fedplan.data.tasks.generation import generate_answer
@@ -74,11 +73,7 @@ def ensure_chat_template(tokenizer: Any) -> Any:
 
 
 def read_conversations(table: Dataset, columns: Sequence[str]) -> Iterator[Chat]:
-    """Yield the conversation of each row of a table, in order; reads 1000 rows at a time.
-
-    `columns` is one column with lists of messages, or two columns, prompt and response. Raises
-    DataError if a cell is empty or not of this form.
-    """
+    """Yield the conversation of each row: a cell of messages, or two of prompt and response."""
     for chunk in chunk_slices(len(table)):
         rows = select_rows(table, range(*chunk.indices(len(table))))
         cells = [column_values(rows, column) for column in columns]
@@ -112,9 +107,8 @@ def tokenize_chat(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], l
     """Tokenize a conversation; return (token ids, labels) of equal length.
 
     A label is the token id within the assistant's messages, including their end tokens, and
-    NO_LABEL elsewhere, and at the first token. The tokenizer must be prepared by
-    `ensure_chat_template`. Raises DataError, with the number `row`, if the chat template fails, or
-    renders a message differently when another one follows.
+    NO_LABEL elsewhere, and at the first token. Raises DataError, with the number `row`, if the chat
+    template fails, or renders a message differently when another one follows.
     """
     text, spans = _apply_template(tokenizer, chat, row), list[tuple[int, int]]()
     for number, message in enumerate(chat):
@@ -144,7 +138,6 @@ def tokenize_chat(tokenizer: Any, chat: Chat, *, row: int) -> tuple[list[int], l
 
 
 def _apply_template(tokenizer: Any, chat: Chat, row: int, *, start_answer: bool = False) -> str:
-    """Render a conversation with the tokenizer's chat template, and return the text."""
     from jinja2 import TemplateError
 
     try:
@@ -170,9 +163,9 @@ class _Language(Task):
     def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
         """Return predicted tokens; also answers in `texts`, if an extra metric takes these.
 
-        An answer is generated greedily, one after the other, up to `max_length` tokens with its
-        prompt, and ends with the tokenizer's end token. Raises DataError if the model has no
-        `generate`, or if conversations are packed.
+        An answer is generated greedily, up to `max_length` tokens with its prompt, and ends with
+        the tokenizer's end token. Raises DataError without `generate`, or if conversations are
+        packed.
         """
         predictions = super().predict(model, rows, batch_size=batch_size)
         if not any(metric.takes == "texts" for metric in self.extra_metrics):
@@ -198,11 +191,6 @@ class _BlockTask(_Language):
     def _blocks(
         self, table: Dataset, tokenizer: Any, *, special_tokens: bool, end: int | None
     ) -> RaggedArray:
-        """Tokenize the texts of a table and cut each into blocks of at most `max_length` tokens.
-
-        `special_tokens` adds the tokenizer's own; `end` is a token id to append to each text, or
-        None. Raises DataError if a text has no tokens.
-        """
         texts, rows = self._text_column(table, self.columns[0]), list[list[int]]()
         for chunk in chunk_slices(len(table)):
             rows += tokenizer(texts[chunk], add_special_tokens=special_tokens, verbose=False)[
@@ -222,7 +210,6 @@ class CausalLanguage(_BlockTask):
     """Prediction of the next token."""
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return the texts of a table in blocks of tokens, each text with an end token."""
         tokenizer = self.tokenizer
         end = tokenizer.eos_token_id
         end = tokenizer.sep_token_id if end is None else end
@@ -242,7 +229,6 @@ class MaskedLanguage(_BlockTask):
     """Prediction of masked tokens."""
 
     def prepare(self, table: Dataset) -> MaskedTokens:
-        """Return the texts of a table in blocks for masking; DataError without a mask token."""
         return self._masked(self._blocks(table, self.tokenizer, special_tokens=True, end=None))
 
     def _made_up(self, draw: np.random.Generator) -> MaskedTokens:
@@ -269,7 +255,6 @@ class SequenceToSequence(_Language):
     generates: ClassVar[bool] = True
 
     def prepare(self, table: Dataset) -> TokenSequences:
-        """Return input and target tokens, cut at `max_length`; DataError for an empty text."""
         tokenizer, sides = self.tokenizer, list[list[list[int]]]()
         for column, argument in zip(self.columns, ("text", "text_target"), strict=True):
             texts, rows = self._text_column(table, column), list[list[int]]()
@@ -288,7 +273,6 @@ class SequenceToSequence(_Language):
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
     ) -> Mapping[str, Any]:
-        """Add the decoder's inputs: the labels shifted right, as for the model's own loss."""
         decoder_ids = cast("Any", model).prepare_decoder_input_ids_from_labels(labels)
         return {**inputs, "decoder_input_ids": decoder_ids}
 
@@ -310,14 +294,12 @@ class Instruction(_Language):
         return (NO_TEMPLATE_NOTE.format(self.source),) if plain else ()
 
     def _prepare_tokenizer(self, tokenizer: Any) -> Any:
-        """Set the plain chat template if the tokenizer has none."""
         return ensure_chat_template(tokenizer)
 
     def prepare(self, table: Dataset) -> TokenSequences | PackedSequences:
-        """Return the conversations of a table as tokens, with labels in the assistant's messages.
+        """Return the conversations as tokens, with labels in the assistant's messages.
 
-        With `packing`, returns PackedSequences. Raises DataError if a conversation has no token of
-        an assistant's message within `max_length`.
+        Raises DataError if a conversation has no token of an answer within `max_length`.
         """
         tokenizer, limit = self.tokenizer, self._max_tokens(self.tokenizer)
         ids, labels = list[list[int]](), list[list[int]]()
@@ -379,8 +361,8 @@ def require_attention_mask(model: nn.Module, kind: str) -> None:
     """Raise DataError if a model's attention does not fit the `kind` of a language task.
 
     Runs the model on sequences with the same first half and different second halves. A model for a
-    causal task must give the same logits for the first half, a model for masked-lm different ones.
-    Does nothing for other kinds, and for a model with logits that do not depend on the input.
+    causal task must give the same logits for the first half, a model for masked-lm different ones,
+    unless its logits do not depend on the input.
     """
     if kind not in (*_CAUSAL_TASKS, "masked-lm"):
         return
@@ -407,8 +389,7 @@ def require_attention_mask(model: nn.Module, kind: str) -> None:
 def require_packing_support(model: nn.Module) -> None:
     """Raise DataError if a model's attention mixes several texts packed in one sequence.
 
-    Runs the model (without gradients): the logits of the second of two packed texts must equal the
-    logits of this text alone, and must not change with the first text.
+    The logits of the second of two packed texts must equal those of this text alone.
     """
     first, second, third = _test_halves(model)
     positions = [*range(_HALF)]
@@ -433,7 +414,6 @@ def require_packing_support(model: nn.Module) -> None:
 
 
 def _logits(model: nn.Module, inputs: dict[str, list[list[int]]], *, cache: bool = True) -> Tensor:
-    """Run a model on `inputs` (rows of integers by name); return float32 logits, no gradients."""
     device = model_device(model)
     tensors = {name: torch.tensor(values, device=device) for name, values in inputs.items()}
     with eval_mode(model), torch.no_grad():
@@ -442,11 +422,7 @@ def _logits(model: nn.Module, inputs: dict[str, list[list[int]]], *, cache: bool
 
 
 def _test_halves(model: nn.Module) -> list[list[int]]:
-    """Return three lists of _HALF token ids, none of them the padding id.
-
-    The lists have no id in common (if there are three ids); a small vocabulary repeats ids within a
-    list.
-    """
+    """Return three lists of _HALF token ids, none the padding id, with no id in common."""
     hf_model, halves = cast("Any", model), list[list[int]]()
     pad, size = hf_model.config.pad_token_id, len(hf_model.get_input_embeddings().weight)
     tokens = [token for token in range(size) if token != pad][-3 * _HALF :]
