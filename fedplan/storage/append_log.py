@@ -166,11 +166,12 @@ class AppendLog:
 
     def _stamp(self) -> object:
         """Return a value that differs after any write to the log or its head."""
-        files = [file for file in (head_file(self.file), self.file) if file.exists()]
-        return [
-            (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-            for s in (file.stat() for file in files)
-        ]
+        stamp = list[tuple[int, ...]]()
+        for file in (head_file(self.file), self.file):
+            with suppress(FileNotFoundError):
+                s = os.stat(file)
+                stamp.append((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
+        return stamp
 
     def _parse(self, end: LogHead, line: bytes) -> dict[str, Any]:
         """Return the line after `end` as a dict; raise DamagedLog if it is invalid there."""

@@ -16,6 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import cache
 from glob import escape
+from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
 from urllib.parse import quote
@@ -51,7 +52,8 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
     folder cannot be created, or is not this user's to change.
     """
     with wrap_disk_errors(f"{folder} cannot be created", "name a folder that you may write to"):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        parents = (folder, *folder.parents)
+        missing = list(takewhile(lambda path: not path.exists(), parents))
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path.parent)

@@ -260,13 +260,16 @@ def _require_json(value: Any, depth: int = 0) -> None:
     """
     if depth > MAX_DEPTH:
         raise SerializationError(f"the header nests more than {MAX_DEPTH} deep: make it flatter")
-    if type(value) is dict:
-        for name, each in cast("dict[Any, Any]", value).items():
-            _require_text(name)
-            _require_json(each, depth + 1)
-    elif type(value) is list:
-        for each in cast("list[Any]", value):
-            _require_json(each, depth + 1)
+    if type(value) in (dict, list):
+        inner = cast("list[Any]", value)
+        if type(value) is dict:
+            for name in inner:
+                _require_text(name)
+            inner = cast("dict[Any, Any]", value).values()
+        for each in inner:
+            # Most values are short texts: they need no call.
+            if not (type(each) is str and each.isascii() and depth < MAX_DEPTH):
+                _require_json(each, depth + 1)
     elif type(value) is str:
         _require_text(value)
     elif not (
@@ -285,7 +288,8 @@ def _require_text(value: Any) -> str:
     """Return the value; raise SerializationError unless it is a string that UTF-8 can encode."""
     try:
         if type(value) is str:
-            value.encode("utf-8")
+            if not value.isascii():
+                value.encode("utf-8")
             return value
     except UnicodeEncodeError:
         pass  # half of a surrogate pair

@@ -13,6 +13,9 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
+_open = open
+"""What opens files, also while a test watches `open`."""
+
 
 class PowerDisk:
     """What would be on disk if the power failed now, by the calls of `os.fsync` so far.
@@ -51,11 +54,11 @@ class PowerDisk:
 
     def sync(self, descriptor: int) -> None:
         """Do what `fsync` does, whoever calls."""
-        state, path = os.fstat(descriptor), os.readlink(f"/proc/self/fd/{descriptor}")
+        state = os.fstat(descriptor)
         if stat.S_ISDIR(state.st_mode):
-            self.names[state.st_ino] = _entries(Path(path))
+            self.names[state.st_ino] = {each.name: each.inode() for each in os.scandir(descriptor)}
         else:
-            with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+            with _open(f"/proc/self/fd/{descriptor}", "rb", buffering=0) as file:
                 self.contents[state.st_ino] = file.read()
 
     def copied(self, folder: Path, before: dict[str, int]) -> None:

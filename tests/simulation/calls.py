@@ -105,14 +105,19 @@ class Calls:
 
     def note(self, call: str, name: object) -> None:
         """Take up a storage call, unless it is not one of product code."""
-        frame, point = sys._getframe(2), ""
-        while frame is not None and (place := _place(frame.f_code)) != OUTSIDE:
+        frame, point, places = sys._getframe(2), "", _places
+        while frame is not None:
+            code = frame.f_code
+            if (place := places.get(id(code))) is None:
+                place = places[id(code)] = _place(code)
+            if place == OUTSIDE:
+                break
             if place:
                 if point and call not in WRITERS:
                     break
                 here = f"{place} {call}"
                 self.reached.add(here)
-                point, call = point or here, frame.f_code.co_name
+                point, call = point or here, code.co_name
             frame = frame.f_back
         if point:
             self.process.call(point, name)
@@ -164,16 +169,11 @@ _places = dict[int, str]()
 
 def _place(code: Any) -> str:
     """Return `folder/file.py:function` of code of the package, OUTSIDE for tests, else ""."""
-    place = _places.get(id(code))
-    if place is None:
-        file, place = code.co_filename, ""
-        if file.startswith(PACKAGE):
-            name = re.sub(r"\.<\w+>", "", code.co_qualname)
-            place = f"{file.removeprefix(PACKAGE)}:{name}"
-        elif file.startswith(TESTS):
-            place = OUTSIDE
-        _places[id(code)] = place
-    return place
+    file = code.co_filename
+    if file.startswith(PACKAGE):
+        name = re.sub(r"\.<\w+>", "", code.co_qualname)
+        return f"{file.removeprefix(PACKAGE)}:{name}"
+    return OUTSIDE if file.startswith(TESTS) else ""
 
 
 DIRECT = {

@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ from fedplan.runners.site import Site
 from fedplan.sites.approvals import Approvals
 from fedplan.sites.gateway import SiteGateway
 from fedplan.storage import files as storage_files
-from fedplan.storage.append_log import read_json_lines
+from fedplan.storage.append_log import DamagedLog, read_head, read_json_lines
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import Study
@@ -102,10 +102,10 @@ class Machine:
         self.place.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
-    def process(self, kill: float) -> Iterator[None]:
+    def process(self, kill: float) -> Iterator[Process]:
         """Run the body as a process of this machine; it may die, or its disk may fail.
 
-        Raises Killed, after which the files are as the death left them.
+        Yields the process. Raises Killed, after which the files are as the death left them.
         """
         trial, armed, named = self.trial, self.draw_fault(kill), ""
         old_counts, storage_files._reached = storage_files._reached, Counter()
@@ -117,7 +117,7 @@ class Machine:
         outer, trial.running = trial.running, self.name
         try:
             with trial.calls.running(armed):
-                yield
+                yield armed
         except Killed:
             trial.stops.pop(self.name, None)
             if trial.plan is not None and trial.rng.random() < trial.plan.power:
@@ -151,8 +151,12 @@ class Machine:
         return Process(act, rng.randrange(1, rng.choice((20, 80, 300))))
 
     def files(self) -> list[Path]:
-        """Files that may be damaged: not those of people, and no secret that is not used yet."""
+        """Files that may be damaged: not those of people, and no secret that is not used yet.
+
+        Nor a log whose writer died before the head counted the last line: nobody relies on it yet.
+        """
         files = sorted(f for f in self.place.rglob("*") if f.is_file() and f.suffix != ".toml")
+        files = [f for f in files if is_counted(f)]
         return [f for f in files if f.name not in (SECRET_FILE, KEY) or self.uses(f)]
 
     def uses(self, secret: Path) -> bool:
@@ -208,15 +212,19 @@ class Machine:
         """Whether it has damaged or old files."""
         return bool(self.damaged) or len(self.copies) > 1
 
-    def restore(self, reason: str) -> None:
+    def restore(self, reason: str = "") -> None:
         """Mend the files of a machine whose damage was noticed, as from a backup of that moment.
 
-        `reason`: what its process said.
+        `reason`: what its process said; "" if nobody has read the files again. An older copy stays
+        with which the machine has come further than it was: as it sent nothing else, it did no harm.
         """
-        self.trial.noticed.append((reason, self.updates))
-        self.trial.faults["damage noticed and mended"] += 1
+        if reason:
+            self.trial.noticed.append((reason, self.updates))
+        self.trial.faults[f"damage {'noticed' if reason else 'not read'} and mended"] += 1
         if len(self.copies) > 1:
-            self.put(self.copies.pop())
+            newest = self.copies.pop()
+            if newest_number(self.place.rglob("*.json")) <= newest_number(newest):
+                self.put(newest)
             self.copies.clear()
             self.damaged.clear()
             self.is_old = False
@@ -230,6 +238,24 @@ class Machine:
                 file.write_bytes(whole + present[len(damaged) :])
         self.damaged.clear()
         self.trial.disk.settle(self.place)
+
+
+def newest_number(files: Iterable[Path]) -> int:
+    """Return the number of the newest checkpoint of a server or site among files; 0 if none."""
+    return max(
+        (int(f.stem) for f in files if f.stem.isdigit() and f.parent.name in ("global", "state")),
+        default=0,
+    )
+
+
+def is_counted(file: Path) -> bool:
+    """Whether a file is no chained log, or its head counts the last line, so that it has a digest."""
+    if file.suffix != ".jsonl" or b'"before": ' not in (content := file.read_bytes()):
+        return True
+    try:
+        return read_head(file).length == len(content)
+    except DamagedLog:
+        return True
 
 
 def kind_of(file: Path) -> str:
@@ -355,14 +381,14 @@ class SiteMachine(Machine):
         """The reply to a message; None if the site dies before it replies."""
         trial, plan = self.trial, self.trial.plan
         try:
-            with self.process(plan.kill_site if plan else 0.0):
+            with self.process(plan.kill_site if plan else 0.0) as process:
                 self.gateway = self.gateway or self.open_gateway()
                 reply = make_reply(message, self.checked_answer)
         except (Killed, DamageNoticed, FedplanError, OSError) as error:
             if isinstance(error, Killed):
                 if plan is not None and trial.draws(plan.damage):
                     self.harm()
-            elif self.wrong:
+            elif self.wrong and not process.happened:
                 self.restore(str(error))
             else:
                 trial.codes[f"start {getattr(error, 'code', 'disk')}"] += 1
@@ -386,7 +412,8 @@ class SiteMachine(Machine):
             self.trial.codes[code] += 1
             self.trial.server.is_old |= code == "past-round"
             unwanted = code not in APPROVAL_CODES or self.allowed
-            if self.wrong and unwanted and "missing" not in fields:
+            disk_failed = self.trial.calls.process.happened
+            if self.wrong and unwanted and "missing" not in fields and not disk_failed:
                 raise DamageNoticed(code)
         elif kind != "hello":
             self.trial.clock.progress()
@@ -442,7 +469,7 @@ class SiteMachine(Machine):
         trial, self.allowed, self.deciding = self.trial, None, True
         digest = study_of(trial.setting.rounds).full_digest
         try:
-            with self.process(trial.plan.kill_site if trial.plan else 0.0):
+            with self.process(trial.plan.kill_site if trial.plan else 0.0) as process:
                 if act in ("policy", "allow"):
                     self.write_policy(allow=act == "allow")
                 elif self.approvals().last_decision(digest) != DECISIONS[act]:
@@ -450,7 +477,7 @@ class SiteMachine(Machine):
         except (Killed, FedplanError, OSError) as error:
             killed = isinstance(error, Killed)
             trial.codes[f"operator {'killed' if killed else getattr(error, 'code', 'disk')}"] += 1
-            if self.wrong and not killed:
+            if self.wrong and not killed and not process.happened:
                 self.restore(str(error))
             trial.clock.at(60.0, lambda: self.decide(act))
             return

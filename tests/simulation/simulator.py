@@ -56,6 +56,8 @@ STARTS = 80
 """An operator starts a server at most so often: then the federation makes no progress."""
 MEMORY = Path("/dev/shm")
 """Where folders of trials are quick, if there is such a place."""
+ABOUT_SITES = ("start the run again", "sites are not connected")
+"""Texts of errors of a server that tell of sites, and of no file of its own."""
 UNEQUAL = {"download_bytes", "full", "missed", "rejected", "warnings", "secagg"}
 """Fields of the ledger that tell of disturbances."""
 
@@ -221,7 +223,7 @@ class Trial:
     def serve_once(self, rounds: int, quorum: int) -> bool:
         """Run a server until it ends or dies; return whether it has committed all rounds."""
         try:
-            with self.server.process(self.plan.kill_server if self.plan else 0.0):
+            with self.server.process(self.plan.kill_server if self.plan else 0.0) as process:
                 server, events = self.open_server(rounds), EventStream(self.server.place)
                 study = study_of(self.setting.rounds)
                 scoring = EvalConfig(on_clients=True, keep_best="global")
@@ -242,8 +244,10 @@ class Trial:
             if self.plan is not None and self.draws(self.plan.damage):
                 self.server.harm()
         except (FedplanError, OSError) as error:
-            if self.server.damaged or self.server.is_old:
-                self.server.restore(str(error))
+            of_sites = any(text in str(error) for text in ABOUT_SITES)
+            if self.server.is_old or not (process.happened or of_sites):
+                if self.server.damaged or self.server.is_old:
+                    self.server.restore(str(error))
             assert isinstance(error, FedplanError) or error.filename, repr(error)
             self.codes[f"server {getattr(error, 'code', 'disk')}"] += 1
         return False
@@ -367,8 +371,8 @@ def try_seed(seed: int, root: Path) -> Trial:
 def compare(trial: Trial, expected: dict[str, Any]) -> None:
     """Assert that a trial ended as the undisturbed one of its setting."""
     for machine in (trial.server, *trial.sites.values()):
-        if machine.wrong:  # nobody has read the file again
-            machine.restore("at the end")
+        if machine.wrong:
+            machine.restore()
     setting, outcome = trial.setting, trial.outcome()
     names = expected.keys() | outcome.keys()
     if outcome["aggregated"] != expected["aggregated"]:
