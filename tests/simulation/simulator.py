@@ -245,9 +245,9 @@ class Trial:
                 self.server.harm()
         except (FedplanError, OSError) as error:
             of_sites = any(text in str(error) for text in ABOUT_SITES)
-            if self.server.is_old or not (process.happened or of_sites):
-                if self.server.damaged or self.server.is_old:
-                    self.server.restore(str(error))
+            of_damage = self.server.damaged and not (process.happened or of_sites)
+            if self.server.is_old or of_damage:
+                self.server.restore(str(error))
             assert isinstance(error, FedplanError) or error.filename, repr(error)
             self.codes[f"server {getattr(error, 'code', 'disk')}"] += 1
         return False
