@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
+import torch
+
 from fedplan.errors import PrivacyError
 from fedplan.federation.aggregation.defence import Defence, require_defence
 from fedplan.federation.aggregation.lora_products import check_product_rule, shared_lora_layers
@@ -141,6 +143,11 @@ class Agreement:
         shared = params_with_roles(self.method.plan, self.params, Role.SHARE)
         exchanged = {*shared, *self.server_merged}
         return tuple(p for p in self.params if p in exchanged)
+
+    @cached_property
+    def exchanged_specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each param in `exchanged`, by key."""
+        return {p.key: (getattr(torch, p.dtype), p.shape) for p in self.exchanged}
 
     @cached_property
     def layers(self) -> tuple[LoraLayer, ...]:

@@ -318,13 +318,12 @@ def receive_request(
         raise RequestRefused(
             f"{client.name} takes no {min(extra)!r} from the server: the plan does not send it"
         ).with_code("unexpected-values")
-    expected = {p.key: (f"torch.{p.dtype}", p.shape) for p in agreement.exchanged}
     for key, value in request.values.items():
-        kind, shape = expected[param_key(key)]
-        if (str(value.dtype), tuple(value.shape)) != (kind, shape):
+        dtype, shape = agreement.exchanged_specs[param_key(key)]
+        if value.dtype != dtype or value.shape != shape:
             raise RequestRefused(
                 f"{client.name} received {key!r} as {value.dtype} {tuple(value.shape)}, and it is "
-                f"{kind} {shape}"
+                f"{dtype} {shape}"
             ).with_code("unexpected-values")
     values, versions = ({}, {}) if request.full else (client.received, client.received_versions)
     # A version counts only with its value: an older request may have replaced the value meanwhile.

@@ -248,7 +248,7 @@ def _param_digests(
     differs. Raises FedplanError if a param changed without a trained role in `roles`.
     """
     setup = client.setup
-    old, new = setup.initial.short_digests, setup.initial.short_digests
+    old, new = dict(setup.initial.short_digests), dict(setup.initial.short_digests)
     digest = setup.digests.short_digest
     for p in agreement.trainable:
         key, role = p.key, roles[p]

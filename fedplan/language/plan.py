@@ -31,6 +31,8 @@ class Role(Enum):
 
     SHARE: global, trained and aggregated. KEEP: personal, trained. FREEZE: global, not trained.
     HOLD: personal, not trained. A personal value is the client's own and is never uploaded.
+    `is_trained`: whether the client trains the param in this turn. `is_personal`: whether the value
+    belongs to the client.
     """
 
     SHARE = "share"
@@ -38,20 +40,15 @@ class Role(Enum):
     FREEZE = "freeze"
     HOLD = "hold"
 
+    def __init__(self, value: str) -> None:
+        # Plain fields: a turn reads them for each param, many times.
+        self.is_trained = value in ("share", "keep")
+        self.is_personal = value in ("keep", "hold")
+
     @property
     def word(self) -> str:
         """The adjective for params of this role: shared, kept, frozen or held."""
         return {"share": "shared", "keep": "kept", "freeze": "frozen", "hold": "held"}[self.value]
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the client trains the param in this turn."""
-        return self in (Role.SHARE, Role.KEEP)
-
-    @property
-    def is_personal(self) -> bool:
-        """Whether the value belongs to the client, and so is never uploaded."""
-        return self in (Role.KEEP, Role.HOLD)
 
     @property
     def trained_role(self) -> Role:

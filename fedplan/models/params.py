@@ -117,6 +117,10 @@ class Param:
 
     def __hash__(self) -> int:
         # A turn looks up thousands of params, and hashing all twelve fields is slow.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.key)
 
     @cached_property

@@ -123,7 +123,10 @@ def get_values(
     packed (quantized) weights: see `param_value`.
     """
     tensors = dict(model.named_parameters())
-    return {p.key: param_value(model, p, tensors[p.name]).to(CPU, copy=copy) for p in params}
+    values = {p.key: param_value(model, p, tensors[p.name]) for p in params}
+    if copy or any(value.device != CPU for value in values.values()):
+        values = {key: value.to(CPU, copy=copy) for key, value in values.items()}
+    return values
 
 
 @torch.no_grad()

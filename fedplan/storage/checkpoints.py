@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from io import BufferedReader
 from typing import Any, cast
 
+from blake3 import blake3
 from torch import Tensor, strided, uint8
 
 from fedplan.errors import StoreError
 from fedplan.storage.encryption import Encryption
 from fedplan.tensors.serialization import DTYPES
 
-FORMAT = 1
-"""Format number of manifests without encryption."""
+FORMATS = {"sha256": 1, "blake3": 2}
+"""Format number of manifests without encryption, by the hash of the tensor file; 2 is written."""
 SEALED = "sealed 1 with key"
 """Prefix of the format of encrypted manifests; the key id follows."""
 MAX_MANIFEST_BYTES = 64 << 20
@@ -64,34 +65,37 @@ class SkippedCheckpoint:
 class Manifest:
     """Description of a checkpoint, stored as `<number>.json` beside the tensor file.
 
-    `meta` is the user's JSON object. `sha256` (hex) and `size` (bytes) describe the tensor file,
-    whose name is `file`. `origin` is a random id of the folder, equal in all manifests of the
-    folder, and empty without encryption. `to_bytes` serializes, `parse_manifest` reads and checks.
+    `meta` is the user's JSON object. `digest` (hex) and `size` (bytes) describe the tensor file,
+    whose name is `file`; `hash` is the digest's function, a key of FORMATS. `origin` is a random id
+    of the folder, equal in all manifests of the folder, and empty without encryption. `to_bytes`
+    serializes, `parse_manifest` reads and checks.
     """
 
     number: int
     meta: dict[str, Any]
-    sha256: str
+    hash: str
+    digest: str
     size: int
     origin: str
 
     @property
     def file(self) -> str:
         """Name of the tensor file."""
-        return f"{self.number}.{self.sha256[:16]}.safetensors"
+        return f"{self.number}.{self.digest[:16]}.safetensors"
 
     @property
     def meta_label(self) -> str:
         """Label under which the meta is encrypted."""
-        return f"meta {self.number} {self.sha256} {self.size}"
+        return f"meta {self.number} {self.digest} {self.size}"
 
     def to_bytes(self, encryption: Encryption | None) -> bytes:
         """Serialize to one line of JSON that includes a SHA-256 of the manifest's fields.
 
         With `encryption` the meta and the origin are encrypted, the other fields stay readable.
         """
-        fields: dict[str, Any] = {"format": manifest_format(encryption), "number": self.number}
-        fields |= {"meta": self.meta, "sha256": self.sha256, "size": self.size}
+        kind = manifest_format(encryption, self.hash)
+        fields: dict[str, Any] = {"format": kind, "number": self.number}
+        fields |= {"meta": self.meta, self.hash: self.digest, "size": self.size}
         if encryption is not None:
             secret = json.dumps([self.origin, self.meta], allow_nan=False).encode()
             fields["meta"] = b64encode(encryption.encrypt(secret, self.meta_label)).decode()
@@ -121,26 +125,31 @@ def contiguous_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return contiguous
 
 
-def tensor_file_digest(file: BufferedReader, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 (hex) of a safetensors file that is open at its start.
+def new_hash(name: str) -> Any:
+    """Return an empty hash by its name, a key of FORMATS."""
+    # Of a large file, SHA-256 takes as long as a training step where the processor has no
+    # instructions for it, and BLAKE3 a tenth of that.
+    return blake3() if name == "blake3" else hashlib.new(name)
 
-    With `tensors` (the content just saved to the file) only the header is read, and the tensors are
-    hashed from memory. With an empty dict the whole file is read.
+
+def saved_tensors_digest(file: BufferedReader, tensors: dict[str, Tensor], hash_name: str) -> str:
+    """Return the digest (hex) of a safetensors file of `tensors` that is open at its start.
+
+    Only the header is read: the tensors, which were just saved to the file, are hashed in memory.
     """
-    if not tensors:
-        return hashlib.file_digest(file, "sha256").hexdigest()
     size = file.read(8)
     header = file.read(int.from_bytes(size, "little"))
     offsets = {n: e["data_offsets"][0] for n, e in json.loads(header).items() if n in tensors}
-    digest = hashlib.sha256(size + header)
+    digest = new_hash(hash_name)
+    digest.update(size + header)
     for name in sorted(offsets, key=lambda name: (offsets[name], tensors[name].numel())):
         digest.update(cast(Any, tensors[name].reshape(-1).view(uint8).numpy()))
     return digest.hexdigest()
 
 
-def manifest_format(encryption: Encryption | None) -> int | str:
+def manifest_format(encryption: Encryption | None, hash_name: str) -> int | str:
     """Return the "format" field of a manifest: a number, or a text with the key id if encrypted."""
-    return FORMAT if encryption is None else f"{SEALED} {encryption.key_id}"
+    return FORMATS[hash_name] if encryption is None else f"{SEALED} {encryption.key_id}"
 
 
 def parse_manifest(content: bytes, number: int, encryption: Encryption | None) -> Manifest:
@@ -156,16 +165,17 @@ def parse_manifest(content: bytes, number: int, encryption: Encryption | None) -
     try:
         fields = json.loads(match[2], parse_constant=_refuse_constant)
         version = fields.pop("format")
-        if version != manifest_format(encryption):
+        hash_name = "blake3" if version == FORMATS["blake3"] else "sha256"
+        if version != manifest_format(encryption, hash_name):
             # Skipping an intact one would start anew beside existing client state.
             raise StoreError(_format_mismatch_text(version, encryption))
-        manifest = Manifest(**fields, origin="")
+        manifest = Manifest(hash=hash_name, digest=fields.pop(hash_name), **fields, origin="")
         if type(manifest.number) is not int or manifest.number != number:
             raise ValueError(f"number {manifest.number!r}")
         if type(manifest.size) is not int or manifest.size < 0:
             raise ValueError(f"size {manifest.size!r}")
-        if not re.fullmatch("[0-9a-f]{64}", manifest.sha256):
-            raise ValueError(f"sha256 {manifest.sha256!r}")
+        if not re.fullmatch("[0-9a-f]{64}", manifest.digest):
+            raise ValueError(f"{hash_name} {manifest.digest!r}")
         if encryption is not None:
             try:
                 encrypted = b64decode(fields["meta"], validate=True)
@@ -202,12 +212,10 @@ def _refuse_constant(constant: str) -> None:
 
 def _format_mismatch_text(version: object, encryption: Encryption | None) -> str:
     """Return the error, without subject, for an intact manifest of another format `version`."""
-    if version == FORMAT:
+    if version in FORMATS.values():
         return "is not encrypted: read it without a key, or start an encrypted one elsewhere"
     if str(version).startswith(SEALED):
         given = f"key {encryption.key_id} was given" if encryption else "no key was given"
         return f"is {version}, and {given}: give the key that it was encrypted with"
-    return (
-        f"has format {version!r}, not {manifest_format(encryption)}: read it with the version of "
-        "fedplan that wrote it"
-    )
+    known = f"{SEALED} {encryption.key_id}" if encryption else max(FORMATS.values())
+    return f"has format {version!r}, not {known}: read it with the version of fedplan that wrote it"

@@ -9,6 +9,7 @@ tensors of the present manifest. With encryption the tensor file and the meta ar
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -31,7 +32,7 @@ from fedplan.storage.checkpoints import (
     contiguous_tensors,
     parse_manifest,
     require_json_meta,
-    tensor_file_digest,
+    saved_tensors_digest,
 )
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import PRIVATE, failpoint, make_folder, open_private, wrap_disk_errors
@@ -115,7 +116,9 @@ class Store:
         with self._writing(f"checkpoint {number} was not finished in {self._folder}"):
             self._require_next(number)
             try:
-                manifest = Manifest(number, dict(meta), "", 0, self._folder_origin())
+                # A file that is encrypted is read whole, and encryption takes longer than SHA-256.
+                hash_name = "sha256" if self._encryption else "blake3"
+                manifest = Manifest(number, dict(meta), hash_name, "", 0, self._folder_origin())
                 contiguous = contiguous_tensors(tensors)
                 failpoint("store.begun")
                 for other in self.numbers():  # StoreError for another format: never overwrite it
@@ -337,9 +340,12 @@ class Store:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
             failpoint("store.tensors_synced")
-            digest = tensor_file_digest(file, {} if self._encryption else tensors)
+            if self._encryption is None:
+                digest = saved_tensors_digest(file, tensors, manifest.hash)
+            else:
+                digest = hashlib.file_digest(file, manifest.hash).hexdigest()
             size = os.fstat(file.fileno()).st_size
-        manifest = replace(manifest, sha256=digest, size=size)
+        manifest = replace(manifest, digest=digest, size=size)
         temporary.rename(self._folder / manifest.file)
         failpoint("store.tensors_renamed")
         sync_folder(self._folder)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import stat
 from collections.abc import Callable, Generator
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedplan.errors import StoreError
-from fedplan.storage.checkpoints import InvalidCheckpoint, Manifest
+from fedplan.storage.checkpoints import InvalidCheckpoint, Manifest, new_hash
 from fedplan.storage.encryption import Encryption
 from fedplan.tensors.serialization import TensorEntry, parse_entries, tensor_view
 
@@ -41,24 +40,25 @@ def no_tensors(_: str) -> bool:
 
 
 class TensorRead(NamedTuple):
-    """Result of `read_tensors`: tensors by name, SHA-256 of the whole file, and an error message.
+    """Result of `read_tensors`: tensors by name, digest of the whole file, and an error message.
 
-    `fault` is the message if the file is malformed, and `tensors` is then empty. Compare `sha256`
+    `fault` is the message if the file is malformed, and `tensors` is then empty. Compare `digest`
     with the expected digest before using the tensors: they may be damaged without a fault.
     """
 
     tensors: dict[str, Tensor]
-    sha256: str
+    digest: str
     fault: str = ""
 
 
-def read_tensors(file: Path, name_filter: NameFilter) -> TensorRead:
+def read_tensors(file: Path, name_filter: NameFilter, hash_name: str = "blake3") -> TensorRead:
     """Read a safetensors file once; load the tensors that `name_filter` accepts, hash all bytes.
 
-    A malformed file is reported in `fault` of the result. Raises OSError if reading fails.
+    `hash_name`: as of a Manifest. A malformed file is reported in `fault` of the result. Raises
+    OSError if reading fails.
     """
     with FileIO(file) as opened:
-        reader, size = _HashingReader(opened), file.stat().st_size
+        reader, size = _HashingReader(opened, new_hash(hash_name)), file.stat().st_size
         tensors, fault = dict[str, Tensor](), ""
         try:
             count = int.from_bytes(reader.read(8), "little")
@@ -72,7 +72,7 @@ def read_tensors(file: Path, name_filter: NameFilter) -> TensorRead:
         except (ValueError, RecursionError) as error:
             tensors, fault = {}, str(error)
         reader.skip(size)
-        return TensorRead(tensors, reader.hash.hexdigest(), fault)
+        return TensorRead(tensors, reader.digest.hexdigest(), fault)
 
 
 def parse_tensors(data: bytes, name_filter: NameFilter) -> dict[str, Tensor]:
@@ -98,10 +98,10 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 
 class _HashingReader:
-    """Sequential reader of an open `file` that updates `hash` (SHA-256) with every byte read."""
+    """Sequential reader of an open `file` that updates the hash `digest` with every byte read."""
 
-    def __init__(self, file: FileIO) -> None:
-        self._file, self.hash = file, hashlib.sha256()
+    def __init__(self, file: FileIO, digest: Any) -> None:
+        self._file, self.digest = file, digest
 
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes; ValueError if the file ends before."""
@@ -123,7 +123,7 @@ class _HashingReader:
     def skip(self, count: int) -> None:
         """Hash the next `count` bytes, or all that are left."""
         while count > 0 and (piece := self._file.read(min(count, _PIECE))):
-            self.hash.update(piece)
+            self.digest.update(piece)
             count -= len(piece)
 
     def _fill(self, buffer: memoryview) -> None:
@@ -134,7 +134,7 @@ class _HashingReader:
             count = self._file.readinto(buffer[at : at + _PIECE])
             if not count:
                 raise ValueError("it ends too soon")
-            self.hash.update(buffer[at : at + count])
+            self.digest.update(buffer[at : at + count])
             at += count
 
 
@@ -151,13 +151,15 @@ def read_verified_tensors(
     if encryption is not None:
         content = read_bounded(file, manifest.size)
         require_size(manifest, len(content))
-        read = TensorRead({}, hashlib.sha256(content).hexdigest())
+        digest = new_hash(manifest.hash)
+        digest.update(content)
+        read = TensorRead({}, digest.hexdigest())
     else:
         with lost_as_invalid(file):
             require_size(manifest, bounded_size(file, manifest.size))
             # Digest and tensors come from one read: the file may change between two.
-            read = read_tensors(file, name_filter)
-    if read.sha256 != manifest.sha256:
+            read = read_tensors(file, name_filter, manifest.hash)
+    if read.digest != manifest.digest:
         raise InvalidCheckpoint(f"{manifest.file} is damaged: its digest differs")
     try:
         if encryption is not None:

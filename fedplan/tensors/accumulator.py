@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedplan.tensors.chunks import Chunk, ChunkedTensors, Flat, flatten_tensors, make_chunks
+from fedplan.tensors.chunks import Chunk, ChunkedTensors, make_chunks
+from fedplan.tensors.named import Tensors
 
 GRID = 2.0**-47
 """Step that each value is rounded to, once; float32 values from 2**-24 up are exact multiples."""
@@ -151,11 +152,11 @@ class AccumulatorBuffer:
     chunks: list[Chunk]
 
     @staticmethod
-    def allocate(flat: Flat) -> AccumulatorBuffer:
+    def allocate(values: Tensors) -> AccumulatorBuffer:
         """Return a buffer of zeros for tensors of these sizes."""
-        count = sum(value.numel() for value in flat.values())
+        count = sum(value.numel() for value in values.values())
         lower = torch.zeros(count, dtype=torch.int64)
-        return AccumulatorBuffer(lower, make_chunks(flat))
+        return AccumulatorBuffer(lower, make_chunks(values))
 
     def accumulators(self, values: Mapping[str, Tensor]) -> dict[str, Accumulator]:
         """Return an empty accumulator for each tensor, whose lower counts view this buffer."""
@@ -178,8 +179,8 @@ class AccumulatorBuffer:
         for chunk in present:
             gathered = numbers.get(chunk.slices)
             if gathered is None:  # an update with other names has other chunks
-                parts = {part.name: values[part.name] for part in chunk.slices}
-                gathered = chunk.gather(flatten_tensors(parts))
+                parts = {part.name: values[part.name].contiguous() for part in chunk.slices}
+                gathered = chunk.gather(parts)
             _add_lower(self.lower[chunk.span], _float64_copy(gathered), weight)
         return {part.name for chunk in present for part in chunk.slices}
 

@@ -6,19 +6,18 @@ A pass over all chunks costs time by the number of bytes, and not one call per t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors  # pyright: ignore
+
+from fedplan.tensors.named import Tensors
 
 CHUNK_NUMEL = 2**16
 """Most numbers of a chunk: in float64 they fit a core's cache."""
-
-Flat = Mapping[str, Tensor]
-"""Tensors by name, each with one dimension."""
 
 
 class TensorSlice(NamedTuple):
@@ -55,22 +54,19 @@ class Chunk:
             offset += part.stop - part.start
         return offsets
 
-    def gather(self, flat: Flat) -> Tensor:
-        """Return the chunk's numbers: a view for a single slice, else a concatenated copy."""
+    def gather(self, values: Tensors) -> Tensor:
+        """Return the chunk's numbers of contiguous tensors: a view for a single slice, else a copy.
+
+        A copy has the numbers of one slice after the other.
+        """
         (name, start, stop), *others = self.slices
         if others:
-            return torch.cat([flat[part.name] for part in self.slices])
-        return flat[name][start:stop]
+            return _flatten_dense_tensors([values[part.name] for part in self.slices])
+        return values[name].view(-1)[start:stop]
 
 
-def flatten_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor with one dimension: a view if contiguous, else a copy."""
-    with torch.no_grad():
-        return {name: value.reshape(-1) for name, value in values.items()}
-
-
-def make_chunks(flat: Flat) -> list[Chunk]:
-    """Divide the numbers of all tensors in `flat`, in order, into chunks.
+def make_chunks(values: Tensors) -> list[Chunk]:
+    """Divide the numbers of all tensors, in order, into chunks.
 
     A large tensor has several chunks; small neighbours of one dtype share a chunk. An empty tensor
     is in no chunk.
@@ -87,7 +83,7 @@ def make_chunks(flat: Flat) -> list[Chunk]:
             pending.clear()
 
     room = 0
-    for name, value in flat.items():
+    for name, value in values.items():
         count = value.numel()
         if value.dtype != dtype or count > room:
             close()
@@ -115,27 +111,27 @@ class ChunkedTensors:
     chunks: list[Chunk]
     numbers: list[Tensor]
 
-    def fits(self, values: Mapping[str, Tensor]) -> bool:
+    def fits(self, values: Tensors) -> bool:
         """Whether `values` have the same names in the same order, shapes and dtypes."""
         return list(_shapes(values).items()) == list(self.shapes.items())
 
 
-def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _shapes(values: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (value.shape, value.dtype) for name, value in values.items()}
 
 
 @torch.no_grad()
-def chunk_tensors(
-    values: Mapping[str, Tensor], like: ChunkedTensors | None = None
-) -> ChunkedTensors:
+def chunk_tensors(values: Tensors, like: ChunkedTensors | None = None) -> ChunkedTensors:
     """Return tensors in chunks; with `like`, its tensors among them, in the same chunks.
 
-    Raises KeyError if a tensor of `like` is missing.
+    The tensors of `like` must have the shapes and dtypes that they have in `values`. Raises
+    KeyError if one is missing.
     """
-    values = {name: values[name] for name in like.shapes} if like else values
-    flat = flatten_tensors(values)
-    chunks = like.chunks if like else make_chunks(flat)
-    return ChunkedTensors(_shapes(values), chunks, [chunk.gather(flat) for chunk in chunks])
+    names = like.shapes if like else values
+    dense = {name: values[name].contiguous() for name in names}
+    chunks = like.chunks if like else make_chunks(values)
+    numbers = [chunk.gather(dense) for chunk in chunks]
+    return ChunkedTensors(like.shapes if like else _shapes(values), chunks, numbers)
 
 
 @torch.no_grad()
@@ -160,7 +156,7 @@ def max_magnitudes(values: ChunkedTensors) -> dict[str, float]:
 
 
 @torch.no_grad()
-def squared_distances(values: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, float]:
+def squared_distances(values: Tensors, base: Tensors) -> dict[str, float]:
     """Return the squared L2 distance of each tensor from the tensor of its name in `base`."""
     squares, chunked = dict.fromkeys(values, 0.0), chunk_tensors(values)
     others = chunk_tensors(base, chunked).numbers

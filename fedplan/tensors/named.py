@@ -123,10 +123,10 @@ class DigestCache:
 
     def full_digest(self, tensor: Tensor) -> str:
         """Return the `full_digest` of a tensor, computed only if not cached."""
-        # Inference tensors have no version counter.
-        version = 0 if tensor.is_inference() else tensor._version  # pyright: ignore
         key = id(tensor)
         entry = self._entries.get(key)
+        # Inference tensors have no version counter.
+        version = 0 if tensor.is_inference() else tensor._version  # pyright: ignore
         if entry is None or entry[0]() is not tensor or entry[1] != version:
             # A weak reference: a long-lived site would else keep the global model of every round.
             weak = ref(tensor, lambda _: self._entries.pop(key, None))

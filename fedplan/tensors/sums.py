@@ -23,7 +23,6 @@ from fedplan.tensors.accumulator import (
 from fedplan.tensors.chunks import (
     ChunkedTensors,
     chunk_tensors,
-    flatten_tensors,
     max_magnitudes,
     peaks_and_squared_distances,
 )
@@ -72,7 +71,7 @@ class ExactSum:
         """
         peaks = self.validate(values, weight, peaks)
         if new := {name: value for name, value in values.items() if name not in self._accumulators}:
-            buffer = AccumulatorBuffer.allocate(flatten_tensors(new))
+            buffer = AccumulatorBuffer.allocate(new)
             self._buffers.append(buffer)
             self._accumulators |= buffer.accumulators(new)
         narrow = {name for name in values if self._accumulators[name].reserve(weight, peaks[name])}

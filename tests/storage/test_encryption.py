@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
@@ -350,14 +351,14 @@ def test_nothing_of_a_home_is_readable(tmp_path: Path) -> None:
 
 
 def test_without_a_seal_the_files_are_as_ever(tmp_path: Path) -> None:
-    """Byte for byte what format 1 is: a manifest of these keys, and plain safetensors."""
+    """Byte for byte what format 2 is: a manifest of these keys, and plain safetensors."""
     from safetensors.torch import save
 
     write(Store(tmp_path), 1)
     manifest, tensors = files(tmp_path, 1)
     content = save(tensors_of(1))
-    said = {"format": 1, "number": 1, "meta": {"round": 1}}
-    said |= {"sha256": sha256(content).hexdigest(), "size": len(content)}
+    said = {"format": 2, "number": 1, "meta": {"round": 1}}
+    said |= {"blake3": blake3(content).hexdigest(), "size": len(content)}
     assert tensors.read_bytes() == content
     assert manifest.read_bytes() == sealed(json.dumps(said).encode())
 
@@ -532,8 +533,8 @@ def test_the_wrong_key_is_told_and_nothing_is_touched(
 
 def test_another_sealed_format_is_told(tmp_path: Path) -> None:
     two(tmp_path)
-    forge(tmp_path, 2, format=2)
-    with pytest.raises(StoreError, match="has format 2, not sealed 1 with key"):
+    forge(tmp_path, 2, format=3)
+    with pytest.raises(StoreError, match="has format 3, not sealed 1 with key"):
         Store(tmp_path, encryption=KEY).read_newest()
 
 

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from often import often
+from safetensors.torch import save
 from torch import Tensor
 
 from fedplan.errors import StoreError
@@ -77,7 +79,8 @@ def two(folder: Path) -> Store:
 def files(folder: Path, number: int) -> tuple[Path, Path]:
     """The manifest and the tensor file of a checkpoint."""
     manifest = folder / f"{number}.json"
-    digest = json.loads(manifest.read_bytes())["manifest"]["sha256"]
+    fields = json.loads(manifest.read_bytes())["manifest"]
+    digest = fields.get("blake3") or fields["sha256"]
     return manifest, folder / f"{number}.{digest[:16]}.safetensors"
 
 
@@ -316,8 +319,8 @@ def sealed(said: bytes) -> bytes:
 
 def forged(content: bytes, **other: Any) -> tuple[bytes, str]:
     """A manifest with right digests for a tensor file of any content, and that file's name."""
-    digest = sha256(content).hexdigest()
-    said = {"format": 1, "number": 9, "meta": {}, "sha256": digest, "size": len(content)} | other
+    digest = blake3(content).hexdigest()
+    said = {"format": 2, "number": 9, "meta": {}, "blake3": digest, "size": len(content)} | other
     return sealed(json.dumps(said).encode()), f"9.{digest[:16]}.safetensors"
 
 
@@ -344,8 +347,13 @@ def test_garbage_and_pickles_are_never_loaded(tmp_path: Path) -> None:
 BAD_MANIFESTS = [
     *(forged(b"", number=8), forged(b"", number="9"), forged(b"", number=9.0)),
     *(forged(b"", size=-1), forged(b"", size=True), forged(b"", size=1 << 60)),
-    *(forged(b"", meta=[]), forged(b"", meta=None), forged(b"", sha256="../../x")),
-    *(forged(b"", sha256=7), forged(b"", more=1), forged(b"", meta={"loss": float("nan")})),
+    *(forged(b"", meta=[]), forged(b"", meta=None), forged(b"", blake3="../../x")),
+    *(
+        forged(b"", blake3=7),
+        forged(b"", sha256="0" * 64),
+        forged(b"", more=1),
+        forged(b"", meta={"loss": float("nan")}),
+    ),
     *((sealed(said), "x") for said in (b"", b"[]", b"7", b"null", b"{}", b"\xff", b"[" * 10**5)),
 ]
 
@@ -360,12 +368,29 @@ def test_a_manifest_is_not_believed(tmp_path: Path, manifest: bytes) -> None:
 
 def test_another_format_is_told_not_passed_over(tmp_path: Path) -> None:
     store = two(tmp_path)
-    (tmp_path / "9.json").write_bytes(forged(b"", format=2)[0])
-    with pytest.raises(StoreError, match="format 2, not 1"):
+    (tmp_path / "9.json").write_bytes(forged(b"", format=3)[0])
+    with pytest.raises(StoreError, match="format 3, not 2"):
         store.read_newest()
-    with pytest.raises(StoreError, match="format 2, not 1"):
+    with pytest.raises(StoreError, match="format 3, not 2"):
         write(store, 9)
     assert store.numbers() == [9, 2, 1]
+
+
+def test_a_checkpoint_of_an_older_version_is_read_and_its_meta_replaced(tmp_path: Path) -> None:
+    """Format 1 has a SHA-256 of the tensor file."""
+    content = save(tensors_of(1))
+    said = {"format": 1, "number": 1, "meta": {"round": 1}}
+    said |= {"sha256": sha256(content).hexdigest(), "size": len(content)}
+    (tmp_path / "1.json").write_bytes(sealed(json.dumps(said).encode()))
+    file = tmp_path / f"1.{said['sha256'][:16]}.safetensors"
+    file.write_bytes(content)
+    assert is_checkpoint(Store(tmp_path).read_newest(), 1)
+    Store(tmp_path).replace_meta({"round": 1, "more": 2}, number=1)
+    read = Store(tmp_path).read_newest()
+    assert read is not None and read.meta == {"round": 1, "more": 2}
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(StoreError, match="digest differs"):
+        Store(tmp_path).read_newest()
 
 
 KILLS = """

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -134,8 +134,8 @@ class InitialModel:
     digests: dict[str, str] = field(default_factory=dict[str, str])
     checksums: dict[str, int] = field(default_factory=dict[str, int])
 
-    @property
-    def short_digests(self) -> dict[str, str]:
+    @cached_property
+    def short_digests(self) -> Mapping[str, str]:
         """The 16-digit digest of each param, as in the ledger."""
         return {key: digest[:16] for key, digest in self.digests.items()}
 
