@@ -61,7 +61,8 @@ class Chunk:
         """
         (name, start, stop), *others = self.slices
         if others:
-            return _flatten_dense_tensors([values[part.name] for part in self.slices])
+            parts = [values[part.name] for part in self.slices]
+            return cast(Tensor, _flatten_dense_tensors(parts))
         return values[name].view(-1)[start:stop]
 
 
