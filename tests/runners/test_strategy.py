@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]]
     "strange": (lambda v, h: v.update({"x": torch.zeros(2)}), "'x' of 1 is not what"),
     "missing": (lambda v, h: v.pop(NORM), f"{NORM!r} of 1 is not what"),
     "late": (lambda v, h: h.update(request="else/1"), "another request"),
-    "other plan": (lambda v, h: h.update(agreed="0"), "another plan"),
+    "other plan": (lambda v, h: h.update(agreement="0"), "another plan"),
     "nameless": (lambda v, h: h.pop("client"), "no client"),
     "traits": (lambda v, h: h.update(traits=[1]), "no client with traits"),
 }
