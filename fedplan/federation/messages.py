@@ -240,7 +240,7 @@ def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-PROTOCOL_VERSION = "2"
+PROTOCOL_VERSION = "3"
 """Version of the messages between server and sites; raised on an incompatible change."""
 PACKAGES = ("fedplan", "torch", "transformers", "flwr")
 """Packages whose versions server and sites compare."""

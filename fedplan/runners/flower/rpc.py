@@ -81,13 +81,13 @@ class _PendingCall:
     """A request to a site that has no reply yet.
 
     `make_message` makes the message for each sending. `message_ids` are the Flower messages sent so
-    far on `grid`, with their nodes. `node` is the node of the last sending, `since` the time when
+    far on `grid`. `node` is the node of the last sending, `since` the time when
     the node came online. `failures` counts error replies; after one, the request is not sent again
     before the monotonic time `after`. At the time `due` it is sent again, since it may be lost.
     """
 
     make_message: MessageFactory
-    message_ids: dict[str, int] = field(default_factory=dict[str, int])
+    message_ids: set[str] = field(default_factory=set[str])
     grid: Grid | None = None
     node: int = 0
     since: str = ""
@@ -216,6 +216,8 @@ class SiteRpc:
                 self._hello_since[node] = since
                 # The message or its reply may be lost: send it again before the wait is over.
                 self._hello_after[node] = time.monotonic() + self.timeouts.sites / 2
+                for earlier in [i for i, n in self._pending_hellos.items() if n == node][:-1]:
+                    del self._pending_hellos[earlier]  # of a node that never replies
                 for message_id in self._push(node, HELLO, self.hello, None):
                     self._pending_hellos[message_id] = node
         for reply in self._pull(HELLO, self._pending_hellos):
@@ -344,18 +346,20 @@ class SiteRpc:
         replied for `patience` seconds. `online` are the nodes of `poll_nodes`.
         """
         if call.grid is not self.grid:
-            call.grid, call.message_ids = self.grid, {}
+            call.grid, call.message_ids = self.grid, set()
         site = self.sites.get(name)
         if site is None or site.node not in online or time.monotonic() < call.after:
             return
         same_node = (call.node, call.since) == (site.node, online[site.node])
         if call.message_ids and same_node and self._now() < call.due:
             return
+        message, blobs = call.make_message()
+        message_ids = self._push(site.node, kind, message, blobs)
+        if not message_ids:
+            return  # the SuperLink did not take it: it is sent again at the next poll
         call.node, call.since = site.node, online[site.node]
         call.due = self._now() + patience
-        message, blobs = call.make_message()
-        for message_id in self._push(site.node, kind, message, blobs):
-            call.message_ids[message_id] = site.node
+        call.message_ids.update(message_ids)
         if kind != HELLO:  # which asks for no work
             self.sent.add(name)
             self.events.emit(ClientChanged(name, SiteState.REQUESTED))
@@ -461,7 +465,7 @@ class SiteRpc:
         calls = {i: (name, call) for name, call in pending.items() for i in call.message_ids}
         for message in self._pull(kind, calls):
             name, call = calls[message.metadata.reply_to_message_id]
-            call.message_ids.pop(message.metadata.reply_to_message_id, None)
+            call.message_ids.discard(message.metadata.reply_to_message_id)
             reply = self._parse_reply(name, call, message)
             del message
             # A second reply to an old request is not the reply to the next request.
