@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions raised by fedplan, and the import of optional packages."""
+"""Exceptions raised by fedplan, texts of others in them, and imports of optional packages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from typing import Any, Self
 def first_line(error: Exception) -> str:
     """Return the first line of an error of other code, at most 300 characters; else its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def printable(text: str) -> str:
+    """Return a text of others with U+FFFD for each character that is not printable.
+
+    Line breaks would forge lines of a log, escape sequences would control a terminal, and XML
+    forbids some characters.
+    """
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 class FedplanError(Exception):

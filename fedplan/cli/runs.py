@@ -23,7 +23,7 @@ from fedplan.cli.console import (
     print_json,
     replace_nonfinite,
 )
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 
@@ -381,7 +381,6 @@ def _report_runs(
     Folders of sweeps stand for their runs. `csv` and `png` are folders for the numbers and images
     of the figures. Ctrl-C while watching raises typer.Exit(0).
     """
-    from fedplan.reports.figures.drawing import replace_control_chars
     from fedplan.reports.pages.run_report import report, watch_report
     from fedplan.sweeps.records import is_sweep
     from fedplan.sweeps.results import find_run_folders
@@ -389,9 +388,7 @@ def _report_runs(
     if any(map(is_sweep, runs)):
         runs, notes = find_run_folders(runs)
         for note in notes:
-            Console(stderr=True, soft_wrap=True).print(
-                f"Note: {replace_control_chars(note)}.", markup=False
-            )
+            Console(stderr=True, soft_wrap=True).print(f"Note: {printable(note)}.", markup=False)
     if not watch:
         report(runs, output, csv=csv, png=png)
         return

@@ -156,7 +156,6 @@ from .messages import (
     block_scores_to_json,
     local_versions,
     package_differences,
-    printable,
     protocol_mismatch,
     read_request,
     read_run_id,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.federation.identity import is_run_id
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
@@ -283,11 +283,3 @@ def package_differences(versions: Mapping[str, str]) -> str:
     return ", ".join(
         f"{name} {printable(versions[name][:20])}, and here {local[name]}" for name in names
     )
-
-
-def printable(text: str) -> str:
-    """Return a text of the other end with U+FFFD for each character that is not printable.
-
-    Line breaks would forge lines of a log, and escape sequences would control a terminal.
-    """
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -5,7 +5,7 @@ from .evaluation import evaluation_lines
 from .explanation import explain_plan, parts_table, sort_params
 from .exposure import study_exposure
 from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, mean_series
-from .figures.drawing import HUES, Drawing, replace_control_chars, spreadsheet_safe
+from .figures.drawing import HUES, Drawing, spreadsheet_safe
 from .figures.grids import GridCell, GridRow, cell_grid, round_spans
 from .forecasts import Forecast, StageForecast, forecast
 from .formats import (

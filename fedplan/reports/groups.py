@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedplan.reports.figures.drawing import replace_control_chars
+from fedplan.errors import printable
 from fedplan.studies.schema import Study, flatten_fields
 
 IGNORED_FIELDS: dict[str, Any] = {
@@ -69,7 +69,7 @@ def _names(firsts: Sequence[Member]) -> list[str]:
         for texts in ([s.name for s, _, _ in firsts], [folder.name for _, _, folder in firsts]):
             short = all(len(text) <= MAX_PLAN_LENGTH for text in texts)
             if short and all(texts) and len(set(texts)) == len(texts):
-                return [replace_control_chars(text) for text in texts]
+                return [printable(text) for text in texts]
     namings: tuple[Callable[[Member], str], ...] = (
         lambda each: _label(study_fields(each[0]), each[1], fields) or each[0].name,
         lambda each: each[0].name,
@@ -77,7 +77,7 @@ def _names(firsts: Sequence[Member]) -> list[str]:
         lambda each: str(each[2]),
     )
     for naming in namings:
-        texts = [replace_control_chars(naming(each)) for each in firsts]
+        texts = [printable(naming(each)) for each in firsts]
         names = [t if len(t) <= MAX_NAME_LENGTH else f"{t[: MAX_NAME_LENGTH - 1]}…" for t in texts]
         if all(names) and len(set(names)) == len(names):
             return names

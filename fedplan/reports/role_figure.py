@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedplan.errors import printable
 from fedplan.language.plan import Plan, Role, Roles
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles, resolve
@@ -18,7 +19,6 @@ from fedplan.reports.figures.drawing import (
     TEXT_PAINTS,
     Drawing,
     add_sheet,
-    replace_control_chars,
     text_width,
     tip,
 )
@@ -113,7 +113,7 @@ class _Grid:
 
     def draw(self, ax: Axes, top: float) -> None:
         """Draw the title, the plan and all bands onto a sheet, from `top` down."""
-        title, plan = map(replace_control_chars, (self.figure.title, self.figure.plan.text))
+        title, plan = map(printable, (self.figure.title, self.figure.plan.text))
         ax.text(LEFT, top + 20, title, size=14, weight="bold")
         ax.text(LEFT, top + 37, plan, size=10.5, family="monospace", color=LIGHT["faint"])
         top += HEADER

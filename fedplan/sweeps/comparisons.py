@@ -14,9 +14,9 @@ from statistics import mean
 from typing import Any, get_args
 
 from fedplan.data.metrics import metric_direction
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.privacy.accounting.budget import Unit
-from fedplan.reports.figures.drawing import replace_control_chars, spreadsheet_safe
+from fedplan.reports.figures.drawing import spreadsheet_safe
 from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes
 from fedplan.reports.groups import group_by_seed
 from fedplan.studies.run_scores import GLOBAL_PREFIXES, SPREAD_PREFIXES, ScoreKind, score_text
@@ -124,7 +124,7 @@ class Comparison:
             ]
             parts.append("")
         notes = (*self.notes, *self.table_explanations)
-        parts += [f"Note: {replace_control_chars(note)}." for note in notes]
+        parts += [f"Note: {printable(note)}." for note in notes]
         return "\n".join(parts) + "\n"
 
     @property

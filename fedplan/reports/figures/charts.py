@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, fsum, log10, nan
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedplan.errors import printable
 from fedplan.reports.figures.drawing import (
     HUES,
     LIGHT,
     Drawing,
     add_axes,
     is_drawable,
-    replace_control_chars,
     text_width,
     tip,
     truncate_text,
@@ -390,7 +390,7 @@ def _scale(
     limits, ticks, log = axis_ticks(numbers, **options)
     labels = tick_labels(ticks, log=log)
     labels = [
-        replace_control_chars(names[int(t)]) if 0 <= t < len(names) else s
+        printable(names[int(t)]) if 0 <= t < len(names) else s
         for t, s in zip(ticks, labels, strict=True)
     ]
     ax.set(**{f"{axis}scale": "log" if log else "linear", f"{axis}lim": limits})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.language.plan import Role
 from fedplan.storage.files import SHARED, write_atomic
 
@@ -129,7 +129,7 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:.0f} '
             f'{self.height:.0f}" role="img" stroke-linejoin="round" '
-            f'aria-label="{escape(replace_control_chars(self.title))}">'
+            f'aria-label="{escape(printable(self.title))}">'
             f"{style if alone else ''}{''.join(_svg_shapes(root))}</svg>"
         )
 
@@ -173,7 +173,7 @@ class Drawing:
             figure = Figure(figsize=(self.width / 72, self.height / 72), dpi=72)
             self.draw(figure)
             for text in figure.findobj(Text):
-                text.set_text(replace_control_chars(text.get_text()))
+                text.set_text(printable(text.get_text()))
             figure.savefig(out, format=kind or None, **options)
         return out.getvalue()
 
@@ -211,7 +211,7 @@ def add_sheet(figure: Canvas) -> Axes:
 
 def tip(text: str) -> str | None:
     """Return the gid of an artist for which a pointer shows `text`; None for an empty text."""
-    return TIP + replace_control_chars(text) if text else None
+    return TIP + printable(text) if text else None
 
 
 def is_drawable(number: float) -> bool:
@@ -222,18 +222,13 @@ def is_drawable(number: float) -> bool:
 def truncate_text(text: str, width: float, size: float = FONT_SIZE) -> str:
     """Return a printable text, cut to an estimated width in pixels with an ellipsis."""
     length = max(1, int(width / (CHAR_WIDTH * size)))
-    text = replace_control_chars(text)
+    text = printable(text)
     return text if len(text) <= length else text[: max(1, length - 1)] + "…"
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
     """Return the estimated width of a text in pixels."""
     return CHAR_WIDTH * size * len(text)
-
-
-def replace_control_chars(text: str) -> str:
-    """Replace characters that are not printable, among them those that XML forbids."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def spreadsheet_safe(value: object) -> object:

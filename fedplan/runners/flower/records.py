@@ -15,7 +15,7 @@ from typing import Any, cast
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, RecordDict
 from flwr.app import Message as FlowerMessage
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.federation.ledger.faults import (
     KINDS,
     decode_reason,
@@ -23,7 +23,6 @@ from fedplan.federation.ledger.faults import (
     encode_code,
     error_code_of,
 )
-from fedplan.federation.messages import printable
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.serialization import unpack_message
 

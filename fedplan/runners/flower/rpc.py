@@ -21,12 +21,11 @@ import httpx
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.federation.ledger.events import ClientChanged, Notice, RunStalled
 from fedplan.federation.ledger.faults import APPROVAL
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream, StopRequested
-from fedplan.federation.messages import printable
 from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower._internals import LOST_CODES, RunNotRunningException
 from fedplan.runners.flower.records import (

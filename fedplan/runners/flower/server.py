@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fedplan.errors import FedplanError, PrivacyError
+from fedplan.errors import FedplanError, PrivacyError, printable
 from fedplan.federation.endpoint import COMMITTED_ROUND, EVALUATED_ROUND
 from fedplan.federation.evaluation import (
     EvalConfig,
@@ -31,7 +31,6 @@ from fedplan.federation.messages import (
     Request,
     block_scores_from_json,
     package_differences,
-    printable,
     protocol_mismatch,
     read_update,
     request_header,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.federation.evaluation import (
     EvalConfig,
     Scores,
@@ -19,7 +19,7 @@ from fedplan.federation.evaluation import (
     metrics_from_json,
 )
 from fedplan.federation.global_state import METRICS
-from fedplan.federation.messages import Request, printable, request_header
+from fedplan.federation.messages import Request, request_header
 from fedplan.federation.score_sums import SENDERS, ScoreVector
 from fedplan.federation.server import Server
 from fedplan.runners.flower.records import BlobRecord, refusal_text, reply_fields
