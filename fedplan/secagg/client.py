@@ -13,32 +13,9 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from fedplan.secagg import config
+from fedplan.secagg import config, crypto, messages
 from fedplan.secagg.client_state import ClientRoundState
-from fedplan.secagg.crypto import (
-    KEY_SIZE,
-    NodeKey,
-    SecAggError,
-    node_public_key,
-    sign,
-    verify_signature,
-    x25519_shared_secret,
-)
-from fedplan.secagg.messages import (
-    EncryptedShares,
-    ForwardedShares,
-    KeyAdvert,
-    KeyRoster,
-    MaskedInput,
-    SignatureList,
-    SurvivorList,
-    SurvivorSignature,
-    UnmaskShares,
-    decode,
-    encode,
-    input_digest,
-    read_terms_digest,
-)
+from fedplan.secagg.crypto import NodeKey, SecAggError
 from fedplan.secagg.progress import ProgressStore, RevealLog, RoundProgress
 from fedplan.secagg.terms import MAX_CLIENT_WEIGHT, Terms
 from fedplan.tensors.message import Message
@@ -74,7 +51,7 @@ class ProtocolClient:
         *,
         cohort: Callable[[int], Collection[str]] | None = None,
     ) -> None:
-        if directory.get(name) != node_public_key(node):
+        if directory.get(name) != crypto.node_public_key(node):
             raise SecAggError(f"the directory has another key of {name} than its node key")
         if len(set(directory.values())) < len(directory):
             raise SecAggError("two clients of the directory have one key: they could be one client")
@@ -89,21 +66,25 @@ class ProtocolClient:
         make_input: returns numbers and weight, as for `mask_input`; called in that step only.
         Raises SerializationError if the message is invalid.
         """
-        progress = self._progress(read_terms_digest(message))
+        progress = self._progress(messages.read_terms_digest(message))
         match step:
             case config.SHARES_STEP:
-                reply = self.share_secrets(decode(KeyRoster, message, progress.terms))
+                reply = self.share_secrets(
+                    messages.decode(messages.KeyRoster, message, progress.terms)
+                )
             case config.MASKED_INPUT_STEP:
-                reply = self.mask_input(decode(ForwardedShares, message), *make_input())
+                reply = self.mask_input(
+                    messages.decode(messages.ForwardedShares, message), *make_input()
+                )
             case config.SIGNATURE_STEP:
-                reply = self.sign_survivors(decode(SurvivorList, message))
+                reply = self.sign_survivors(messages.decode(messages.SurvivorList, message))
             case _:
-                reply = self.reveal_shares(decode(SignatureList, message))
-        return encode(progress.terms.run, reply)
+                reply = self.reveal_shares(messages.decode(messages.SignatureList, message))
+        return messages.encode(progress.terms.run, reply)
 
     def advertise_keys(
         self, terms: Terms, slots: Sequence[str], input_digest: str = ""
-    ) -> KeyAdvert:
+    ) -> messages.KeyAdvert:
         """Step 1: start a round; return the signed public keys and the slots that will be sent.
 
         terms: computed by the client itself from the server's request, not taken from the server.
@@ -118,15 +99,15 @@ class ProtocolClient:
         progress = self._store.read()
         if progress is None or progress.terms != terms:
             _require_new(terms, progress)
-            progress = RoundProgress(terms, os.urandom(KEY_SIZE), declared, input_digest)
+            progress = RoundProgress(terms, os.urandom(crypto.KEY_SIZE), declared, input_digest)
             self._store.write(progress)
         _require_open(progress)
         if progress.slots != declared:
             raise SecAggError(f"round {terms.round} was started with other slots")
-        advert = ClientRoundState(self.name, progress).secrets.make_advert(self.name, declared)
-        return replace(advert, signature=sign(self._node, advert.body))
+        advert = ClientRoundState(self.name, progress).unsigned_advert()
+        return replace(advert, signature=crypto.sign(self._node, advert.body))
 
-    def share_secrets(self, roster: KeyRoster) -> EncryptedShares:
+    def share_secrets(self, roster: messages.KeyRoster) -> messages.EncryptedShares:
         """Step 2: check and store the roster; return this client's shares for all other clients.
 
         Raises a SecAggError if the roster has a client outside the cohort, is not sorted, has too
@@ -153,7 +134,7 @@ class ProtocolClient:
             keys = [key for a in roster.adverts for key in (a.encryption_key, a.masking_key)]
             if len(set(keys)) < len(keys):
                 raise SecAggError("two clients of the roster have one key")
-            own = state.secrets.make_advert(self.name, progress.slots)
+            own = state.unsigned_advert()
             if not any(advert.body == own.body for advert in roster.adverts):
                 raise SecAggError(f"the roster has other keys of {self.name} than its own, or none")
             for advert in roster.adverts:
@@ -163,8 +144,8 @@ class ProtocolClient:
         return ClientRoundState(self.name, progress).encrypted_shares
 
     def mask_input(
-        self, shares: ForwardedShares, numbers: Mapping[str, Words], weight: int
-    ) -> MaskedInput:
+        self, shares: messages.ForwardedShares, numbers: Mapping[str, Words], weight: int
+    ) -> messages.MaskedInput:
         """Step 3: check the other clients' shares; return this client's masked input.
 
         numbers: the input by slot name, for exactly the declared slots; weight: 1 to 2**27, adds to
@@ -209,10 +190,10 @@ class ProtocolClient:
         if not progress.masked_digest:
             self._store.write(replace(progress, masked_digest=digest))
         complaints = tuple(sorted(state.wrong_shares))
-        signature = sign(self._node, input_digest(state.context))
-        return MaskedInput(shares.terms_digest, self.name, vectors, complaints, signature)
+        signature = crypto.sign(self._node, messages.input_digest(state.context))
+        return messages.MaskedInput(shares.terms_digest, self.name, vectors, complaints, signature)
 
-    def sign_survivors(self, survivors: SurvivorList) -> SurvivorSignature:
+    def sign_survivors(self, survivors: messages.SurvivorList) -> messages.SurvivorSignature:
         """Step 4: check and store the survivor list; return this client's signature of the list.
 
         One list per attempt: another one raises a SecAggError, as does a list without this client,
@@ -231,8 +212,8 @@ class ProtocolClient:
             # of those that the list drops would unmask its input alone.
             for client in survivors.clients:
                 signature = survivors.input_signatures.get(client, b"")
-                body = input_digest(state.context)
-                if not verify_signature(self._directory[client], body, signature):
+                body = messages.input_digest(state.context)
+                if not crypto.verify_signature(self._directory[client], body, signature):
                     raise SecAggError(f"the input of {client} is not masked with the same clients")
             if self._reveal_log is not None:
                 senders = state.senders_by_slot(survivors.clients)
@@ -240,9 +221,11 @@ class ProtocolClient:
             progress = replace(progress, survivors=survivors.clients)
             self._store.write(progress)
         body = ClientRoundState(self.name, progress).survivors_digest
-        return SurvivorSignature(survivors.terms_digest, self.name, sign(self._node, body))
+        return messages.SurvivorSignature(
+            survivors.terms_digest, self.name, crypto.sign(self._node, body)
+        )
 
-    def reveal_shares(self, signatures: SignatureList) -> UnmaskShares:
+    def reveal_shares(self, signatures: messages.SignatureList) -> messages.UnmaskShares:
         """Step 5: check the signatures; return the shares that unmask the survivors' sum.
 
         Writes the sums to the reveal log first. Raises a SecAggError for an invalid signature of
@@ -256,7 +239,7 @@ class ProtocolClient:
             if client not in progress.survivors:
                 raise SecAggError(f"{client!r} signed, and is not among the survivors")
             public_key = self._directory[client]
-            if not verify_signature(public_key, state.survivors_digest, signature.signature):
+            if not crypto.verify_signature(public_key, state.survivors_digest, signature.signature):
                 raise SecAggError(f"{client} has not signed these survivors")
             signers.add(client)
         if len(signers) < state.terms.threshold:
@@ -283,10 +266,7 @@ class ProtocolClient:
             self._store.write(progress.erased())
 
     def _progress(self, terms_digest: bytes) -> RoundProgress:
-        """Read the last round's progress; raise a SecAggError if its terms have another digest.
-
-        Also raised if the round's secrets are erased.
-        """
+        """The last round's progress; a SecAggError for other terms, or erased secrets."""
         progress = self._store.read()
         if progress is None or progress.terms.digest != terms_digest:
             started = f"it has started round {progress.terms.round}" if progress else "it has none"
@@ -295,7 +275,7 @@ class ProtocolClient:
         return progress
 
 
-def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirectory) -> None:
+def require_valid_advert(terms: Terms, advert: messages.KeyAdvert, directory: KeyDirectory) -> None:
     """Raise a SecAggError if a key advert is not of these terms, or not signed by its client.
 
     directory: public node keys by client; a client that is not there raises too, and so does an
@@ -309,7 +289,7 @@ def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirector
             f"the keys of {client} are of other terms: of another round or attempt, of another "
             "agreement, or it was sent another model"
         )
-    if not verify_signature(directory[client], advert.body, advert.signature):
+    if not crypto.verify_signature(directory[client], advert.body, advert.signature):
         raise SecAggError(f"the keys of {client} are not signed by its node key")
     if set(advert.slots) - {slot.name for slot in terms.slots}:
         raise SecAggError(f"{client} declares slots that this round does not have")
@@ -318,15 +298,11 @@ def require_valid_advert(terms: Terms, advert: KeyAdvert, directory: KeyDirector
         if int.from_bytes(key, "little") >= 2**255 - 19:
             raise SecAggError(f"a key of {client} is not in its canonical form")
         # Of a point of low order every private key makes the same secret, zero, which raises.
-        x25519_shared_secret(bytes(KEY_SIZE), key)
+        crypto.x25519_shared_secret(bytes(crypto.KEY_SIZE), key)
 
 
 def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> None:
-    """Raise a SecAggError if a client in this state must not sign a survivor list.
-
-    The list must be sorted, name this client, name only clients that shared their secrets, have at
-    least `threshold` clients, and leave at least one slot with `min_senders` senders.
-    """
+    """Raise a SecAggError if a client in this state must not sign a survivor list."""
     if list(survivors) != sorted(set(survivors)):
         raise SecAggError("the survivor list names a client twice, or is not sorted")
     if unknown := set(survivors) - set(state.sharing):
@@ -341,18 +317,14 @@ def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> Non
             f"{len(survivors)} clients have survived, and the threshold is "
             f"{state.terms.threshold}: nothing is unmasked"
         )
-    if not state.revealable_groups(survivors):
+    if not state.terms.revealable(state.groups, survivors):
         raise SecAggError(
             f"no slot has {state.terms.min_senders} senders left: nothing is unmasked"
         )
 
 
 def _require_new(terms: Terms, last: RoundProgress | None) -> None:
-    """Raise a SecAggError unless `terms` are of a later round, or of a later attempt at the last.
-
-    last: the stored progress of the client's last round; None passes. Also raised for another run,
-    and for a new attempt at a round whose unmask shares were sent.
-    """
+    """Raise a SecAggError unless `terms` are of a later round or attempt than `last`."""
     if last is None:
         return
     if terms.run != last.terms.run:

@@ -7,135 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fedplan.secagg.crypto import (
-    SHARE_SIZE,
-    SecAggError,
-    aes_gcm_decrypt,
-    aes_gcm_encrypt,
-    hkdf,
-    length_prefixed,
-    x25519_public_key,
-    x25519_shared_secret,
-)
+from fedplan.secagg import crypto, messages
+from fedplan.secagg.crypto import SHARE_SIZE, SecAggError
 from fedplan.secagg.masks import GroupVector, mask_context, pairwise_mask_keys, self_mask_key
-from fedplan.secagg.messages import (
-    EncryptedShares,
-    KeyAdvert,
-    KeyRoster,
-    UnmaskShares,
-    survivors_digest,
-)
+from fedplan.secagg.messages import EncryptedShares, KeyAdvert, KeyRoster, UnmaskShares
 from fedplan.secagg.progress import RoundProgress
-from fedplan.secagg.sharing import Dealing, deal, share_hashes
-from fedplan.secagg.terms import SlotGroup, Terms, group_slots
+from fedplan.secagg.terms import SlotGroup, Terms
 from fedplan.tensors.ring import Words
-
-
-@dataclass(frozen=True)
-class RoundSecrets:
-    """All keys and seeds of a client in a round, derived from one random 32-byte secret.
-
-    terms_digest: digest of the round's terms. Equal fields give equal keys, seeds and shares.
-    """
-
-    secret: bytes
-    terms_digest: bytes
-
-    def _derive(self, *words: str | int | bytes) -> bytes:
-        return hkdf(self.secret, self.terms_digest, *words)
-
-    @cached_property
-    def encryption_secret(self) -> bytes:
-        """Private X25519 key for encrypting and decrypting shares."""
-        return self._derive("encryption")
-
-    @cached_property
-    def masking_secret(self) -> bytes:
-        """Private X25519 key for pairwise masks."""
-        return self._derive("masking")
-
-    def self_mask_seed(self, group: str, roster_digest: bytes) -> bytes:
-        """Seed of the client's self mask for a slot group."""
-        return self._derive("seed", group, roster_digest)
-
-    def make_advert(self, client: str, slots: tuple[str, ...]) -> KeyAdvert:
-        """The client's key advert, without a signature."""
-        encryption_key = x25519_public_key(self.encryption_secret)
-        masking_key = x25519_public_key(self.masking_secret)
-        return KeyAdvert(encryption_key, masking_key, b"", self.terms_digest, client, slots)
-
-    def deal(
-        self,
-        own: str,
-        groups: Sequence[SlotGroup],
-        clients: Sequence[str],
-        roster_digest: bytes,
-        threshold: int,
-    ) -> Dealing:
-        """Deal shares of the secrets of the client `own`: masking secret, then each group's seed.
-
-        clients: the roster; a client's point is its position, from 1. roster_digest: part of each
-        seed. threshold: number of shares that reconstruct a secret.
-        """
-        seeds = (self.self_mask_seed(group.name, roster_digest) for group in groups)
-        secrets, key = (self.masking_secret, *seeds), self._derive("shares", roster_digest)
-        return deal(own, secrets, clients, key=key, context=roster_digest, threshold=threshold)
-
-    def encrypt_shares(
-        self,
-        own: str,
-        receiver: KeyAdvert,
-        roster_digest: bytes,
-        shares: Sequence[bytes],
-        hashes: Sequence[bytes],
-    ) -> bytes:
-        """Encrypt shares of the client `own`, with their hashes, to the client of `receiver`.
-
-        The ciphertext authenticates the hashes: nobody but the client can have changed them.
-        """
-        key = self._encryption_key(receiver, roster_digest, own, receiver.client)
-        data = length_prefixed(own, receiver.client, *hashes)
-        return aes_gcm_encrypt(key, b"".join(shares), data)
-
-    def decrypt_shares(
-        self,
-        own: str,
-        sender: KeyAdvert,
-        roster_digest: bytes,
-        ciphertext: bytes,
-        hashes: Sequence[bytes],
-    ) -> list[bytes]:
-        """Decrypt the shares that a sender encrypted to the client `own`, and check their hashes.
-
-        Raises a SecAggError for a ciphertext of another round, roster or list of hashes, and for
-        shares that do not match the hashes, which only the sender can have made.
-        """
-        key = self._encryption_key(sender, roster_digest, sender.client, own)
-        data = length_prefixed(sender.client, own, *hashes)
-        content = aes_gcm_decrypt(key, ciphertext, data)
-        if content is None:
-            raise SecAggError(
-                f"the shares of {sender.client} do not decrypt: they are of another round, or were "
-                "changed"
-            )
-        shares = [content[at : at + SHARE_SIZE] for at in range(0, len(content), SHARE_SIZE)]
-        if share_hashes(roster_digest, sender.client, own, shares) != tuple(hashes):
-            raise SecAggError(
-                f"{sender.client} has dealt wrong shares: they do not match its commitments"
-            )
-        return shares
-
-    def _encryption_key(
-        self, other: KeyAdvert, roster_digest: bytes, sender: str, receiver: str
-    ) -> bytes:
-        shared = x25519_shared_secret(self.encryption_secret, other.encryption_key)
-        return hkdf(shared, roster_digest, "shares", sender, receiver)
 
 
 @dataclass(frozen=True)
 class ClientRoundState:
     """Values of client `name` in a round, derived from the client's stored progress.
 
+    All keys, seeds and shares follow from one random secret: equal progress gives equal ones.
     Changes nothing and stores nothing. The progress must have reached the step that a property
     needs: `groups` and `encrypted_shares` need the roster, `sharing`, `context`, `shares_of` and
     `masked_vectors` the forwarded shares, `survivors_digest` and `unmask_shares` the survivor list.
@@ -149,10 +34,33 @@ class ClientRoundState:
         """Terms of the round."""
         return self.progress.terms
 
+    def _derive(self, *words: str | int | bytes) -> bytes:
+        return crypto.hkdf(self.progress.secret, self.terms.digest, *words)
+
     @cached_property
-    def secrets(self) -> RoundSecrets:
-        """The client's keys and seeds of the round."""
-        return RoundSecrets(self.progress.secret, self.terms.digest)
+    def encryption_secret(self) -> bytes:
+        """Private X25519 key for encrypting and decrypting shares."""
+        return self._derive("encryption")
+
+    @cached_property
+    def masking_secret(self) -> bytes:
+        """Private X25519 key for pairwise masks."""
+        return self._derive("masking")
+
+    def self_mask_seed(self, group: SlotGroup) -> bytes:
+        """Seed of the client's self mask for a slot group."""
+        return self._derive("seed", group.name, self.roster_digest)
+
+    def unsigned_advert(self) -> KeyAdvert:
+        """The client's key advert, without a signature."""
+        return KeyAdvert(
+            crypto.x25519_public_key(self.encryption_secret),
+            crypto.x25519_public_key(self.masking_secret),
+            b"",
+            self.terms.digest,
+            self.name,
+            self.progress.slots,
+        )
 
     @cached_property
     def adverts(self) -> dict[str, KeyAdvert]:
@@ -160,15 +68,18 @@ class ClientRoundState:
         return {advert.client: advert for advert in self.progress.adverts}
 
     @cached_property
+    def _roster(self) -> KeyRoster:
+        return KeyRoster(self.terms.digest, self.progress.adverts)
+
+    @cached_property
     def roster_digest(self) -> bytes:
         """Digest of the roster."""
-        return KeyRoster(self.terms.digest, self.progress.adverts).digest
+        return self._roster.digest
 
     @cached_property
     def groups(self) -> tuple[SlotGroup, ...]:
         """Slots grouped by the clients that declared them."""
-        slots = {advert.client: advert.slots for advert in self.progress.adverts}
-        return group_slots(self.terms, slots)
+        return self._roster.groups(self.terms)
 
     @cached_property
     def sharing(self) -> tuple[str, ...]:
@@ -183,65 +94,81 @@ class ClientRoundState:
     @property
     def survivors_digest(self) -> bytes:
         """Digest of the survivor list, which survivors sign."""
-        return survivors_digest(self.context, self.progress.survivors)
+        return messages.survivors_digest(self.context, self.progress.survivors)
 
     def groups_of(self, client: str) -> list[SlotGroup]:
         """Slot groups that a client declared."""
         return [group for group in self.groups if client in group.clients]
 
-    def revealable_groups(self, clients: Sequence[str]) -> list[SlotGroup]:
-        """Slot groups that have at least `min_senders` senders among `clients`."""
-        least = self.terms.min_senders
-        return [group for group in self.groups if len(group.senders_among(clients)) >= least]
-
     def senders_by_slot(self, clients: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """For each slot that `clients` could unmask, by name: the senders among `clients`."""
-        groups = self.revealable_groups(clients)
+        groups = self.terms.revealable(self.groups, clients)
         return {slot.name: group.senders_among(clients) for group in groups for slot in group.slots}
 
     @cached_property
-    def dealing(self) -> Dealing:
-        """Shares of this client's secrets for all clients of the roster, and their commitments."""
-        groups, clients = self.groups_of(self.name), list(self.adverts)
-        threshold = self.terms.threshold
-        return self.secrets.deal(self.name, groups, clients, self.roster_digest, threshold)
+    def dealing(self) -> crypto.Dealing:
+        """Shares of the masking secret and of each group's seed, for all clients of the roster."""
+        seeds = map(self.self_mask_seed, self.groups_of(self.name))
+        return crypto.deal(
+            self.name,
+            (self.masking_secret, *seeds),
+            list(self.adverts),
+            key=self._derive("shares", self.roster_digest),
+            context=self.roster_digest,
+            threshold=self.terms.threshold,
+        )
+
+    def _share_key(self, other: KeyAdvert, sender: str, receiver: str) -> bytes:
+        """Key of the shares between this client and another, in one direction."""
+        shared = crypto.x25519_shared_secret(self.encryption_secret, other.encryption_key)
+        return crypto.hkdf(shared, self.roster_digest, "shares", sender, receiver)
+
+    def encrypt_shares(
+        self, receiver: str, shares: Sequence[bytes], hashes: Sequence[bytes]
+    ) -> bytes:
+        """Encrypt shares, with their hashes, to the client `receiver`.
+
+        The ciphertext authenticates the hashes: nobody but the client can have changed them.
+        """
+        key = self._share_key(self.adverts[receiver], self.name, receiver)
+        data = crypto.length_prefixed(self.name, receiver, *hashes)
+        return crypto.aes_gcm_encrypt(key, b"".join(shares), data)
 
     @cached_property
     def encrypted_shares(self) -> EncryptedShares:
         """Message to the server: this client's shares, each encrypted to its receiver."""
-        dealing = self.dealing
+        shares, hashes = self.dealing.shares, self.dealing.share_hashes
         ciphertexts = {
-            client: self.secrets.encrypt_shares(
-                self.name,
-                advert,
-                self.roster_digest,
-                dealing.shares[client],
-                dealing.share_hashes[client],
-            )
-            for client, advert in self.adverts.items()
+            client: self.encrypt_shares(client, shares[client], hashes[client])
+            for client in self.adverts
             if client != self.name
         }
-        commitments = dealing.share_hashes, dealing.secret_hashes
-        return EncryptedShares(self.terms.digest, self.name, ciphertexts, *commitments)
+        secret_hashes = self.dealing.secret_hashes
+        return EncryptedShares(self.terms.digest, self.name, ciphertexts, hashes, secret_hashes)
 
     def shares_of(self, client: str) -> Sequence[bytes]:
         """Shares that this client has of the secrets of `client`: masking secret, then each seed.
 
-        Decrypts the forwarded shares; raises a SecAggError if decryption fails, or if they do not
-        match the commitments. For this client's own name, returns the shares it keeps.
+        For this client's own name, the shares it keeps. Others are decrypted: raises a SecAggError
+        for a ciphertext of another round, roster or list of hashes, and for shares that do not
+        match their hashes, which only the sender can have made.
         """
         if client == self.name:
             return self.dealing.shares[client]
         hashes = self.progress.share_hashes.get(client, ())
         if len(hashes) != len(self.groups_of(client)) + 1:
             raise SecAggError(f"{client} has not committed to each of its secrets")
-        return self.secrets.decrypt_shares(
-            self.name,
-            self.adverts[client],
-            self.roster_digest,
-            self.progress.ciphertexts[client],
-            hashes,
-        )
+        key = self._share_key(self.adverts[client], client, self.name)
+        data = crypto.length_prefixed(client, self.name, *hashes)
+        content = crypto.aes_gcm_decrypt(key, self.progress.ciphertexts[client], data)
+        if content is None:
+            raise SecAggError(
+                f"the shares of {client} do not decrypt: they are of another round, or were changed"
+            )
+        shares = [content[at : at + SHARE_SIZE] for at in range(0, len(content), SHARE_SIZE)]
+        if crypto.share_hashes(self.roster_digest, client, self.name, shares) != tuple(hashes):
+            raise SecAggError(f"{client} has dealt wrong shares: they do not match its commitments")
+        return shares
 
     @cached_property
     def wrong_shares(self) -> dict[str, str]:
@@ -262,17 +189,19 @@ class ClientRoundState:
         multiplies nothing. Raises a SecAggError for numbers of a wrong shape or so large that a sum
         could overflow.
         """
-        groups = [g for g in self.revealable_groups(self.sharing) if self.name in g.clients]
-        count, secret = len(self.sharing), self.secrets.masking_secret
+        declared = self.groups_of(self.name)
+        groups = self.terms.revealable(declared, self.sharing)
+        count = len(self.sharing)
         vectors = {group.name: GroupVector.of(group, numbers, weight, count) for group in groups}
         for group in groups:
-            seed = self.secrets.self_mask_seed(group.name, self.roster_digest)
+            seed = self.self_mask_seed(group)
             vectors[group.name].apply_mask(self_mask_key(seed, self.context, group.name, self.name))
         for client in self.sharing:
             common = [g.name for g in groups if client in g.clients and client != self.name]
             if common:
                 other = (client, self.adverts[client].masking_key)
-                keys = pairwise_mask_keys(secret, self.context, self.name, other, common)
+                own = self.masking_secret
+                keys = pairwise_mask_keys(own, self.context, self.name, other, common)
                 for name, key in keys.items():
                     vectors[name].apply_mask(key, subtract=self.name > client)
         return {name: vectors.pop(name).to_bytes() for name in list(vectors)}  # frees each at once
@@ -288,7 +217,7 @@ class ClientRoundState:
         usable = [client for client in self.sharing if client not in self.wrong_shares]
         shares = {client: self.shares_of(client) for client in usable}
         dropped = set[str]()
-        for group in self.revealable_groups(survivors):
+        for group in self.terms.revealable(self.groups, survivors):
             senders = group.senders_among(survivors)
             seeds[group.name] = {
                 client: shares[client][1 + self.groups_of(client).index(group)]

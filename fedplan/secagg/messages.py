@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from fedplan.secagg.crypto import sha256_of
-from fedplan.secagg.terms import Terms
+from fedplan.secagg.terms import SlotGroup, Terms, group_slots
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import JSON, SerializationError, pack_message, unpack_message
 
@@ -61,6 +61,10 @@ class KeyRoster:
     def digest(self) -> bytes:
         """Digest of terms, clients, keys and slots; signatures excluded."""
         return sha256_of("roster", self.terms_digest, *(advert.body for advert in self.adverts))
+
+    def groups(self, terms: Terms) -> tuple[SlotGroup, ...]:
+        """The slots of the terms, grouped by the clients that declared them."""
+        return group_slots(terms, {advert.client: advert.slots for advert in self.adverts})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedplan.errors import FedplanError, StoreError
 from fedplan.secagg.client import KeyDirectory, ProtocolClient
@@ -48,6 +48,7 @@ EVALUATION_CHECKPOINT = "secagg_evaluation.json"
 ATTEMPTS = 2
 """Attempts at a round's sum per process: a slow client may reply the second time."""
 
+Reply = TypeVar("Reply", EncryptedShares, MaskedInput, SurvivorSignature, UnmaskShares)
 Ask = Callable[[str, Mapping[str, Message]], Iterator[tuple[str, Message]]]
 """Sends the messages of a step of SECAGG_STEPS by client, and yields (client, reply) on arrival,
 of the clients that reply in time."""
@@ -158,18 +159,12 @@ class SecureRound:
             self._collect_masked_inputs(server)
             run = server.terms.run
             message = encode(run, server.survivor_list())
-            for name, reply in self._ask(SIGNATURE_STEP, dict.fromkeys(self.survivors, message)):
-                with self._dropout_on_error(name):
-                    signature = decode(SurvivorSignature, reply)
-                    if self._is_sender(name, signature.client):
-                        server.accept_signature(signature)
+            requests = dict.fromkeys(self.survivors, message)
+            self._collect(SIGNATURE_STEP, requests, SurvivorSignature, server.accept_signature)
             failpoint("secagg.signed")
             message = encode(run, server.signature_list())
-            for name, reply in self._ask(UNMASK_STEP, dict.fromkeys(self.survivors, message)):
-                with self._dropout_on_error(name):
-                    shares = decode(UnmaskShares, reply)
-                    if self._is_sender(name, shares.client):
-                        server.accept_unmask_shares(shares)
+            requests = dict.fromkeys(self.survivors, message)
+            self._collect(UNMASK_STEP, requests, UnmaskShares, server.accept_unmask_shares)
             failpoint("secagg.unmask_shares")
             self.unmasked = server.unmask()
         except (SecAggError, SerializationError) as error:
@@ -201,74 +196,77 @@ class SecureRound:
             write_atomic(self._file, json.dumps(fields))
 
     def _collect_adverts(self, server: ProtocolServer, replies: Mapping[str, Any]) -> None:
-        """Give the protocol's server the key adverts, and write them to the checkpoint.
-
-        After a restart the adverts in the checkpoint are used instead of `replies`. A client with
-        an invalid advert drops out.
-        """
+        """Give the server the key adverts (after a restart, the stored ones), and store them."""
         terms, excluded = server.terms, self._checkpoint.excluded
         for name, fields in (self._checkpoint.adverts or replies).items():
             if name in excluded:
                 continue
             with self._dropout_on_error(name):
                 advert = from_json(KeyAdvert, fields, terms)
-                if self._is_sender(name, advert.client):
-                    server.accept_advert(advert)
+                _require_sender(name, advert.client)
+                server.accept_advert(advert)
         accepted = {each.client: to_json(each, terms) for each in server.roster().adverts}
         self._save(adverts=accepted)
         failpoint("secagg.roster")
 
     def _collect_shares(self, server: ProtocolServer) -> None:
-        """Give the protocol's server the encrypted shares of the clients with adverts.
-
-        Takes the shares from the checkpoint after a restart; else asks the clients for shares, and
-        writes them to the checkpoint. Raises SecAggError if too few clients are left.
-        """
+        """Give the server the encrypted shares (after a restart, the stored), and store them."""
         if self._checkpoint.encrypted_shares:
             for fields in self._checkpoint.encrypted_shares.values():
                 server.accept_shares(from_json(EncryptedShares, fields))
             return
         accepted = dict[str, Any]()
         message = encode(server.terms.run, server.roster(), server.terms)
-        messages = dict.fromkeys(self._checkpoint.adverts, message)
-        for name, reply in self._ask(SHARES_STEP, messages):
-            with self._dropout_on_error(name):
-                shares = decode(EncryptedShares, reply)
-                if self._is_sender(name, shares.client):
-                    server.accept_shares(shares)
-                    accepted[name] = to_json(shares)
+        requests = dict.fromkeys(self._checkpoint.adverts, message)
+
+        def accept(shares: EncryptedShares) -> None:
+            server.accept_shares(shares)
+            accepted[shares.client] = to_json(shares)
+
+        self._collect(SHARES_STEP, requests, EncryptedShares, accept)
         server.sharing_clients()
         self._save(encrypted_shares=accepted)
         failpoint("secagg.encrypted_shares")
 
     def _collect_masked_inputs(self, server: ProtocolServer) -> None:
-        """Give the protocol's server the masked inputs of the clients with shares.
+        """Give the server the masked inputs, and store the survivors.
 
-        Writes the survivors (clients with a masked input) to the checkpoint. After a restart only
-        the survivors there get a request; SecAggError if one of them does not reply again.
+        After a restart only the stored survivors are asked; SecAggError if one does not reply
+        again.
         """
         earlier, run = self.survivors, server.terms.run
         names = earlier or tuple(sorted(self._checkpoint.encrypted_shares))
-        messages = {name: encode(run, server.shares_for(name)) for name in names}
-        for name, reply in self._ask(MASKED_INPUT_STEP, messages):
-            masked = None
-            with self._dropout_on_error(name):
-                masked = decode(MaskedInput, reply)
-                if self._is_sender(name, masked.client):
-                    server.add_masked_input(masked)
-                    self._arrived.add(name)
-            del reply, masked  # else they would stay in memory while the next reply is fetched
+        requests = {name: encode(run, server.shares_for(name)) for name in names}
+
+        def accept(masked: MaskedInput) -> None:
+            server.add_masked_input(masked)
+            self._arrived.add(masked.client)
+
+        self._collect(MASKED_INPUT_STEP, requests, MaskedInput, accept)
         survivors = server.survivor_list().clients
         if earlier and earlier != survivors:
             raise SecAggError("not all survivors of the interrupted attempt responded again")
         self._save(survivors=survivors)
         failpoint("secagg.survivors")
 
-    def _is_sender(self, name: str, claimed: str) -> bool:
-        """Return whether the client `name` writes under this name; else the client drops out."""
-        if claimed != name:
-            self.dropouts.setdefault(name, f"it writes as {claimed[:80]!r}")
-        return claimed == name
+    def _collect(
+        self,
+        step: str,
+        requests: Mapping[str, Message],
+        kind: type[Reply],
+        accept: Callable[[Reply], object],
+    ) -> None:
+        """Send the requests of a step, by client, and give each reply of class `kind` to `accept`.
+
+        A client drops out if its reply cannot be read or is not its own, or if `accept` raises.
+        """
+        for name, reply in self._ask(step, requests):
+            message = None
+            with self._dropout_on_error(name):
+                message = decode(kind, reply)
+                _require_sender(name, message.client)
+                accept(message)
+            del reply, message  # else they would stay in memory while the next reply is fetched
 
     @contextmanager
     def _dropout_on_error(self, name: str) -> Generator[None]:
@@ -280,6 +278,11 @@ class SecureRound:
             self.dropouts.setdefault(name, str(error).splitlines()[0][:300])
         except (ValueError, TypeError, LookupError) as error:
             self.dropouts.setdefault(name, f"its message cannot be read: {str(error)[:80]}")
+
+
+def _require_sender(name: str, claimed: str) -> None:
+    if claimed != name:
+        raise SecAggError(f"it writes as {claimed[:80]!r}")
 
 
 @dataclass(frozen=True)

@@ -11,35 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fedplan.secagg import crypto, messages
 from fedplan.secagg.client import KeyDirectory, require_valid_advert
-from fedplan.secagg.crypto import (
-    SHARE_SIZE,
-    TAG_SIZE,
-    SecAggError,
-    verify_signature,
-    x25519_public_key,
-)
-from fedplan.secagg.masks import (
-    GroupVector,
-    mask_context,
-    pairwise_mask_keys,
-    self_mask_key,
-)
-from fedplan.secagg.messages import (
-    EncryptedShares,
-    ForwardedShares,
-    KeyAdvert,
-    KeyRoster,
-    MaskedInput,
-    SignatureList,
-    SurvivorList,
-    SurvivorSignature,
-    UnmaskShares,
-    input_digest,
-    survivors_digest,
-)
-from fedplan.secagg.sharing import HASH_SIZE, reconstruct, secret_hash, share_hash
-from fedplan.secagg.terms import HEADER, MAX_CLIENT_WEIGHT, SlotGroup, Terms, group_slots
+from fedplan.secagg.crypto import SecAggError
+from fedplan.secagg.masks import GroupVector, mask_context, pairwise_mask_keys, self_mask_key
+from fedplan.secagg.terms import HEADER, MAX_CLIENT_WEIGHT, SlotGroup, Terms
 from fedplan.tensors.ring import Words
 
 ADVERTS, SHARES, INPUTS = "adverts", "shares", "inputs"
@@ -75,16 +51,16 @@ class ProtocolServer:
     def __init__(self, terms: Terms, directory: KeyDirectory) -> None:
         self.terms, self._directory = terms, directory
         self._closed_steps = set[str]()
-        self._adverts = dict[str, KeyAdvert]()
-        self._dealt = dict[str, EncryptedShares]()
+        self._adverts = dict[str, messages.KeyAdvert]()
+        self._dealt = dict[str, messages.EncryptedShares]()
         self._complaints = dict[str, set[str]]()
         self._input_signatures = dict[str, bytes]()
         self._unfit = dict[str, str]()
         self._sums = dict[str, GroupVector]()
-        self._signatures = dict[str, SurvivorSignature]()
+        self._signatures = dict[str, messages.SurvivorSignature]()
         self._unmask_shares = dict[str, dict[tuple[str, int], bytes]]()
 
-    def accept_advert(self, advert: KeyAdvert) -> None:
+    def accept_advert(self, advert: messages.KeyAdvert) -> None:
         """Step 1: accept the public keys of a client, which no other client has."""
         self._require_open(ADVERTS, advert.client)
         require_valid_advert(self.terms, advert, self._directory)
@@ -94,22 +70,25 @@ class ProtocolServer:
             raise SecAggError(f"{advert.client} advertises a key twice, or that of another client")
         self._adverts[advert.client] = advert
 
-    def roster(self) -> KeyRoster:
+    def roster(self) -> messages.KeyRoster:
         """Close step 1; return all key adverts, for all clients."""
         return self._roster
 
-    def accept_shares(self, shares: EncryptedShares) -> None:
+    def accept_shares(self, shares: messages.EncryptedShares) -> None:
         """Step 2: accept the encrypted shares of a client, for each other client, with hashes."""
         self._require_member(shares.client, self._roster_names, shares.terms_digest)
         self._require_open(SHARES, shares.client)
         if set(shares.ciphertexts) != set(self._roster_names) - {shares.client}:
             raise SecAggError(f"{shares.client} has not sent shares for each other client")
         count = 1 + len(self._groups_of(shares.client))
-        if any(len(each) != SHARE_SIZE * count + TAG_SIZE for each in shares.ciphertexts.values()):
+        if any(
+            len(each) != crypto.SHARE_SIZE * count + crypto.TAG_SIZE
+            for each in shares.ciphertexts.values()
+        ):
             raise SecAggError(f"{shares.client} has not sent {count} shares to each other client")
         rows = [*shares.share_hashes.values(), shares.secret_hashes]
         complete = set(shares.share_hashes) == set(self._roster_names)
-        if not complete or any(list(map(len, row)) != [HASH_SIZE] * count for row in rows):
+        if not complete or any(list(map(len, row)) != [crypto.HASH_SIZE] * count for row in rows):
             raise SecAggError(f"{shares.client} has not committed to each of its shares")
         self._dealt[shares.client] = shares
 
@@ -117,18 +96,18 @@ class ProtocolServer:
         """Close step 2; return the clients whose shares have arrived, sorted."""
         return self._sharing
 
-    def shares_for(self, client: str) -> ForwardedShares:
+    def shares_for(self, client: str) -> messages.ForwardedShares:
         """Close step 2; return the shares encrypted to one client, by all that shared."""
         self._require_member(client, self._sharing, self.terms.digest)
         senders = (sender for sender in self._sharing if sender != client)
         dealt = {sender: self._dealt[sender] for sender in senders}
-        return ForwardedShares(
+        return messages.ForwardedShares(
             self.terms.digest,
             {sender: shares.ciphertexts[client] for sender, shares in dealt.items()},
             {sender: shares.share_hashes[client] for sender, shares in dealt.items()},
         )
 
-    def add_masked_input(self, masked: MaskedInput) -> None:
+    def add_masked_input(self, masked: messages.MaskedInput) -> None:
         """Step 3: add the masked input of a client to the sums.
 
         Raises a SecAggError, with the sums unchanged, for a second input of the client, for a wrong
@@ -140,10 +119,14 @@ class ProtocolServer:
         self._require_open(INPUTS, client)
         if client in self._complaints:
             raise SecAggError(f"{client} was added before")
-        public_key, body = self._directory[client], input_digest(self._context)
-        if not verify_signature(public_key, body, masked.signature):
+        public_key, body = self._directory[client], messages.input_digest(self._context)
+        if not crypto.verify_signature(public_key, body, masked.signature):
             raise SecAggError(f"{client} has not signed its masked input")
-        groups = {g.name: g for g in self._revealable_groups(self._sharing) if client in g.clients}
+        groups = {
+            g.name: g
+            for g in self.terms.revealable(self._groups, self._sharing)
+            if client in g.clients
+        }
         if set(masked.vectors) != set(groups):
             raise SecAggError(f"{client} sends other slots than it declared")
         vectors = {
@@ -176,7 +159,7 @@ class ProtocolServer:
         }
         return accused | self._unfit
 
-    def survivor_list(self) -> SurvivorList:
+    def survivor_list(self) -> messages.SurvivorList:
         """Close step 3; return the clients whose input was added.
 
         Raises a SecAggError if too few of them have right shares of a client: the sum could not be
@@ -188,27 +171,27 @@ class ProtocolServer:
                     f"{', '.join(accusers)} complain of wrong shares of {dealer}: the attempt fails"
                 )
         signatures = {name: self._input_signatures[name] for name in self._survivors}
-        return SurvivorList(self.terms.digest, self._survivors, signatures)
+        return messages.SurvivorList(self.terms.digest, self._survivors, signatures)
 
-    def accept_signature(self, signature: SurvivorSignature) -> None:
+    def accept_signature(self, signature: messages.SurvivorSignature) -> None:
         """Step 4: accept a survivor's signature of the survivor list; replaces an earlier one.
 
         Raises a SecAggError for an invalid signature, and for a client that is no survivor.
         """
         client = signature.client
         self._require_member(client, self._survivors, signature.terms_digest)
-        body = survivors_digest(self._context, self._survivors)
-        if not verify_signature(self._directory[client], body, signature.signature):
+        body = messages.survivors_digest(self._context, self._survivors)
+        if not crypto.verify_signature(self._directory[client], body, signature.signature):
             raise SecAggError(f"{client} has signed other survivors")
         self._signatures[client] = signature
 
-    def signature_list(self) -> SignatureList:
+    def signature_list(self) -> messages.SignatureList:
         """All signatures so far; raises a SecAggError for fewer than the threshold."""
         self._require_enough(len(self._signatures), "have signed the survivors")
         signatures = tuple(signature for _, signature in sorted(self._signatures.items()))
-        return SignatureList(self.terms.digest, signatures)
+        return messages.SignatureList(self.terms.digest, signatures)
 
-    def accept_unmask_shares(self, shares: UnmaskShares) -> None:
+    def accept_unmask_shares(self, shares: messages.UnmaskShares) -> None:
         """Step 5: accept a survivor's unmask shares.
 
         Raises a SecAggError if one does not match its commitment, or if one is missing of a client
@@ -218,7 +201,7 @@ class ProtocolServer:
         self._require_member(holder, self._survivors, shares.terms_digest)
         revealed = dict[tuple[str, int], bytes]()
         for dealer, number, share in self._numbered_shares(shares):
-            digest = share_hash(self._roster.digest, dealer, holder, number, share)
+            digest = crypto.share_hash(self._roster.digest, dealer, holder, number, share)
             if digest != self._dealt[dealer].share_hashes[holder][number]:
                 raise SecAggError(f"{holder} has given a wrong share of {dealer}")
             revealed[dealer, number] = share
@@ -237,7 +220,7 @@ class ProtocolServer:
         wrong.
         """
         self._require_enough(len(self._unmask_shares), "have revealed unmask shares")
-        groups, withheld = self._revealable_groups(self._survivors), dict[str, str]()
+        groups, withheld = self.terms.revealable(self._groups, self._survivors), dict[str, str]()
         for group in self._groups:
             if group not in groups:
                 left = len(group.senders_among(self._survivors))
@@ -260,11 +243,7 @@ class ProtocolServer:
         return sums
 
     def _remove_masks(self, groups: Sequence[SlotGroup]) -> None:
-        """Subtract all masks from the sums of some slot groups, by reconstructed secrets.
-
-        Subtracts the self masks of survivors, and cancels the pairwise masks between survivors and
-        clients that dropped out. Raises a SecAggError if a secret cannot be reconstructed.
-        """
+        """Subtract survivors' self masks, and their pairwise masks with dropped clients."""
         for group in groups:
             for client in group.senders_among(self._survivors):
                 seed = self._reconstruct(client, self._seed_number(client, group))
@@ -275,7 +254,7 @@ class ProtocolServer:
             if not affected:
                 continue
             secret = self._reconstruct(dropped, 0)
-            if x25519_public_key(secret) != self._adverts[dropped].masking_key:
+            if crypto.x25519_public_key(secret) != self._adverts[dropped].masking_key:
                 self._unfit[dropped] = "it has dealt shares of another key than it advertised"
                 raise SecAggError(f"{dropped} has dealt shares of another key than it advertised")
             for other in self._survivors:
@@ -288,11 +267,7 @@ class ProtocolServer:
                         self._sums[name].apply_mask(key, subtract=dropped > other)
 
     def _reconstruct(self, dealer: str, number: int) -> bytes:
-        """Reconstruct secret `number` of a client from the shares that survivors revealed.
-
-        Raises a SecAggError if fewer than the threshold are left, or if the dealer has committed to
-        shares that do not give the secret that it committed to.
-        """
+        """Reconstruct a client's secret; SecAggError if its shares are few or do not fit."""
         shares = {
             self._roster_names.index(holder) + 1: revealed[dealer, number]
             for holder, revealed in sorted(self._unmask_shares.items())
@@ -300,14 +275,17 @@ class ProtocolServer:
         }
         self._require_enough(len(shares), f"have right shares of {dealer}")
         used = dict(list(shares.items())[: self.terms.threshold])
-        secret, dealt = reconstruct(used), self._dealt[dealer]
+        secret, dealt = crypto.reconstruct(used), self._dealt[dealer]
         expected = dealt.secret_hashes[number]
-        if not secret or secret_hash(self._roster.digest, dealer, number, secret) != expected:
+        if (
+            not secret
+            or crypto.secret_hash(self._roster.digest, dealer, number, secret) != expected
+        ):
             self._unfit[dealer] = "it has dealt shares that do not fit together"
             raise SecAggError(f"{dealer} has dealt shares that do not fit together")
         return secret
 
-    def _numbered_shares(self, shares: UnmaskShares) -> Iterator[tuple[str, int, bytes]]:
+    def _numbered_shares(self, shares: messages.UnmaskShares) -> Iterator[tuple[str, int, bytes]]:
         """Yield dealer, number of the secret and share; leaves out what is not needed."""
         groups = {group.name: group for group in self._groups}
         for name, seeds in shares.self_mask_shares.items():
@@ -324,7 +302,7 @@ class ProtocolServer:
     def _needed_secrets(self) -> set[tuple[str, int]]:
         """The secrets that unmask the sum of the survivors, as client and number of the secret."""
         needed = set[tuple[str, int]]()
-        for group in self._revealable_groups(self._survivors):
+        for group in self.terms.revealable(self._groups, self._survivors):
             senders = group.senders_among(self._survivors)
             needed |= {(client, self._seed_number(client, group)) for client in senders}
             dropped = set(group.senders_among(self._sharing)) - set(senders)
@@ -339,10 +317,12 @@ class ProtocolServer:
         return 1 + self._groups_of(client).index(group)
 
     @cached_property
-    def _roster(self) -> KeyRoster:
+    def _roster(self) -> messages.KeyRoster:
         self.terms.require_client_count(len(self._adverts))
         self._closed_steps.add(ADVERTS)
-        return KeyRoster(self.terms.digest, tuple(a for _, a in sorted(self._adverts.items())))
+        return messages.KeyRoster(
+            self.terms.digest, tuple(a for _, a in sorted(self._adverts.items()))
+        )
 
     @cached_property
     def _roster_names(self) -> list[str]:
@@ -350,8 +330,7 @@ class ProtocolServer:
 
     @cached_property
     def _groups(self) -> tuple[SlotGroup, ...]:
-        slots = {advert.client: advert.slots for advert in self._roster.adverts}
-        return group_slots(self.terms, slots)
+        return self._roster.groups(self.terms)
 
     @cached_property
     def _sharing(self) -> tuple[str, ...]:
@@ -369,15 +348,8 @@ class ProtocolServer:
         self._closed_steps.add(INPUTS)
         return tuple(sorted(self._complaints))
 
-    def _revealable_groups(self, clients: Sequence[str]) -> list[SlotGroup]:
-        least = self.terms.min_senders
-        return [group for group in self._groups if len(group.senders_among(clients)) >= least]
-
     def _require_enough(self, clients: int, did: str) -> None:
-        """Raise a SecAggError for fewer clients than the threshold.
-
-        did: what these clients have done, as a part of the error's text ("have sent ...").
-        """
+        """Raise a SecAggError, that says what they `did`, for fewer clients than the threshold."""
         if clients < self.terms.threshold:
             # This text is written into the ledger.
             raise SecAggError(

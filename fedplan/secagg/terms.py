@@ -88,6 +88,10 @@ class Terms:
         slots = (slot.name for slot in self.slots)
         return sha256_of("reveal", self.experiment, self.run, self.round, *slots).hex()
 
+    def revealable(self, groups: Sequence[SlotGroup], clients: Sequence[str]) -> list[SlotGroup]:
+        """The slot groups that have at least `min_senders` senders among `clients`."""
+        return [each for each in groups if len(each.senders_among(clients)) >= self.min_senders]
+
     def require_client_count(self, clients: int) -> None:
         """Raise a SecAggError for fewer clients than the threshold, or for twice as many or more.
 

@@ -14,6 +14,7 @@ from masked import directory, node, terms
 from fedplan.secagg.client import ProtocolClient
 from fedplan.secagg.client_state import ClientRoundState
 from fedplan.secagg.config import SecAggConfig
+from fedplan.secagg.crypto import secret_hash, share_hashes
 from fedplan.secagg.messages import (
     EncryptedShares,
     MaskedInput,
@@ -24,7 +25,6 @@ from fedplan.secagg.messages import (
 )
 from fedplan.secagg.progress import MemoryProgressStore
 from fedplan.secagg.round import SecureRound
-from fedplan.secagg.sharing import secret_hash, share_hashes
 from fedplan.secagg.terms import Slot
 from fedplan.tensors.message import Message
 
@@ -106,10 +106,8 @@ def redealt(liars: Liars, said: EncryptedShares, wrong: list[str]) -> EncryptedS
     """Shares to some sites that are not those that the liar has committed to, in right boxes."""
     state, boxes = liars.state(), dict(said.ciphertexts)
     for name in wrong:
-        advert, shares = state.adverts[name], [WRONG] * len(said.secret_hashes)
-        hashes = said.share_hashes[name]
-        arguments = liars.liar, advert, state.roster_digest, shares, hashes
-        boxes[name] = state.secrets.encrypt_shares(*arguments)
+        shares = [WRONG] * len(said.secret_hashes)
+        boxes[name] = state.encrypt_shares(name, shares, said.share_hashes[name])
     return replace(said, ciphertexts=boxes)
 
 
@@ -126,8 +124,7 @@ def recommitted(liars: Liars, said: EncryptedShares, *, secrets: bool) -> Encryp
     for name in liars.honest:
         shares = [bytes([0, *name.encode().ljust(32)])] * len(said.secret_hashes)
         hashes[name] = share_hashes(state.roster_digest, liars.liar, name, shares)
-        arguments = liars.liar, state.adverts[name], state.roster_digest, shares, hashes[name]
-        boxes[name] = state.secrets.encrypt_shares(*arguments)
+        boxes[name] = state.encrypt_shares(name, shares, hashes[name])
     return replace(said, ciphertexts=boxes, share_hashes=hashes)
 
 

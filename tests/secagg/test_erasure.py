@@ -23,9 +23,9 @@ SLOTS = (Slot("body", 5), Slot("head", 3, wide=True))
 def secrets_of(name: str, progress: RoundProgress) -> list[bytes]:
     """Everything by which the input of a site in a round could be unmasked."""
     state = ClientRoundState(name, progress)
-    seeds = [state.secrets.self_mask_seed(g.name, state.roster_digest) for g in state.groups]
+    seeds = [state.self_mask_seed(group) for group in state.groups]
     shares = [share for client in state.sharing for share in state.shares_of(client)]
-    own = [progress.secret, state.secrets.masking_secret, state.secrets.encryption_secret]
+    own = [progress.secret, state.masking_secret, state.encryption_secret]
     return [*own, *seeds, *shares, *progress.ciphertexts.values()]
 
 

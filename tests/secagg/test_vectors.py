@@ -163,20 +163,17 @@ def draws_of(made: MixedRound) -> Json:
         progress = store.read()
         assert progress is not None
         state = ClientRoundState(name, progress)
-        own, count = state.secrets, made.terms.threshold - 1
-        seeds = {
-            g.name: own.self_mask_seed(g.name, state.roster_digest).hex()
-            for g in state.groups_of(name)
-        }
+        count = made.terms.threshold - 1
+        seeds = {g.name: state.self_mask_seed(g).hex() for g in state.groups_of(name)}
         coefficients = dict[str, list[str]]()
         for number in range(1 + len(seeds)):
-            key = hkdf(own.secret, own.terms_digest, "shares", state.roster_digest)
+            key = hkdf(progress.secret, progress.terms.digest, "shares", state.roster_digest)
             stream = KeyStream(hkdf(key, state.roster_digest, "coefficients", number))
             drawn = [int.from_bytes(stream.bytes(2 * KEY_SIZE)) % PRIME for _ in range(count)]
             coefficients[str(number)] = [hex(each) for each in drawn]
         found[name] = {
-            **{"secret": own.secret.hex(), "node": node_secret(name).hex()},
-            **{"encryption": own.encryption_secret.hex(), "masking": own.masking_secret.hex()},
+            **{"secret": progress.secret.hex(), "node": node_secret(name).hex()},
+            **{"encryption": state.encryption_secret.hex(), "masking": state.masking_secret.hex()},
             **{"seeds": seeds, "coefficients": coefficients},
         }
     return found
