@@ -39,9 +39,8 @@ def verify_ledger(agreement: Agreement, lines: Iterable[object], start: str = ""
 
 
 class _LedgerChecker:
-    """Verifies one ledger: call `check` with each line in order, then `end`.
+    """Verifies one ledger: call `check` with each line in order, then `end`; both yield faults.
 
-    Both yield faults as sentences, and `check` changes the state while its iterator is consumed.
     versions: the round in which each global value last changed; client_versions: the versions that
     each client has downloaded; turns: those of the round whose own line is still to come; uploads:
     bytes of one update of each of these turns, by the plan.
@@ -61,10 +60,7 @@ class _LedgerChecker:
         self.drifts = recent_drifts(())
 
     def check(self, line: object) -> Iterator[str]:
-        """Yield the faults of one line, a turn or a round, and update the state.
-
-        A turn also carries the client's earlier turns that the server missed; all are checked.
-        """
+        """Yield the faults of a line, with those of turns before it that the server missed."""
         try:
             record = read_record(line)
             if record.round != (expected := self.round + 1):
@@ -87,10 +83,9 @@ class _LedgerChecker:
             yield f"round {self.round + 1}: it has turns, but no line for the round"
 
     def _check_turn(self, record: TurnRecord, *, counted: bool) -> Iterator[str]:
-        """Yield the faults of a client's turn record, and update the client's digests and versions.
+        """Yield a turn's faults, and update the client's digests and versions.
 
-        counted=False is for a turn that the server missed: global values, the joint scores and
-        bytes are then unknown and not checked.
+        Not counted: the server missed it, so its global values, joint scores and bytes are unknown.
         """
         where = f"round {record.round}, {record.client}"
         params = self.agreement.params
@@ -128,10 +123,7 @@ class _LedgerChecker:
             yield f"{where}: {recorded} bytes were downloaded, and the plan explains {down}"
 
     def _download_bytes(self, record: TurnRecord, turn: Turn) -> int:
-        """Bytes that a client must download for the turn of a record, by the versions it has.
-
-        Marks these values as downloaded, and the turn's personal params as the client's.
-        """
+        """Bytes that a client must download for a turn, by its versions; updates these."""
         client = record.client
         if record.full:
             self.client_versions.pop(client, None)

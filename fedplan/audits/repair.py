@@ -164,11 +164,10 @@ def _require_same_run(folder: Path, replica: Path) -> None:
 
 
 def _take_files(replica: Path, folder: Path) -> Iterator[str]:
-    """Copy files of the replica that differ into the run's folder; yield their relative paths.
+    """Copy the replica's files that differ into the run's folder; yield their relative paths.
 
-    Removes checkpoints that the replica does not have: they are damaged, or of a round that is not
-    committed and is run again. A log that goes on after the replica's end stays. Sessions that are
-    damaged are lost: their log begins anew.
+    Checkpoints that the replica lacks are removed: they are damaged, or of a round that runs again.
+    A log that goes on after the replica's end stays; damaged sessions are lost, and begin anew.
     """
     names = {*WRITE_ONCE_FILES, METRICS, DATA_FILE, INITIAL_SCORES_FILE, EVALUATION}
     if environment_faults(folder):
@@ -196,10 +195,7 @@ def _take_files(replica: Path, folder: Path) -> Iterator[str]:
 
 
 def _is_intact(file: Path, expected: Path) -> bool:
-    """Whether a file has the expected content, or is a charges log that only goes on after it.
-
-    Mends the head of such a log: a charge must never be forgotten.
-    """
+    """Whether a file has the expected content; a charges log may go on, and its head is mended."""
     if file.name == head_file(Path(CHARGES_FILE)).name:
         return True  # mended with its log, or copied here
     if not file.is_file():

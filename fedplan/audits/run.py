@@ -45,10 +45,8 @@ MAX_NAMES = 3
 class _LedgerSummary:
     """Totals of a ledger, filled while `count_lines` is iterated; the lines are not kept.
 
-    has_clients: whether the run's folder has the clients' states; if not, `last_turns` stays empty.
-    frozen: number of params that were not trained (FREEZE and HOLD), summed over all turns.
-    movement: the params that were trained, and whether they moved.
-    rounds: all round records, with empty `aggregated` and `rejected`.
+    Without `has_clients` (states of clients in the run's folder) `last_turns` stays empty. `frozen`
+    counts the params that were not trained, over all turns; `rounds` have no clients.
     """
 
     has_clients: bool
@@ -242,11 +240,7 @@ def _changed_values(values: Tensors, digests: Mapping[str, str]) -> list[str]:
 
 
 def _charge_faults(run: RunReader) -> tuple[list[str], str]:
-    """Compare the privacy charges in the run's folder with the guarantee.
-
-    Returns (faults, a sentence with a space behind it). The sentence is "" without charges, as with
-    example-level DP at sites, which have the charges.
-    """
+    """Faults of the privacy charges in the run's folder, and a sentence, "" without any."""
     guarantee = run.agreement.guarantee
     if guarantee is None:
         return [], ""
@@ -282,8 +276,7 @@ def _client_state_faults(run: RunReader, last_turns: Mapping[str, TurnRecord]) -
 def _personal_value_faults(run: RunReader, journal: Journal, turn: TurnRecord) -> Iterator[str]:
     """Yield faults of a client's personal values against the digests of the client's last turn.
 
-    journal: the client's stored states. A state that is ahead, of a turn that the run requested but
-    did not aggregate or commit, is no fault and is not compared.
+    A state that is ahead, of a turn that was not aggregated or committed, is not compared.
     """
     agreement, client = run.agreement, turn.client
     following = agreement.request_name(run.round + 1, client)
@@ -315,11 +308,9 @@ def _personal_value_faults(run: RunReader, journal: Journal, turn: TurnRecord) -
 
 
 def _example_faults(run: RunReader) -> tuple[list[str], str]:
-    """Compare the clients' examples with the digests in the run's identity.
+    """A fault for each client with changed examples, and a sentence that holds without faults.
 
-    Returns (one fault per client with changed examples, a sentence). The sentence says that the
-    examples are unchanged, which is true only without faults. If the examples cannot be loaded,
-    there are no faults, and the sentence has the reason; "" if the run has no such digests.
+    The sentence says why, if the examples cannot be loaded; "" if the run has no digests of them.
     """
     if not run.identity.examples:
         return [], ""

@@ -120,9 +120,8 @@ def _hosts(
 ) -> tuple[Param, ...]:
     """For each of `bs`, the part of the host weight that the product with `a` is added to.
 
-    Returns () if a part is missing, or if `has_transposed` and the weight is square. `by_key` are
-    all params of the model. `has_transposed`: the model has transposed weights (GPT-2), so the
-    orientation of a square weight is ambiguous.
+    Returns () if a part is missing; and for a square weight if the model has transposed ones
+    (GPT-2), whose orientation is then unknown.
     """
     name = f"{a.name.partition('.lora_')[0]}.base_layer.weight"
     candidates = [by_key.get(f"{name}[{'+'.join(sorted(b.on))}]" if b.rows else name) for b in bs]

@@ -207,9 +207,9 @@ def strip_peft_segments(name: str) -> tuple[str, ...]:
 def _peft_steps(modules: Mapping[str, nn.Module], name: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield the peft modules on the path to the parameter `name`, outermost first.
 
-    Each as (path of the module, family, the segment of `name` after the path, the segment after
-    that one). The family is "" for peft's wrappers, the last item is "" where `name` ends. Stops at
-    the peft layer that holds the parameter. Raises UnknownAdapter for an unsupported family.
+    Each as (path of the module, family, the next two segments of `name`). The family is "" for
+    peft's wrappers. Stops at the peft layer that holds the parameter. Raises UnknownAdapter for an
+    unsupported family.
     """
     segments = [*name.split("."), ""]
     for i in range(len(segments) - 1):

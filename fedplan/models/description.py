@@ -91,11 +91,9 @@ class _ListPosition(NamedTuple):
 
 
 class _Coverage(NamedTuple):
-    """The layer map that covers a tensor: that of the nearest parent module with a layer map.
+    """The layer map of the nearest parent of a tensor that has one, with that parent's config.
 
-    `config`: the config of that parent. `submodel`: the path of a Hugging Face model without layer
-    map between that parent and the tensor (the outermost, if several), or None. All fields are None
-    if no parent has a layer map.
+    `submodel`: the path of the outermost Hugging Face model without layer map in between, or None.
     """
 
     layer_map: LayerMap | None = None
@@ -106,11 +104,9 @@ class _Coverage(NamedTuple):
 class _Structure:
     """Finds the blocks, backbones and params of a model, given all modules by path.
 
-    `lists`: the lists of blocks by path. `beside`: lists outside a stack with a module per
-    block. `depths`: the number of blocks by stack. `tables`: the input embeddings. `backbones`:
-    by path of a Hugging Face model, the path of its backbone. `params_in` gives the params of a
-    tensor. In all methods `name` is the name of a parameter, as in `named_parameters`, and
-    `path` are the segments of that name without the segments that peft adds.
+    `lists`: the lists of blocks by path. `beside`: lists outside a stack with a module per block.
+    `backbones`: by path of a Hugging Face model, the path of its backbone. `name` is always a name
+    as in `named_parameters`, and `path` its segments without those that peft adds.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -159,9 +155,8 @@ class _Structure:
     def params_in(self, names: list[str], tensor: Tensor) -> Iterator[Param]:
         """Yield the params of a tensor with all `names`: one, or one per kind of a fused tensor.
 
-        `names` are all names of the tensor, several if tied. The kind is that of the first
-        name that the forward pass uses; a name in a head counts only if all are. Yields
-        nothing if the forward pass uses no name.
+        The kind is that of the first name that the forward pass uses; a name in a head counts only
+        if all are. Yields nothing if the forward pass uses no name.
         """
         active = [name for name in names if not is_inactive(self.modules, name)]
         if not active:
@@ -199,11 +194,10 @@ class _Structure:
     def _adapter_params(
         self, names: list[str], tensor: Tensor, tags: frozenset[str]
     ) -> Iterator[Param]:
-        """Yield the params of an adapter's tensor; each has `tags` among its tags.
+        """Yield the params of an adapter's tensor, which has a name for each host layer.
 
-        `names` are all names of the tensor, one for each host layer. Yields one param that acts on
-        the kinds of all host layers, without block if the hosts are in several blocks. But a tensor
-        with a row per output of a single fused host (LoRA's B) gives one param per kind.
+        One param acts on the kinds of all hosts, without block if these are in several blocks. But
+        a tensor with a row per output of one fused host (LoRA's B) gives a param per kind.
         """
         param = self._param(names[0], tensor, Kind.ADAPTER, tags=tags)
         hosts = {name: self._host_kind(name) for name in names}
@@ -222,11 +216,9 @@ class _Structure:
         yield replace(param, on=frozenset(kind for kind in on if kind), block=block)
 
     def _host_kind(self, name: str) -> Kind | Path | None:
-        """The kind of the layer that the adapter's tensor `name` is attached to, its host.
+        """The kind of the layer that an adapter's tensor is attached to, or its key in `fused`.
 
-        If the host's tensor is fused (holds several kinds, as a joint query-key-value projection),
-        a tuple: the tensor's key in the layer map's `fused`, for `_fused_rows`. None if there is no
-        host layer, as for an adapter of the whole model, or if `name` is not an adapter's.
+        None if there is no host layer, as for an adapter of the whole model, or no adapter.
         """
         adapter = find_adapter_tensor(self.modules, name)
         inner = adapter.inner if adapter else ""
@@ -278,10 +270,9 @@ class _Structure:
     def _uncertain_words(
         self, name: str, kind: Kind, *, is_placed: bool, is_mapped: bool
     ) -> frozenset[str]:
-        """The words of the plan language that may or may not apply to the param `name` of a kind.
+        """The words of the plan language that may or may not apply to a param.
 
-        Empty if all words are known. `is_placed`: the param's block is known, or known to be none.
-        `is_mapped`: a layer map covers the param.
+        `is_placed`: its block is known, or known to be none. `is_mapped`: a layer map covers it.
         """
         if kind is Kind.PROMPT or self._outside_backbone(name):
             return frozenset()
@@ -343,10 +334,7 @@ class _Structure:
         return _Coverage()
 
     def _stack(self, name: str, stack: str) -> str:
-        """The stack of `name`: of the tower (LayerMap.towers) that contains `name`, else `stack`.
-
-        A given "encoder" becomes "decoder" if the config has is_decoder.
-        """
+        """The stack of `name`: of its tower if it is in one, else `stack`, by the config."""
         for path in ancestors(name):
             layer_map = self._coverage(path).layer_map
             child = name[len(path) + 1 if path else 0 :].split(".")[0]
@@ -386,10 +374,7 @@ class _Structure:
 
 
 def _matching(layer_map: LayerMap, submodel: Path | None, path: Path) -> list[Path]:
-    """The paths in a layer map's `kinds` and `fused` that match a tensor's path.
-
-    For a tensor in a submodel without layer map, the paths that match the submodel's path instead.
-    """
+    """The paths in a layer map's `kinds` and `fused` that match a tensor, or its submodel."""
     subject = path if submodel is None else submodel
     return [p for p in (*layer_map.kinds, *layer_map.fused) if path_contains(p, subject)]
 

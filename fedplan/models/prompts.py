@@ -283,11 +283,7 @@ def attach_prompts(dual: DualEncoder, config: PromptConfig) -> None:
 def _prompt_output(
     prompt: Prompt, fuse: Fuse, replaces: bool, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
-    """Forward hook: return `output` (batch x tokens x size) with the prompt after token 0.
-
-    `replaces`: the prompt replaces the tokens after token 0; if False, the prompt is inserted, and
-    `output` becomes longer. `fuse` combines both levels of the prompt.
-    """
+    """Forward hook: put the prompt after token 0; it replaces tokens, or the output gets longer."""
     vectors = prompt.vectors(fuse)
     rest = output[:, 1 + len(vectors) if replaces else 1 :]
     return torch.cat([output[:, :1], vectors.expand(len(output), -1, -1), rest], 1)

@@ -232,8 +232,7 @@ def _guess_settings(model: nn.Module) -> Iterator[Settings]:
 def _guess_stack(name: str, model: nn.Module) -> str:
     """The stack of the list of blocks at path `name`: decoder, encoder, vision or text.
 
-    By a word in the path; else vision if the model's main input is pixel_values; else decoder if
-    transformers has a causal and no masked language model of the model's type; else encoder.
+    By a word in the path, else the model's input, else whether its type has causal models only.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -248,11 +247,9 @@ def _guess_stack(name: str, model: nn.Module) -> str:
 
 
 def _guess_kind(name: str, block_lists: list[str], owner: nn.Module) -> tuple[str, str]:
-    """Return (kind, path for the layer map) of the parameter `name` of module `owner`.
+    """Return (kind, path for the layer map) of a parameter; both are "" if it needs no entry.
 
-    `block_lists` are the paths of all lists of blocks. The kind may also be "fused" (query, key and
-    value in one tensor), or "on query" or "on key" for a norm that acts on query or key. Both
-    strings are empty for a parameter that needs no entry in the layer map.
+    The kind may also be "fused", or "on query" or "on key" for a norm that acts on these.
     """
     is_norm, path = "norm" in type(owner).__name__.lower(), name.split(".")
     block_list = next((each for each in block_lists if name.startswith(f"{each}.")), None)

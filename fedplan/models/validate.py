@@ -200,12 +200,9 @@ class _BlockChecker:
     def _later_fault(self, p: Param) -> str:
         """The fault of a param that comes after attention (mlp, expert, router or scale), or "".
 
-        Noise in `p` must not change the block's attention maps; in a block with cross-attention,
-        only the map of self-attention, which runs first, is compared. A scale must be no matrix. A
-        router must not change the output while all experts are zero. An mlp must change the output.
-        An mlp must not look like an expert or router: be no stack of matrices, and be in no block
-        with top-k operations and without a param of the kind router. An mlp that is a matrix must
-        not be the only way of the values of attention to the output, as an out is.
+        Noise in `p` must change no attention map before it. A scale must be no matrix, a router
+        must act through experts alone, and an mlp must change the output, look like no expert or
+        router, and not be the only way of the values to the output.
         """
         after = self._replay_with((p,))
         count = 1 if self.has_cross else None  # cross-attention may come after an mlp
@@ -279,11 +276,10 @@ class _BlockChecker:
             return same_tensors(self.call.replay().outputs, self._replay_with(values).outputs)
 
     def _side_fault(self, p: Param) -> str:
-        """The fault of a query or key matrix `p`, or "".
+        """The fault of a query or key matrix `p`, or ""; also "" if its output is not of tokens.
 
-        Replays the block with noise in the output of the module of `p`, for one token. For a query
-        only the map row of that token may change; for a key other rows must change. Also "" if the
-        check is impossible: the module's output is not [examples, tokens, features].
+        With noise in the output of its module for one token, a query changes only the map row of
+        that token, and a key changes other rows.
         """
         before = self._attention(p, self.base)[0][0]
         examples, tokens = before.shape[0], before.shape[-2]
@@ -320,11 +316,7 @@ class _BlockChecker:
 def _changed_values(
     tensors: Mapping[str, Tensor], params: Iterable[Param], *, to_zero: bool = False
 ) -> Generator[None]:
-    """Context manager that changes params of a model in place, and restores all values on exit.
-
-    `tensors` are the model's parameters by name. Adds seeded noise of about the mean magnitude of
-    each param, or with `to_zero` sets the params to zero.
-    """
+    """Change params in place, to zero or by seeded noise; restore all values on exit."""
     originals = [(view, view.clone()) for p in params for view in (p.view(tensors[p.name]),)]
     try:
         for i, (view, value) in enumerate(originals):

@@ -140,11 +140,7 @@ class Guard:
         name: str,
         content: str,
     ) -> dict[T, float]:
-        """Charge a vote under `name`, then return the noisy count of ballots for each block.
-
-        content: digest of everything that the ballots depend on. Raises a PrivacyError if the
-        budget does not allow the vote.
-        """
+        """Charge a vote under `name`, then return the noisy count of ballots for each block."""
         counts = count_ballots(ballots, blocks, vote.k)
         digest = vote.digest(counts, self._secret, name, content)
         self.budget.charge(vote.event, name, digest=digest)

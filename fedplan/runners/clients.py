@@ -33,11 +33,9 @@ class Clients(MutableMapping[str, Client]):
     """Mapping from client name to Client; every access builds a new Client, and none is kept.
 
     Only `pinned` Clients are reused: setting an item pins a Client, and deleting an item removes
-    the client with the examples. `agreement` has the settings that server and clients fixed before
-    round 1, and all Clients share `setup`, the model and how it is trained. `examples`, `traits`,
-    `eval_sets` and `examples_digests` are by client name. `folder` is the run folder, with a
-    journal (durable state) for each client; `keep_replies` stores replies there. `global_state()`
-    returns the server's present state; Clients alias the state's tensors.
+    the client with the examples. `folder` is the run folder, with a journal (durable state) for
+    each client; `keep_replies` stores replies there. `global_state()` returns the server's present
+    state; Clients alias the state's tensors.
     """
 
     agreement: Agreement
@@ -61,10 +59,7 @@ class Clients(MutableMapping[str, Client]):
         return self.make_client(name, {key: global_state.values[key] for key in current}, current)
 
     def make_client(self, name: str, values: Tensors, versions: Mapping[str, int]) -> Client:
-        """Build the Client `name`, which has received global `values` of these `versions`.
-
-        Both are by param key. Ignores `pinned`. Raises KeyError for a client without examples.
-        """
+        """Build the Client `name`, which has received global `values` of these `versions`."""
         examples = self.examples[name]
         digest = self.examples_digests.get(name)
         guard = make_example_guard(self.agreement, self._budget_folder(name))
@@ -95,10 +90,7 @@ class Clients(MutableMapping[str, Client]):
         return self.folder / "privacy" / client_state_folder(self.folder, name).name
 
     def epsilon_spent(self) -> float | None:
-        """Return the largest epsilon that a client has spent, from the privacy files on disk.
-
-        0.0 if no client has spent any; None without example-level DP.
-        """
+        """Return the largest epsilon that a client has spent; None without example-level DP."""
         guarantee = self.agreement.guarantee
         if guarantee is None or guarantee.unit != "example":
             return None
@@ -126,8 +118,8 @@ class Clients(MutableMapping[str, Client]):
 class Faults:
     """Simulated faults of clients, drawn from the experiment's seed for each client and round.
 
-    `dropped` is the probability that a client drops out of a round before training, `late` the
-    probability that a client trains but replies too late to be aggregated. `apply` draws a round.
+    `dropped`, `late`: the probability that a client drops out of a round before training, and that
+    it replies too late to be aggregated.
     """
 
     dropped: float = 0.0
@@ -136,8 +128,7 @@ class Faults:
     def apply(self, server: Server, round_state: RoundState) -> set[str]:
         """Draw the faults of the server's next round, and return the names of late clients.
 
-        Moves dropped clients from `round_state.cohort` to `round_state.rejected`; late clients
-        stay in the cohort. The same experiment and round give the same faults.
+        Moves dropped clients from `round_state.cohort` to `rejected`; late clients stay.
         """
         number, late = server.global_state.round + 1, set[str]()
         for name in list(round_state.cohort):

@@ -39,17 +39,12 @@ from fedplan.training.activation_cache import ActivationCache
 class Federation:
     """A server and its clients on one machine; the constructor opens or resumes a run in `folder`.
 
-    For each round call `run_round`, optionally `evaluate`, then `commit`. `agreement` has the
-    settings that server and clients fixed before round 1, `rounds` is the length of the run,
-    `participation` draws the clients of a round (default: all). `examples` are the training
-    examples by client, `examples_digests` their digests; `names` are all client names (default: all
-    with examples); a client without examples never replies. `traits` and `eval_sets` are by client.
-    `faults` simulates dropouts and late replies. `model` is used in place, trained by `loss`, and
-    moved to `device`; the values of the global state stay in host memory. `deterministic` makes
-    PyTorch fail where no deterministic kernel exists. `start` and `initial_model` are the model's
-    initial values and digests, computed if None. `keep_replies` stores replies in the clients'
-    journals, `activation_cache` is shared by all clients, `events` receives progress.
-    `make_executor` makes the executor of clients (default: SerialExecutor).
+    For each round call `run_round`, optionally `evaluate`, then `commit`. `examples` are by client;
+    a client in `names` without examples never replies. `model` is used in place and moved to
+    `device`; the values of the global state stay in host memory. `deterministic` makes PyTorch fail
+    where no deterministic kernel exists. `start` and `initial_model` are the model's initial values
+    and digests, computed if None. `make_executor` makes the executor of clients (default:
+    SerialExecutor).
     """
 
     def __init__(
@@ -131,8 +126,7 @@ class Federation:
     def run_round(self) -> RoundState:
         """Run the next round: draw and train clients, and aggregate into `global_state`.
 
-        Nothing of the server is on disk before `commit` of the returned round. Clients without
-        examples are rejected with "no answer".
+        Nothing of the server is on disk before `commit` of the returned round.
         """
         round_state = self.server.begin_round()
         late = self.faults.apply(self.server, round_state)
@@ -146,10 +140,7 @@ class Federation:
         return round_state
 
     def evaluate(self) -> tuple[dict[str, SiteScores], dict[str, str]]:
-        """Evaluate the global and personal models of the last round at all clients.
-
-        Returns the scores by client, and the reason for each client without scores.
-        """
+        """Evaluate the last round's models; return scores, and reasons for none, by client."""
         present = [name for name in self.server.roster if name in self.clients]
         scores, failures = self.executor.evaluate_clients(present)
         absent = [name for name in self.server.roster if name not in self.clients]
@@ -158,8 +149,7 @@ class Federation:
     def joint_scores(self, scoring: EvalConfig) -> tuple[dict[str, Any], dict[str, Scores]]:
         """Evaluate the models at all clients; return (scores of all together, scores by client).
 
-        The first are as of `combine_scores`, or of `ScoreVector.combine` if clients send counts;
-        then there are none by client.
+        If clients send counts, there are no scores by client.
         """
         answers, failures = self.evaluate()
         if (vector := scoring.vector) is None:
@@ -186,17 +176,11 @@ class Federation:
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
     ) -> CommittedRound:
-        """Write a round of `run_round` to ledger, metrics and checkpoint.
-
-        `scores` are evaluation metrics, `signs` other measurements for the ledger; see Server.
-        """
+        """Write a round of `run_round` to ledger, metrics and checkpoint; see Server."""
         return self.server.commit(round_state, scores, signs)
 
     def poll_clients(self, round_state: RoundState) -> None:
-        """Let the clients of a round choose blocks together, if the plan has a joint choice.
-
-        Collects layer scores from the clients and puts the choice into the round's requests.
-        """
+        """Let the clients of a round choose blocks together, if the plan has a joint choice."""
         voters = self.server.voters(round_state)
         if voters is not None:
             present = [name for name in voters if name in self.clients]
@@ -214,10 +198,9 @@ class Federation:
         return self.server.global_values()
 
     def personal_values(self, name: str) -> dict[str, Tensor]:
-        """Return all trainable values of client `name`: the client's own for personal params.
+        """Return all trainable values of client `name`: its own for personal params, or the global.
 
-        Other params have the global values. Personal params of a client that has not trained yet
-        have the initial values.
+        Personal params of a client that has not trained yet have the initial values.
         """
         state, journal = self.global_state, self.clients.journal(name)
         client_state, _ = load_client_state(journal, name, state.last_round_of(name))

@@ -74,13 +74,10 @@ class Simulation:
     The constructor loads model and data, locks the folder and starts the workers, but runs no
     round; an unfinished run in the folder is continued. `in_memory` are Python objects in place of
     the study's files, `earlier_run` is the run folder from which clients take their personal params
-    if the study continues another run. `callbacks` are called after each committed round, before
-    the study's own; `events` receives progress; `pool_config` runs clients in a worker pool, None
-    in this process. `store_model` stores the initial model in the folder, so that the run can be
-    exported without `in_memory`. `stopped` says why the run ended before the last round (the text
-    of a callback, or an operator's request), and is empty otherwise. After rounds: `metrics`,
-    `global_model`, `personal_model`, and `resume` to go on. The constructor raises ConfigError if
-    study, data and options do not fit together.
+    if the study continues another run. `callbacks` are called before the study's own. `pool_config`
+    runs clients in a worker pool, None in this process. `store_model` stores the initial model, so
+    that the run can be exported without `in_memory`. `stopped` says why the run ended before the
+    last round. Raises ConfigError if study, data and options do not fit together.
     """
 
     def __init__(
@@ -112,11 +109,7 @@ class Simulation:
         self._open()
 
     def _open(self) -> None:
-        """Load model and data, lock the folder and make the federation, while new workers start.
-
-        Stops the workers of an earlier call. Raises ConfigError if the study's traits or data name
-        an unknown client.
-        """
+        """Load model and data, lock the folder and make the federation, while new workers start."""
         if self.pool is not None:
             self.pool.close()
         study = self.study
@@ -188,8 +181,7 @@ class Simulation:
     def _run_rounds(self) -> Generator[CommittedRound]:
         """Run, evaluate, commit and yield rounds until the last, a stop, or a call of `resume`.
 
-        Callbacks first get the last committed round again. At the end workers and trackers are
-        stopped, also if the generator is closed.
+        Callbacks first get the last committed round again.
         """
         events, federation = self.events, self.federation
         server, executor = federation.server, federation.executor
@@ -234,10 +226,7 @@ class Simulation:
         return closed
 
     def _write_evaluation(self) -> None:
-        """Write the tables of all test predictions to the folder, unless those of this round are.
-
-        Overwrites the values of `federation.model`.
-        """
+        """Write the tables of all test predictions to the folder, unless they are there."""
         federation, number = self.federation, self.federation.global_state.round
         if number and not is_evaluated(federation.server):
             predictions = predict_all(
@@ -262,11 +251,7 @@ class Simulation:
         )
 
     def _check_callbacks(self) -> tuple[Callback, ...]:
-        """Return all callbacks, followed by the study's early stopping if there is one.
-
-        EarlyStopping raises an error for a metric on test examples, for one that this run does not
-        measure, or, in a study with privacy, for one that is not public.
-        """
+        """Return all callbacks, the study's last; early stopping must use a metric it may see."""
         early_stopping = (self.study.early_stopping.callback,) if self.study.early_stopping else ()
         callbacks = (*self.callbacks, *early_stopping)
         for callback in callbacks:
@@ -281,7 +266,7 @@ class Simulation:
     ) -> Simulation:
         """Reload model and data, run the remaining rounds, and return this object.
 
-        `rounds` is a new total number of rounds. `callbacks` replace all earlier callbacks and the
+        `rounds` is a new total number of rounds. `callbacks` replace all earlier ones and the
         study's early stopping. Raises ConfigError if the folder has another study.
         """
         fields = self.study.model_dump(mode="json")
@@ -321,14 +306,12 @@ class Simulation:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the global model on the common sets, and personal models on clients' examples.
 
-        Returns "global" (metrics on the common test set), "clients" (metrics of personal models by
-        client, unless the study hides clients), "personal" (`metric_spread` of the primary metric
-        over clients) and "validation" (`combine_validation`); entries without examples are left
-        out. Without a common test set, "global" is on all clients' test examples together, with the
-        number of these "clients", but absent under differential privacy. With `evaluate.on_clients`
-        of the study the clients evaluate both models themselves, as in a real federation: "sites"
-        has the combined scores, in place of "clients" and "personal". Overwrites the values of
-        `federation.model`; commits nothing.
+        Returns "global", "clients" (metrics of personal models, unless the study hides clients),
+        "personal" (`metric_spread` over clients) and "validation"; entries without examples are
+        left out. Without a common test set, "global" is on all clients' test examples together, but
+        absent under differential privacy. With `evaluate.on_clients` the clients evaluate both
+        models themselves: "sites" has the combined scores. Overwrites the values of
+        `federation.model`.
         """
         federation, evaluate, data = self.federation, self.study.evaluate, self.data
         model, score = federation.model, partial(data.task.score, batch_size=evaluate.batch_size)
@@ -365,8 +348,7 @@ class Simulation:
     def _personal_scores(self, at_clients: Mapping[str, dict[str, float]]) -> dict[str, Scores]:
         """Return metrics of each personal model on "test" and "validation" examples, by client.
 
-        `at_clients`: the global model's on "test", if known; they are those of all personal models
-        if the plan has none. Overwrites the values of `federation.model`, unless workers evaluate.
+        `at_clients`: the global model's on "test", if known: those of all, if no param is personal.
         """
         data, federation = self.data, self.federation
         if at_clients and not data.client_validations and not is_personal(federation.agreement):
@@ -392,10 +374,7 @@ class Simulation:
         return has_tests and not study.evaluate.on_clients and study.privacy is None
 
     def _spread(self, clients: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """Return metrics by client as "clients", and the primary one's spread as "personal".
-
-        If the study hides clients, "clients" is left out.
-        """
+        """Return metrics by "clients", unless hidden, and the primary one's "personal" spread."""
         key, higher = self.data.task.primary, self.data.task.higher_is_better
         primary = {name: metrics[key] for name, metrics in clients.items() if key in metrics}
         spread = metric_spread(key, primary, higher_is_better=higher) if primary else None
@@ -405,8 +384,9 @@ class Simulation:
     def initial_scores(self) -> dict[str, Any]:
         """Evaluate the starting model before the first round; the result is as of `evaluate`.
 
-        Without validation; under differential privacy on the common test set alone. Personal models
-        are those of all clients, so they are left out if the study continues another run.
+        Without validation, and under differential privacy on the common test set alone. If the
+        study continues another run, personal models do not start from these values, and are left
+        out.
         """
         federation, evaluate, data = self.federation, self.study.evaluate, self.data
         model, size, tests = federation.model, evaluate.batch_size, data.client_tests
@@ -428,11 +408,10 @@ class Simulation:
         return scores | (self._spread(clients) if evaluate.personal else {})
 
     def attention_shifts(self, before: Tensors) -> dict[str, Any]:
-        """Measure how far each block's attention moved from the values `before` to the present.
+        """Return how far each block's attention moved from the values `before` to the present.
 
-        Returns {"attention": [[*block, shift], ...]} on the first `evaluate.attention_examples`
-        examples of the common test set; {} if there are none. Without the blocks of a diverged
-        model, whose attention is not finite.
+        As {"attention": [[*block, shift], ...]}, without blocks whose attention is not finite; {}
+        without `evaluate.attention_examples`.
         """
         test = self.data.common_test
         count = min(self.study.evaluate.attention_examples, len(test)) if test is not None else 0

@@ -99,9 +99,8 @@ class Site(Section):
 
 
 def read_site(folder: Path) -> Site:
-    """Read a site from site.toml in `folder`; `folder` may also be the file.
+    """Read a site from site.toml in `folder`, which may also be the file; paths become absolute.
 
-    Relative paths in the file become absolute, below the file's folder; no other file is read.
     Raises ConfigError if the file is missing or invalid.
     """
     file = folder / SITE if folder.is_dir() else folder
@@ -125,10 +124,7 @@ def read_site(folder: Path) -> Site:
 
 
 def parse_site(fields: Mapping[str, object]) -> Site:
-    """Return the Site of the fields of site.toml, with paths unchanged.
-
-    Raises ConfigError with a line for each invalid field.
-    """
+    """Return the Site of the fields of site.toml; ConfigError lists the invalid ones."""
     try:
         return Site.model_validate(dict(fields))
     except ValidationError as error:
@@ -143,7 +139,7 @@ SUFFIX = ".pub"
 def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Return the public node key (DER bytes) of each named site, from FOLDER/NAME.pub (OpenSSH).
 
-    Raises RequestRefused if a key file is missing or invalid, or two sites have the same key.
+    Raises RequestRefused if a key is missing, invalid or that of two sites.
     """
     keys, owners = dict[str, bytes](), dict[bytes, str]()
     for name in names:
@@ -167,12 +163,11 @@ def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """Fingerprints of the node keys that a site knows, for people to compare.
+    """Fingerprints of the node keys that a site knows, as `ssh-keygen -lf NAME.pub` prints them.
 
-    `own`: of the site's node key. `peers`: by name, of the keys in the site's folder of peer keys.
-    Each is as `ssh-keygen -lf NAME.pub` prints it. `together`: 60 digits for all names and keys in
-    that folder; sites with the same keys have the same digits. `problem`: why the site's own key
-    there is not its node key; "" if it is.
+    `own`: of the site's node key. `peers`: by name, of the keys in its folder. `together`: 60
+    digits for all names and keys there; sites with the same keys have the same digits. `problem`:
+    why the site's own key there is not its node key; "" if it is.
     """
 
     own: str
@@ -184,8 +179,7 @@ class PeerKeys:
 def read_peer_fingerprints(site: Site) -> PeerKeys:
     """Return the fingerprints of a site's node key and of all keys in its folder of peer keys.
 
-    Raises ConfigError if the site has no node key or no such folder, and RequestRefused if a key is
-    invalid, or two sites have the same key.
+    Raises ConfigError if the site has no node key or no such folder, and as `read_peer_keys`.
     """
     if site.server is None or not site.server.node_key or not site.peer_keys:
         raise ConfigError(

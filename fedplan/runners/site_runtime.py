@@ -58,16 +58,13 @@ class SiteRuntime:
     """A site at work on one study: `answer` replies to the server's requests.
 
     The constructor loads the data and builds the model, and raises ConfigError if the study has no
-    client of the site's name, DamagedLog if its account and its egress log do not agree. A request
-    of another run than the last makes the endpoint of the run, which trains and keeps the client's
-    state below `site.state`. Under example-level DP the
-    constructor tries the model on made-up examples, and raises PrivacyError if its examples mix:
-    later nothing that depends on examples is refused. Examples that do not fit a private study are
-    left out, and counted in the site's fault log. Files are readable by their owner
-    only; data derived from examples is encrypted if the site has a key. A study comes over the
-    network, so it may import only packages in `site.allow_packages`. `limits` are the
-    site's privacy limits over all studies on the dataset. `egress` logs everything that is sent
-    (default: in `site.state`); `hide_loss` and `metric_policy` restrict the metrics that are sent.
+    client of the site's name, DamagedLog if its account and its egress log do not agree. Under
+    example-level DP it tries the model on made-up examples, and raises PrivacyError if the model
+    mixes examples: later nothing that depends on examples is refused. Examples that do not fit a
+    private study are left out, and counted in the site's fault log. A study comes over the network,
+    so it may import only packages in `site.allow_packages`. `limits` are the site's privacy limits
+    over all studies on the dataset; `hide_loss` and `metric_policy` restrict the metrics that are
+    sent.
     """
 
     def __init__(
@@ -103,11 +100,7 @@ class SiteRuntime:
         self._endpoint: Endpoint | None = None
 
     def answer(self, kind: str, message: Message) -> Message:
-        """Return the reply to the request `message`, which names the run.
-
-        `kind` is "hello", "train", "evaluate", "poll" or a step of secure aggregation. An exception
-        is logged at the site, and the reply has only an error code.
-        """
+        """Return the reply to a request of a kind, as "train"; of an exception only its code."""
         with private_umask():
             try:
                 endpoint = self.endpoint(read_run_id(message))
@@ -124,11 +117,10 @@ class SiteRuntime:
 
 
 def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
-    """Make the client and endpoint of `run` (a run id) with the runtime's data and model.
+    """Make the client and endpoint of a run, with the run's files at the site.
 
-    Writes the study, manifest and task to the run's folder at the site. If the study continues an
-    earlier run, the client's state of that run is copied, without auxiliary tensors; a site that
-    was not in that run starts from the initial model.
+    If the study continues an earlier run, the client's state of that run is copied, without
+    auxiliary tensors; a site that was not in that run starts from the initial model.
     """
     site, study, experiment = runtime.site, runtime.study, runtime.experiment
     name, policy = site.name, runtime.metric_policy
@@ -183,11 +175,9 @@ def _train_setup(study: Study, experiment: Experiment) -> TrainSetup:
 def make_secagg_client(
     runtime: SiteRuntime, agreement: Agreement, client: Client, run_folder: Path
 ) -> SecAggClient:
-    """Make the site's side of secure aggregation, by the agreement, for a client in a run.
+    """Make the site's side of secure aggregation for a client, with its state in `run_folder`.
 
-    Reads the site's node key and the public keys of all clients of the study (files of
-    `runtime.site`); `run_folder` stores the protocol's state. Raises RequestRefused with code
-    "peer-keys" if a key is missing or invalid.
+    Raises RequestRefused with code "peer-keys" if a key of the study's sites is missing or invalid.
     """
     from fedplan.federation.secure_client import SecAggClient  # optional dependency
     from fedplan.runners.site import read_node_key, read_peer_keys
@@ -209,11 +199,7 @@ def make_secagg_client(
 
 
 def _traits(study: Study, site: Site) -> dict[str, str]:
-    """Return the traits that the study gives this client, overridden by the site's own traits.
-
-    Raises ConfigError if the site has traits and the study has client-level DP, because sending the
-    site's traits reveals participation.
-    """
+    """Return the client's traits; ConfigError if a site's own would reveal that it takes part."""
     own, name = site.traits, site.name
     if own and study.client_level_dp:
         raise ConfigError(
@@ -242,11 +228,10 @@ def site_study_folder(state_folder: str, study: Study, name: str) -> Path:
 def load_site_table(site: Site, study: Study) -> Dataset:
     """Load the site's table from the file `site.data`, or by the function `site.reader`.
 
-    The study gives the split of a file, and allows an empty table only with privacy. With privacy,
-    a column of the study that JSON files lack is a column without values: in such files one row
-    decides whether there is a column. The reader's file is executed,
-    with its folder put first on `sys.path`. Raises ConfigError if the site has no data or the
-    reader's file is not a Python file.
+    The study gives the split of a file, and allows an empty table only with privacy. Then a column
+    of the study that JSON files lack is a column without values: in such files one row decides
+    whether there is a column. Raises ConfigError if the site has no data or no Python file as
+    reader.
     """
     if not site.data:
         raise ConfigError(f"the site {site.name!r} has no data: set data in its site.toml")

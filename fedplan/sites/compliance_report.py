@@ -180,11 +180,7 @@ def _run_section(run: RunEgress, number: int) -> PageSection:
 
 
 def _privacy_text(run: RunEgress) -> str:
-    """Return the run's privacy statement without the list of what is not covered.
-
-    Says so if differential privacy is off, or the spent epsilon cannot be read. "" if the agreement
-    or the folder of the run is missing.
-    """
+    """The run's privacy statement, or why there is none; "" if agreement or folder are missing."""
     if run.agreement is None or run.folder is None:
         return ""
     if run.agreement.guarantee is None:
@@ -199,10 +195,7 @@ def _privacy_text(run: RunEgress) -> str:
 
 
 def _round_grid(run: RunEgress, width: float) -> Drawing:
-    """Return a grid `width` pixels wide with a row per part of the model and a column per round.
-
-    A cell covers consecutive rounds in each of which the same number of bytes of the part left.
-    """
+    """Return a grid with a row per part; a cell covers rounds in which equally many bytes left."""
     sent = bytes_by_part(run.record.entries)
     parts = dict.fromkeys(sent)
     if run.agreement is not None:

@@ -297,10 +297,7 @@ class RunEgress:
 
     @cached_property
     def _agreement_or_error(self) -> Agreement | str:
-        """The agreement of the run, or the reason (a text) why the agreement cannot be read.
-
-        No code that the study names is run: the inbox is opened without allowed packages.
-        """
+        """The run's agreement, or why it cannot be read; runs no code that the study names."""
         if self.folder is None:
             return f"{self.state_folder} has no folder of the run"
         try:

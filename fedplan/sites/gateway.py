@@ -98,10 +98,7 @@ class SiteGateway:
             return answer
 
     def _log_answer(self, kind: str, message: Message, answer: Message) -> None:
-        """Note kind, run and round of a request, and the answer's error code, in the site's log.
-
-        The same error is logged once in a row: a server repeats its request while a study waits.
-        """
+        """Note a request and its answer's error in the log, the same error once in a row."""
         fields = _message_fields(answer)
         code = next((encode_code(str(fields[word])) for word in KINDS if word in fields), "")
         run, number = _run_id_or_empty(message), _message_fields(message).get("round")
@@ -166,10 +163,7 @@ class SiteGateway:
         return runtime
 
     def _offered_study(self, run: str, fields: Mapping[str, Any]) -> Study:
-        """Parse and check the study in a hello, the first request of `run`; `fields` is its header.
-
-        Raises RequestRefused or ConfigError if the study cannot run here. Writes nothing.
-        """
+        """Parse the study in the header of a hello; RequestRefused if it cannot run here."""
         offered = fields.get("study")
         if not isinstance(offered, dict):
             raise RequestRefused(f"the hello of run {run} contains no study").with_code(
@@ -233,8 +227,7 @@ class SiteGateway:
     ) -> None:
         """Raise RequestRefused if the site's state is older than the last answer the server has.
 
-        A permission file of `allow_rejoin` lets the request pass, and is deleted once the state has
-        caught up.
+        A permission of `allow_rejoin` lets the request pass, and ends when the state has caught up.
         """
         last_round = last_trained_round(endpoint.site.journal.client_state()[1])
         answered_round = fields.get("last_update_round")

@@ -268,11 +268,10 @@ def _never_share_violations(
 
 
 def _is_in_part(part: Part, param: Param, params: Params) -> bool:
-    """Whether a param belongs to a part of the model, directly, by a tied name, or as an adapter.
+    """Whether a param belongs to a part, directly, by a tied name, or as an adapter of its layers.
 
-    A tied name counts as a head, since an embedding may be the head too. An adapter also belongs to
-    the parts of the layers (among `params`) that it adapts: with a public base model, the adapter
-    is the trained layer.
+    A tied name counts as a head, since an embedding may be the head too. An adapter counts as its
+    layer: with a public base model, it is the trained layer.
     """
     related = [replace(param, name=name, kind=Kind.HEAD) for name in param.tied]
     if param.kind is Kind.ADAPTER:

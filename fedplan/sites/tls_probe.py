@@ -74,8 +74,7 @@ def certificate_digest(server: ServerSection) -> str:
 def _connect(server: ServerSection) -> Generator[HTTPConnection]:
     """Open a connection to a server for the body, through a proxy if the environment sets one.
 
-    Uses TLS if `server.ca` is set. OSError and HTTPException, also of the body, become
-    FedplanError; an unreadable file `server.ca` raises OSError.
+    Errors of the connection, also in the body, become FedplanError.
     """
     host, port = server_host_port(server)
     context = ssl.create_default_context(cafile=server.ca) if server.ca else None
@@ -115,10 +114,9 @@ def find_proxy(server: ServerSection) -> Proxy | None:
 
 
 def _clock_ahead(date: str | None, sent: datetime) -> float | None:
-    """Return the smallest clock difference, in seconds, that agrees with a server's Date header.
+    """Return the smallest difference in seconds to a Date header, which is of whole seconds.
 
-    Positive if this machine is ahead, 0 if the clocks may be equal. The header has whole seconds,
-    and was written between `sent` and now.
+    Positive if this machine is ahead, 0 if the clocks may be equal, None without a date.
     """
     try:
         server_time = parsedate_to_datetime(date or "")

@@ -183,10 +183,7 @@ class _Composition:
 
     @staticmethod
     def of(events: Iterable[Event]) -> _Composition:
-        """Count the Gaussian sums of events: one per release, and one per DP-SGD step.
-
-        A sum without a sampling rate, or with a rate of 1, is plain.
-        """
+        """Count the sums of events, of which a DP-SGD event has many; plain without sampling."""
         composition = _Composition()
         for event in events:
             count = event.steps if isinstance(event, DPSGDSteps) else 1
@@ -308,10 +305,7 @@ def _epsilon_by_pld(
     sampled: tuple[tuple[tuple[float, float], int], ...],
     delta: float,
 ) -> float:
-    """Epsilon at `delta` by privacy loss distributions; by RDP if losses are wide or overflow.
-
-    plain, sampled: the counts of a `_Composition` as sorted tuples.
-    """
+    """Epsilon of counts, as sorted tuples; by RDP if losses are wide or overflow."""
     # Cached: all clients of a simulation account for the same events at every turn.
     composition = _Composition(Counter(dict(plain)), Counter(dict(sampled)))
     distributions = import_extra("dp_accounting.pld.privacy_loss_distribution", _PURPOSE)

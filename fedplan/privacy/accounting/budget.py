@@ -154,10 +154,10 @@ class Budget:
         return after
 
     def _refresh(self) -> list[Charge]:
-        """Read the log if it has changed, and return all charges; do not change the list.
+        """Read the log if it has changed; return all charges, a list that must not be changed.
 
-        Raises a PrivacyError if the log is damaged, cannot be read, has another unit or format, or
-        lacks charges that it had before.
+        Raises a PrivacyError for a log that is damaged, of another unit or format, or lacks
+        charges.
         """
         with self._log.thread_lock:
             try:

@@ -356,11 +356,9 @@ class NoisyGradients:
 
 
 def _microbatches(examples: Examples, indices: Tensor, most: int) -> Iterator[Tensor]:
-    """Split indices into microbatches of at most `most` examples and _MAX_TOKENS tokens.
+    """Split indices into microbatches of texts of equal length, from short to long.
 
-    Texts of a microbatch have equal length; microbatches are yielded from short to long texts. A
-    text of more than _MAX_TOKENS tokens is alone. An example without an attention mask counts as
-    _DEFAULT_LENGTH tokens.
+    A text of more than _MAX_TOKENS tokens is alone.
     """
     # No padding: the server's values could make a gradient depend on it, so that one example would
     # change what the others add.

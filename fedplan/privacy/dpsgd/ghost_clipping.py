@@ -62,11 +62,7 @@ def per_example_losses(objective: Objective, batch: Mapping[str, Tensor], count:
 
 @dataclass(frozen=True)
 class _ForwardCall:
-    """A recorded call of a model's forward on a batch of `count` examples.
-
-    args, kwargs: the arguments; output: the result. `replay(i)` makes a forward function that
-    returns example i's rows of the output without running the model.
-    """
+    """A recorded call of a model's forward on a batch of `count` examples."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -76,9 +72,8 @@ class _ForwardCall:
     def replay(self, i: int) -> Callable[..., Any]:
         """Make a forward function that returns the rows of example `i` of the recorded output.
 
-        That function raises a GhostClippingError if it is called with another number or other names
-        of arguments, or with another tensor than the row of example `i` of the recorded tensor (nan
-        equals nan). Arguments that are no tensors are not compared.
+        It raises a GhostClippingError for other arguments than the recorded ones of example `i`;
+        nan equals nan, and arguments that are no tensors are not compared.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -101,11 +96,7 @@ class _ForwardCall:
         return forward
 
     def _example_output(self, i: int) -> Any:
-        """Rows of example `i` of the output.
-
-        Values without a row per example are left out of a mapping, and become None in a tuple.
-        Raises a GhostClippingError for an output of another type.
-        """
+        """Rows of example `i` of the output; a value without such rows is left out, or None."""
         if isinstance(self.output, Tensor):
             return example_row(self.output, i, self.count)
         if isinstance(self.output, Mapping):
@@ -228,11 +219,7 @@ def why_not_ghost_clipping(objective: Objective) -> str:
 
 
 def _is_loss_independent(objective: Objective, indices: Tensor) -> bool:
-    """Whether an example's loss is the same in two batches that differ in another example.
-
-    indices: of three examples; the first one's loss is compared. Runs in the model's current mode,
-    with equal dropout masks.
-    """
+    """Whether the first of three examples has one loss in batches that differ in others."""
     losses = list[Tensor]()
     for order in ([0, 1, 2, 2], [0, 1, 2, 1]):
         with fork_rng_state(model_device(objective.model), seed=0), torch.no_grad():
@@ -244,11 +231,7 @@ def _is_loss_independent(objective: Objective, indices: Tensor) -> bool:
 def _first_difference(
     tensors: tuple[TrainedTensor, ...], one: ClippedSum, other: ClippedSum
 ) -> str:
-    """Compare two sums of clipped gradients up to _TOLERANCE.
-
-    Returns "an example" if the norms before clipping differ, else the name of the first tensor
-    whose sums differ, else "".
-    """
+    """Name of the first tensor whose sums differ, "an example" if norms do, "" if none does."""
     if not torch.allclose(one.norms, other.norms, rtol=_TOLERANCE, atol=0, equal_nan=True):
         return "an example"
     for trained in tensors:
@@ -263,11 +246,7 @@ def _first_difference(
 
 @contextmanager
 def _gradients_visible(tensors: tuple[TrainedTensor, ...]) -> Generator[None]:
-    """Let every tensor have a gradient while the context is open.
-
-    Fills tensors that are all zeros with small numbers, and makes them zeros again at the end.
-    Disables the fast path of torch's attention, which has no gradients in eval mode.
-    """
+    """Fill tensors of zeros, and disable torch's fast attention: both would hide gradients."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     zeros = [trained.tensor for trained in tensors if not trained.tensor.any()]
     try:

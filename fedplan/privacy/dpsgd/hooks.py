@@ -99,10 +99,10 @@ def record_layer_calls(objective: Objective, count: int) -> Generator[list[Layer
 def _layers_with_trained_tensors(
     objective: Objective,
 ) -> Iterator[tuple[nn.Module, dict[str, TrainedTensor]]]:
-    """Yield each layer that directly holds trained tensors of the objective, with these tensors.
+    """Yield each layer with its own trained tensors, by attribute name.
 
-    The tensors are keyed by attribute name. A tensor that a child module holds too is the child's.
-    Raises a GhostClippingError for a trained tensor of a module with an nn.ModuleList inside.
+    A tensor that a child module holds too is the child's. Raises a GhostClippingError for a trained
+    tensor of a module with an nn.ModuleList inside.
     """
     trained = {tensor.tensor: tensor for tensor in objective.tensors}
     for module in objective.model.modules():
@@ -120,11 +120,7 @@ def _layers_with_trained_tensors(
 
 
 def _drop_frozen_rows(trained: TrainedTensor, factor: Factor) -> Factor:
-    """Restrict the per-example gradients of a tensor to the tensor's trained rows.
-
-    Returns `factor` itself if the whole tensor is trained. Raises a GhostClippingError for an
-    embedding, and for a dense layer if trained rows are not whole outputs.
-    """
+    """Restrict a factor to the trained rows; GhostClippingError if these are no outputs."""
     if not trained.row_params:
         return factor
     mask = torch.zeros_like(trained.tensor)
@@ -143,11 +139,7 @@ def _drop_frozen_rows(trained: TrainedTensor, factor: Factor) -> Factor:
 
 
 def _layer_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> Mapping[str, Factor]:
-    """Per-example gradients of a layer call, by attribute name ("weight", "bias").
-
-    backprop: gradient of the loss in the call's output. Dense layers, embeddings and layer norms
-    have rules of their own; other layers run again on each example, under the objective's autocast.
-    """
+    """Per-example gradients of a layer call, by attribute name; other layers run again."""
     module, count = call.module, call.count
     if type(module) is nn.Linear or type(module).__name__ in _DENSE:
         output_dim = _DENSE.get(type(module).__name__, 0)
@@ -171,9 +163,7 @@ def _layer_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> M
 def _rerun_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> dict[str, Factor]:
     """Per-example gradients of any small layer, by running the layer again on each example.
 
-    backprop: gradient of the loss in the call's output; runs under the objective's autocast.
-    Returns full gradients by attribute name. Raises a GhostClippingError if the layer has more than
-    _MAX_RERUN_SIZE trained numbers, or gives another output than in the recorded call.
+    Raises a GhostClippingError for a large layer, and for another output than the recorded one.
     """
     leaves = [trained.tensor for trained in call.tensors.values()]
     if sum(leaf.numel() for leaf in leaves) > _MAX_RERUN_SIZE:
@@ -202,11 +192,7 @@ def _rerun_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> d
 
 
 def _tokens(tensor: Tensor, count: int) -> Tensor:
-    """Detach a tensor and reshape it to [examples, tokens, width].
-
-    Floats become float32 or wider. A single row is expanded to all `count` examples. Raises a
-    GhostClippingError if the number of rows is no multiple of `count`.
-    """
+    """Detach a tensor as [examples, tokens, width], floats at least float32; one row serves all."""
     tensor = _at_least_float32(tensor) if tensor.is_floating_point() else tensor
     if len(tensor) == 1:
         tensor = tensor.expand(count, *tensor.shape[1:])

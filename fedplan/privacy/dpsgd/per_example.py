@@ -294,11 +294,7 @@ def probe_examples(examples: Examples) -> Tensor:
 
 
 def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
-    """Raise a PrivacyError if a forward pass changes a buffer of the objective's model.
-
-    Runs the loss on the examples at `indices` in the model's current mode, without gradients; the
-    random state is kept.
-    """
+    """Raise a PrivacyError if a forward pass changes a buffer of the objective's model."""
     before = {name: buffer.clone() for name, buffer in objective.model.named_buffers()}
     with fork_rng_state(model_device(objective.model)), torch.no_grad():
         objective.batch_loss(indices)
@@ -315,9 +311,9 @@ def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
 def _require_repeatable_gradients(objective: Objective) -> None:
     """Raise a PrivacyError if the gradient of an example changes after those of others.
 
-    Tries the shortest, the median, the second longest and the longest example, first in this order
-    and then in reverse, all with the same seed and buffers. So the second follows a shorter one and
-    then a longer one: a model may forget what it remembers when it sees a short one.
+    Tries four examples from short to long, and then in reverse: the second longest follows a
+    shorter one and then a longer one, and a model may forget what it remembers when it sees a short
+    one.
     """
     first = torch.arange(min(1000, len(objective.examples)))
     if not len(first):

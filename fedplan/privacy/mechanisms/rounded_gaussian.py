@@ -119,10 +119,7 @@ def sample(count: int, sigma: float, words: Words, more_bits: MoreBits) -> NDArr
 def _accepted(
     staircase: _Staircase, number: int, first: int, words: Words, more_bits: MoreBits
 ) -> NDArray[np.int64]:
-    """Make `number` proposals; return the accepted ones, signed and rounded.
-
-    first: index of the first proposal, for `more_bits`.
-    """
+    """Make `number` proposals, the first with index `first`; return the accepted, rounded."""
     choices, points, decisions = words(3 * number).reshape(3, number)
     columns = (choices >> np.uint64(57)).view(np.int64)
     is_own = (choices & np.uint64(2**57 - 1)) < staircase.thresholds[columns]

@@ -36,10 +36,9 @@ LOCAL, POOL, RAY = "local", "pool", "ray"
 class PoolConfig:
     """Settings of a worker pool, on which the result of a run does not depend.
 
-    `runner` is "pool" (processes) or "ray". `count` is the number of workers; 0 means one per card,
-    or without cards the available cores divided by the threads per worker. `gpus` is the number
-    (or fraction) of GPUs per Ray worker, `address` the address of a Ray cluster; an empty address
-    starts Ray on this machine.
+    A `count` of 0 means one worker per card, or without cards the available cores divided by the
+    threads per worker. `gpus` is the number (or fraction) of GPUs per Ray worker, `address` the
+    address of a Ray cluster; an empty address starts Ray on this machine.
     """
 
     runner: str = POOL
@@ -48,10 +47,7 @@ class PoolConfig:
     address: str = ""
 
     def worker_count(self, threads: int, device: str) -> int:
-        """Return `count`; if it is 0, one per card of `device`, else cores / `threads`.
-
-        A device with an index, as "cuda:1", is one card. Raises DeviceError for an unknown device.
-        """
+        """Return the number of workers on a device; one with an index, as "cuda:1", is one card."""
         resolved = resolve_device(device)
         if cards := device_count(resolved.type):
             return self.count or (1 if ":" in str(resolved) else cards)
@@ -64,8 +60,7 @@ def make_pool_config(
 ) -> PoolConfig | None:
     """Return the pool settings of a command or call; None for the runner "local".
 
-    The arguments are as in PoolConfig; a count of None is by the number of cores. Raises
-    ConfigError if an argument is invalid, or does not apply to the runner.
+    Raises ConfigError if an argument is invalid, or does not apply to the runner.
     """
     if runner == LOCAL:
         if count or gpus or address:
@@ -93,10 +88,7 @@ class Executor(Protocol):
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return the layer scores that each client of `names` computes on the client's examples.
-
-        `round_state.cohort` has the clients' requests.
-        """
+        """Return the layer scores that each client of `names` computes, by its request."""
         ...
 
     def run_turns(
@@ -104,17 +96,14 @@ class Executor(Protocol):
     ) -> None:
         """Train the clients `names` by their requests in `round_state.cohort`.
 
-        Adds each update, or the reason of a rejection, to `round_state`. Updates of clients in
-        `late` are recorded, but not aggregated.
+        Adds each update, or the reason of a rejection, to `round_state`; updates of `late` clients
+        are recorded, but not aggregated.
         """
 
     def evaluate_clients(
         self, names: Sequence[str]
     ) -> tuple[dict[str, SiteScores], dict[str, str]]:
-        """Evaluate the models of the last round at the clients `names`.
-
-        Returns the scores by client, and the reason of each client that refused.
-        """
+        """Evaluate the models of the last round; return scores and refusals by client."""
         ...
 
     def close(self) -> None:
@@ -122,11 +111,7 @@ class Executor(Protocol):
 
 
 class SerialExecutor:
-    """Executor that runs one client after the other in this process.
-
-    `server` makes the requests and takes the updates, `clients` makes the Client of a name, and
-    `events` receives progress. There is nothing to start or close.
-    """
+    """Executor that runs one client after the other in this process."""
 
     def __init__(self, server: Server, clients: Clients, events: EventStream) -> None:
         self.server, self.clients, self.events = server, clients, events
@@ -181,10 +166,7 @@ class SerialExecutor:
         round_state: RoundState,
         name: str,
     ) -> Result:
-        """Return the result of `work` for the client `name` and the request in `round_state`.
-
-        After ClientStateMissing the request is replaced by a full one, and `work` is called again.
-        """
+        """Return the result of `work` for a client; again, by a full request, if it lost state."""
         client, agreement = self.clients[name], self.server.agreement
         try:
             return work(agreement, client, round_state.cohort[name])

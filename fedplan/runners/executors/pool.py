@@ -50,9 +50,8 @@ class SumOverflow(FedplanError):
 class WorkerTask:
     """A worker's work; `do` is its action, as in `Worker.reply`.
 
-    `client` is empty, and `request` (the server's request to the client) None, for actions without
-    them. `make_full` returns the request to send if the client has lost its state. `late`: whether
-    the update comes too late to be aggregated. `steps`: number of training steps.
+    `make_full` returns the request to send if the client has lost its state. `steps`: number of
+    training steps.
     """
 
     do: str
@@ -65,11 +64,10 @@ class WorkerTask:
 
 @dataclass
 class WorkerHandle:
-    """The pool's record of one worker.
+    """The pool's record of one worker, with its unanswered task.
 
-    `task`: the task without a reply, or None. `batch`: number of the last batch of tasks for which
-    the worker got the global state; `versions`: the versions of the global values then. `turns`:
-    the tasks whose updates are in the worker's partial sum.
+    `batch`: number of the last batch of tasks for which the worker got the global state, then of
+    these `versions`. `turns`: the tasks whose updates are in its partial sum.
     """
 
     task: WorkerTask | None
@@ -81,12 +79,10 @@ class WorkerHandle:
 class PoolExecutor:
     """Executor that runs clients in a pool of workers, started by the first call and kept running.
 
-    Call `bind` once, then the methods of Executor; `close` stops the workers, and the next call
-    restarts them. `transport` connects to the workers, `begin` is the first message to each worker
-    (study and folder). `bind` sets `server`, `clients` and `events`. `workers` are the running
-    workers by number, `lost` the number of workers that died in the last call, by cause. Every
-    method raises FedplanError, and stops all workers, if a client fails in a worker or over
-    MOST_LOST workers die for the same cause.
+    Call `bind` once, then the methods of Executor. `begin` is the first message to each worker
+    (study and folder). `workers` are the running workers by number, `lost` counts those that died
+    in the last call, by cause. Every method raises FedplanError, and stops all workers, if a client
+    fails in a worker or over MOST_LOST workers die for the same cause.
     """
 
     server: Server
@@ -128,9 +124,7 @@ class PoolExecutor:
     ) -> None:
         """Train the clients `names` by their requests in `round_state`, longest turns first.
 
-        Sets the aggregator, records, rejections, and the responded and aggregated clients (in the
-        order of `names`) of `round_state`; updates of `late` clients are recorded only. If partial
-        sums overflow, all turns run again in this process, in the order of `names`.
+        If partial sums overflow, all turns run again in this process, in the order of `names`.
         """
         step_count, tasks = self.server.agreement.train_arguments.step_count, list[WorkerTask]()
         for name in names:
@@ -160,10 +154,7 @@ class PoolExecutor:
     def evaluate_clients(
         self, names: Sequence[str]
     ) -> tuple[dict[str, SiteScores], dict[str, str]]:
-        """Evaluate the models of the last round at the clients `names`.
-
-        Returns the scores by client in the order of `names`, and the reason of each refusal.
-        """
+        """Evaluate the models of the last round; return scores and refusals by client."""
         tasks, agreement, state = (
             list[WorkerTask](),
             self.server.agreement,
@@ -200,9 +191,9 @@ class PoolExecutor:
     ) -> dict[str, JsonObject]:
         """Run tasks on the workers; return the replies by client.
 
-        With a `total_sum` the updates of turns are added to it: each worker opens a partial sum
-        before its first turn, and returns it when no task is left. Any exception stops all workers;
-        raises SumOverflow if a partial sum overflows.
+        Updates of turns are added to `total_sum`: each worker opens a partial sum before its first
+        turn, and returns it when no task is left. Raises SumOverflow; any exception stops all
+        workers.
         """
         self.start()
         self._batch, self._shared = self._batch + 1, {}
@@ -236,8 +227,7 @@ class PoolExecutor:
         """Send a task to worker `number`.
 
         The first task of a batch comes with the global values that changed since the worker's last
-        batch; workers that need the same values share one copy. The first turn of a partial sum
-        comes with the description of the sum to open.
+        one, a copy for all workers with the same changes; the first turn with the sum to open.
         """
         worker, state, shared = self.workers[number], self.server.global_state, None
         message: JsonObject = {"do": task.do, "client": task.client, "late": task.late}
@@ -276,11 +266,7 @@ class PoolExecutor:
         replies: dict[str, JsonObject],
         total_sum: Aggregator | None,
     ) -> list[WorkerTask]:
-        """Put the reply of worker `number` into `replies`, or merge its sum into `total_sum`.
-
-        Returns the task if it must run again, with a full request. Raises FedplanError if the reply
-        is an error, and SumOverflow.
-        """
+        """Keep a worker's reply, or merge its sum; return a task that must run again in full."""
         worker, reply = self.workers[number], received[1]
         task, worker.task = worker.task, None
         assert task is not None
@@ -310,10 +296,9 @@ class PoolExecutor:
         return []
 
     def _replace_worker(self, number: int) -> list[WorkerTask]:
-        """Start a new worker in place of the dead worker `number`; return the tasks to run again.
+        """Replace a dead worker; return its task and the turns in its lost partial sum.
 
-        These are the worker's task, and the turns in the lost partial sum. Raises FedplanError
-        after more than MOST_LOST deaths for the same cause.
+        Raises FedplanError after more than MOST_LOST deaths for the same cause.
         """
         worker = self.workers.pop(number)
         tasks = [worker.task] if worker.task is not None and worker.task.client else []
@@ -337,9 +322,8 @@ def start_pool(
 ) -> Generator[PoolExecutor | None]:
     """Start a worker pool for a study that runs in `folder`; yield the pool, None without a config.
 
-    The workers build the study in the background, and keep running after the body; the workers are
-    stopped if the body raises. Raises ConfigError for a study of Python objects, which other
-    processes cannot build, and FedplanError if Ray is needed and not installed.
+    The workers build the study in the background, and are stopped if the body raises. Raises
+    ConfigError for a study of Python objects, which other processes cannot build.
     """
     if config is None:
         yield None
@@ -364,10 +348,7 @@ def start_pool(
 
 
 def make_transport(config: PoolConfig, count: int) -> WorkerTransport:
-    """Return the transport of the config's runner for `count` workers, without starting a worker.
-
-    Raises MissingExtra if Ray is needed and not installed.
-    """
+    """Return the transport of the config's runner; MissingExtra if Ray is not installed."""
     if config.runner != RAY:
         return ProcessTransport(count, Worker)
     with needs_extra('runner = "ray"'):

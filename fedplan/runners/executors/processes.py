@@ -102,9 +102,9 @@ class ProcessTransport:
 
     `handler` is a class at the top of an importable module. What workers print goes to the file
     `log`, by default to stderr. Tensors are in files of a private folder, in memory if there is
-    room. `close`, or the garbage collection of this object, ends the processes with SIGTERM, or
-    kills them after SHUTDOWN_SECONDS, and removes the folder. Workers end by themselves if this
-    process is killed. `exit_codes` has the exit code of the last dead worker of each number.
+    room. `close`, or the garbage collection of this object, ends the processes and removes the
+    folder. Workers end by themselves if this process is killed. `exit_codes` has the exit code of
+    the last dead worker of each number.
     """
 
     def __init__(self, count: int, handler: type[Handler], log: Path | None = None) -> None:
@@ -154,19 +154,13 @@ class ProcessTransport:
         return SharedFile(self._folder / f"shared-{self._files}", tensors)
 
     def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
-        """Send a message, and the tensors `shared` (from `share`), to the started worker `number`.
-
-        Blocks while the pipe is full. For a dead worker nothing is raised; `receive` reports it.
-        """
+        """Send a message, and tensors from `share`; blocks while the pipe is full."""
         file = str(shared.file) if isinstance(shared, SharedFile) else None
         with suppress(KeyError, OSError):
             self._running[number][1].send_bytes(json.dumps([dict(message), file]).encode())
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
-        """Wait until a reply arrives, at most `timeout` seconds; return (number, reply) pairs.
-
-        A reply of None marks a dead worker, reported once. Empty after the timeout.
-        """
+        """Wait until a reply arrives, at most `timeout` seconds; None marks a dead worker."""
         replies = list[tuple[int, TensorsAndJson | None]]()
         numbers = {pipe: number for number, (_, pipe) in self._running.items()}
         for pipe in cast("list[Connection]", wait(list(numbers), timeout)):
@@ -189,11 +183,7 @@ class ProcessTransport:
 
 
 def unshared_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return detached tensors of which no two share memory, as safetensors demands.
-
-    A tensor that shares memory with an earlier tensor is cloned; any other is made contiguous, by a
-    copy only if needed.
-    """
+    """Return detached tensors of which no two share memory, as safetensors demands."""
     owners = dict[int, str]()
     return {
         name: tensor.detach().contiguous()
@@ -233,9 +223,8 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection) -> int:
 def run_worker_process(pipe: Connection, handler: Handler, folder: Path, number: int) -> None:
     """Reply to the messages of a pipe, one after the other; never returns.
 
-    Ends the process by a KeyboardInterrupt of the handler, and at once when the other end of the
-    pipe is closed, which means that the parent was killed; then `folder`, which has tensor files
-    that may be in memory, is removed.
+    Ends the process by a KeyboardInterrupt of the handler, and when the parent was killed; then
+    `folder`, whose tensor files may be in memory, is removed.
     """
     messages = Queue[bytes]()
 

@@ -47,10 +47,9 @@ class RayWorker:
 class RayTransport:
     """WorkerTransport to `count` Ray actors with one CPU and `gpus` GPUs each.
 
-    `address` is that of a Ray cluster to join; without an address, the Ray that this process has
-    joined is used, or Ray is started on this machine. The first `start` connects; `close` kills the
-    actors, and disconnects if `start` had connected. Messages are bytes, so Ray pickles no objects
-    of fedplan.
+    `address` is that of a Ray cluster to join; without one, the Ray that this process has joined is
+    used, or Ray is started on this machine. The first `start` connects; `close` disconnects if
+    `start` had connected. Messages are bytes, so Ray pickles no objects of fedplan.
     """
 
     def __init__(self, count: int, *, gpus: float = 0.0, address: str = "") -> None:
@@ -60,10 +59,7 @@ class RayTransport:
         self._started_ray, self._starting = False, dict[int, float]()
 
     def start(self, number: int, message: Mapping[str, Any]) -> None:
-        """Start the actor of worker `number`, in place of an earlier one, and send `message`.
-
-        The first call starts or joins Ray, and raises FedplanError if that fails.
-        """
+        """Start the actor of a worker, in place of an earlier one; FedplanError without Ray."""
         self._connect()
         self._starting[number] = time.monotonic()
         actor: Any = ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(RayWorker)
@@ -104,11 +100,10 @@ class RayTransport:
         self._pending[reference] = number
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
-        """Wait until a reply arrives, at most `timeout` seconds; return a list of one or no pair.
+        """Wait until a reply arrives, at most `timeout` seconds; None marks a dead worker.
 
-        A reply of None marks a dead worker. Raises FedplanError if the actor itself raised. Logs a
-        warning if a new worker has not replied for PENDING seconds: Ray waits for missing CPUs or
-        GPUs for ever, without a message.
+        Raises FedplanError if the actor itself raised. Logs a warning if a new worker has not
+        replied for PENDING seconds: Ray waits for missing CPUs or GPUs for ever, without a message.
         """
         references: list[Any] = list(self._pending)
         ready: list[Any] = cast("Any", ray).wait(references, num_returns=1, timeout=timeout)[0]

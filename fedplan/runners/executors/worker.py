@@ -41,8 +41,8 @@ from fedplan.tensors.serialization import pack_message
 class Worker:
     """Handler of a pool's messages: a copy of a study, built by the first message.
 
-    `global_state` follows the server's, `round_state` collects the updates of the open partial sum
-    (None if no sum is open), and `sum_description` describes the sum.
+    `global_state` follows the server's, `round_state` collects the updates of the open partial sum,
+    which `sum_description` describes.
     """
 
     def _begin(self, message: JsonObject) -> None:
@@ -83,10 +83,9 @@ class Worker:
         """Carry out the action `message["do"]`, and return the reply's tensors and fields.
 
         Before, the worker takes the global state in `message["state"]`, whose changed values are
-        `tensors`, and opens the partial sum in `message["open"]`, if there are any. A FedplanError
-        is not raised, but returned as a reply with "error", "code" and "client" (if the client's
-        work failed), with "refused" (a client's RequestRefused), or with "missing" (the client
-        lost state, and needs a full request).
+        `tensors`, and opens the partial sum in `message["open"]`. A FedplanError becomes a reply
+        with "error", with "refused" (a client's RequestRefused), or with "missing" (the client lost
+        state, and needs a full request).
         """
         client = ""
         try:
@@ -126,10 +125,10 @@ class Worker:
             return {}, {"error": str(error), "code": error.code, "client": client}
 
     def _update_global_state(self, message: JsonObject, tensors: Tensors) -> None:
-        """Put `tensors`, the changed global values, and their versions into the global state.
+        """Take over changed global values and their versions; the first ones join a run.
 
-        The first message of a run makes this worker join the run, and raises FedplanError if the
-        run folder, the agreement or the examples differ from the server's.
+        Raises FedplanError if the run folder, the agreement or the examples differ from the
+        server's.
         """
         if (run := message["run"]) != self.agreement.run:
             identity, fingerprint = read_identity(self.folder), self.agreement.fingerprint
@@ -180,11 +179,8 @@ class Worker:
     def _run_turn(self, message: JsonObject) -> JsonObject:
         """Train the message's client, and add a valid update that is not late to the partial sum.
 
-        Returns the fields "aggregated" (whether the update is in the sum), "ledger_line" (the
-        turn's record for the ledger; None if the update is invalid or overflows), "rejected" (why
-        the update is not in the sum, or None) and "overflow" (whether the update is valid, but too
-        large for this partial sum, which then stays as it was). A valid update with
-        `message["late"]` has a "ledger_line", and "rejected" is "late". Raises as `train_round`.
+        The reply's "ledger_line" is None if the update is invalid, or valid and too large for this
+        partial sum ("overflow"), which then stays as it was.
         """
         name, request = message["client"], self._make_request(message)
         round_state = self.round_state
@@ -211,10 +207,7 @@ class Worker:
         }
 
     def _personal_scores(self, message: JsonObject) -> dict[str, dict[str, float]]:
-        """Return the metrics of a client's personal model on its "test" and "validation" examples.
-
-        The model has the client's stored personal values over the present global values.
-        """
+        """Return metrics of the client's stored personal model on its held-out examples."""
         experiment, state, name = self.experiment, self.global_state, message["client"]
         journal = self.clients.journal(name)
         client_state, _ = load_client_state(journal, name, message["answered_round"])

@@ -160,10 +160,7 @@ class ReplyGrid(HttpGrid):
         return [self._fetch(metadata_from_proto(each.metadata), tree) for each, tree in replies]
 
     def _fetch(self, verified: Metadata, tree: ObjectTree) -> Message:
-        """Return the message of an object tree, or an error reply by its verified metadata.
-
-        Raises the errors of a call to the SuperLink.
-        """
+        """Return the message of an object tree, or an error reply by its verified metadata."""
         client, run = self._runtime_client, self.run.run_id
         try:
             contents = pull_objects(
@@ -182,8 +179,8 @@ class ReplyGrid(HttpGrid):
 def read_reply(verified: Metadata, contents: dict[str, bytes]) -> Message:
     """Return the reply whose objects are `contents` by id; empties `contents`.
 
-    The result is an error reply by the `verified` metadata if the reply cannot be read, names
-    another request or sender, or is a site's error with one of LOST_CODES.
+    It is an error reply if it cannot be read, names another request or sender than `verified`, or
+    is a site's error with one of LOST_CODES.
     """
     try:
         message = inflate_object_from_contents(verified.message_id, contents)

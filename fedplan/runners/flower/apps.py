@@ -53,13 +53,11 @@ def run_server(
 ) -> None:
     """Run all rounds of a study's server with the sites on `grid`, or continue the run in `folder`.
 
-    Builds the model, locks the folder, and blocks until the last round or a stop. `callbacks` are
-    called after each round, before the study's own. `events` receives progress (default: an
-    EventStream of the folder). `registered_names` returns the names of registered sites; a
-    continued run waits for no others. `renew_grid` returns the grid of a new Flower run: of the
-    first if `grid` is None, of another if Flower ends one. Raises ConfigError if the folder has
-    another study, FlowerRunEnded if Flower ends its run and there is no `renew_grid`, FedplanError
-    if too few sites take part.
+    Blocks until the last round or a stop. `callbacks` are called before the study's own.
+    `registered_names` returns the names of registered sites; a continued run waits for no others.
+    `renew_grid` returns the grid of a new Flower run: of the first if `grid` is None, of another if
+    Flower ends one. Raises ConfigError if the folder has another study, FlowerRunEnded if Flower
+    ends its run and there is no `renew_grid`, FedplanError if too few sites take part.
     """
     prepare_folder(folder, study, resume=True)
     experiment = build_experiment(study)
@@ -114,11 +112,7 @@ def run_server(
 
 
 def make_global_tests(study: Study, experiment: Experiment) -> dict[str, GlobalTest]:
-    """Return functions from global values to metrics on the common "test" and "validation" sets.
-
-    Only for sets that the study has. Moves the experiment's model to the study's device; each call
-    of a function overwrites the values of the model.
-    """
+    """Return functions from global values to metrics, for the study's common sets."""
     data, model = experiment.data, experiment.model
     sets = {"test": data.common_test, "validation": data.common_validation}
     common = {name: examples for name, examples in sets.items() if examples is not None}
@@ -146,11 +140,7 @@ def study_client_app(file: Path) -> ClientApp:
 
 
 def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
-    """Return a ClientApp that passes every fedplan message to `answer`, and sends the result.
-
-    `answer` gets the node's context, the kind ("hello", "poll", "train", "evaluate" or a step of
-    secure aggregation) and the message. If `answer` raises, only the error's code is sent.
-    """
+    """Return a ClientApp that passes every fedplan message to `answer`, with context and kind."""
     app = ClientApp()
 
     def reply(envelope: FlowerMessage, context: Context) -> FlowerMessage:
@@ -164,10 +154,7 @@ def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
 
 
 def study_server_app(file: Path) -> ServerApp:
-    """Return the ServerApp that runs or continues a study file in the run config's `folder`.
-
-    The app raises FedplanError without a `folder`.
-    """
+    """Return the ServerApp that runs or continues a study file in the run config's `folder`."""
     app = ServerApp()
 
     @app.main()
@@ -187,10 +174,7 @@ def _run_folder(context: Context) -> Path:
 
 @cache
 def _site_runtime(file: Path, folder: Path, number: int) -> SiteRuntime:
-    """Return the runtime of the client with index `number` in a study file, made once and cached.
-
-    All clients share the state folder FOLDER/sites.
-    """
+    """The runtime of client `number` of a study file, made once; all share FOLDER/sites."""
     study = read_study(file)
     name = (study.clients.names or list(build_experiment(study).data.train))[number]
     return SiteRuntime(Site(name=name, state=str(folder / "sites"), dataset=name), study)

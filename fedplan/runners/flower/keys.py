@@ -39,9 +39,9 @@ def make_keys(
     """Write the missing keys and certificates of a federation, and return the new files.
 
     `folder` gets ca.crt, ca.key, server.crt and server.key; FOLDER/sites/NAME gets the keys of each
-    name in `sites`. `hosts` are names or addresses of the server. The server's certificate is valid
-    for `days`, the authority's for ten times as long. Existing files are not overwritten. Raises
-    FedplanError for invalid arguments, files that do not belong together, or a failed write.
+    site. `hosts` are names or addresses of the server. The server's certificate is valid for
+    `days`, the authority's for ten times as long. Raises FedplanError for invalid arguments, files
+    that do not belong together, or a failed write.
     """
     require_sites(sites)
     require_hosts(hosts)
@@ -55,10 +55,7 @@ def make_keys(
 
 
 def require_sites(sites: Sequence[str]) -> None:
-    """Raise FedplanError if a name in `sites` is not a valid folder name, or occurs twice.
-
-    Upper and lower case count as the same name.
-    """
+    """Raise FedplanError for a site that is no valid folder name, or is there twice in any case."""
     for name in sites:
         if not SITE.fullmatch(name):
             raise FedplanError(
@@ -95,11 +92,7 @@ def make_private(folder: Path) -> None:
 
 
 def _make_authority(folder: Path, days: int) -> list[Path]:
-    """Write a self-signed CA certificate and key, valid for 10 * `days`; return the new files.
-
-    Does nothing if `folder` has ca.crt; ca.key may then be stored elsewhere. Raises FedplanError if
-    ca.key or server.crt is there without ca.crt.
-    """
+    """Write a self-signed CA certificate and key; nothing if `folder` has ca.crt already."""
     if (folder / "ca.crt").exists():
         return []
     for other in (folder / "ca.key", folder / "server.crt"):
@@ -111,11 +104,9 @@ def _make_authority(folder: Path, days: int) -> list[Path]:
 
 
 def _make_server_keys(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Write the server's key and a certificate for `hosts`, valid for `days`; return the new files.
+    """Write the server's key, and a certificate for `hosts` by the authority in `folder`.
 
-    The authority in `folder` signs. An existing pair is kept. Raises FedplanError if an existing
-    certificate does not name all hosts, if one file of the pair is missing, or if the authority's
-    files are missing or invalid.
+    An existing pair is kept. Raises FedplanError if it does not name all hosts or is not complete.
     """
     certificate_file, key_file = folder / "server.crt", folder / "server.key"
     if certificate_file.exists() != key_file.exists():
@@ -147,8 +138,7 @@ def make_site_keys(folder: Path) -> list[Path]:
     """Write a site's missing keys to `folder`, and return the new files.
 
     These are node and node.pub, which authenticate the site, and state.key, which encrypts the
-    site's state. Raises FedplanError if node.pub exists without node, or if node.pub is missing and
-    node is not a key.
+    site's state. Raises FedplanError if node is missing or no key, and node.pub needs it.
     """
     private, public, state_key = folder / "node", folder / "node.pub", folder / "state.key"
     if public.exists() and not private.exists():
@@ -172,8 +162,7 @@ def make_site_keys(folder: Path) -> list[Path]:
 def replace_node_key(folder: Path) -> list[Path]:
     """Replace a site's node key by a new one, and return the new files.
 
-    The old pair becomes old-node and old-node.pub; an older pair under these names is overwritten.
-    Raises FedplanError if `folder` has no node key.
+    The old pair becomes old-node and old-node.pub. Raises FedplanError if there is none.
     """
     if not (folder / "node").exists():
         raise FedplanError(f"{folder} has no node key to replace: run `fedplan site keys`")
@@ -206,10 +195,7 @@ def _write_pair(
 
 
 def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Return the authority's private key and certificate, from ca.key and ca.crt in `folder`.
-
-    Raises FedplanError if a file is missing or invalid, or the key is not the certificate's.
-    """
+    """Return the authority's key and certificate; FedplanError if they are no pair."""
     if not (folder / "ca.key").exists():
         raise FedplanError(f"{folder} has no ca.key, which signs server.crt: restore it")
     try:
@@ -233,10 +219,9 @@ def _certificate_builder(
     *,
     days: int,
 ) -> x509.CertificateBuilder:
-    """Return an unsigned certificate for the public part of `key`, valid from now for `days`.
+    """Return a certificate for the public part of `key`, to be signed by `signer`'s private key.
 
-    `subject` is the common name of the owner, `signer` the public key that will sign. Without an
-    `issuer` the certificate is that of an authority, issued by itself.
+    Without an `issuer` it is that of an authority, issued by itself.
     """
     now, signs = datetime.now(UTC), issuer is None
     name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, subject)])

@@ -40,10 +40,7 @@ ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 
 
 def to_records(message: Message, blobs: BlobRecord | None = None) -> RecordDict:
-    """Convert a message to records; `blobs` (from `to_blob_record`) replace the message's blobs.
-
-    A small message without `blobs` is a single record.
-    """
+    """Convert a message to records, a small one to one; `blobs` replace the message's own."""
     header: dict[str, Any] = {FIELD: message.header}
     if blobs is None and sum(map(len, message.blobs)) <= SMALL_BYTES:
         return RecordDict({HEADER: ConfigRecord(header | _named(message.blobs))})
@@ -90,11 +87,10 @@ def from_records(records: RecordDict) -> Message:
 class ConnectedSite:
     """A connected site, as described by the site's reply to the hello.
 
-    `node` is the site's Flower node id, `agreement_digest` the digest of the site's agreement (the
-    settings fixed before round 1), `initial_digest` the digest of the initial model there, `run`
-    the run id. `traits` are the site's texts for conditions of the plan, `versions` the site's
-    package versions (empty if unknown), `key` the public node key for secure aggregation, as the
-    site reports it: not verified.
+    `node` is the site's Flower node id, `initial_digest` the digest of the initial model there.
+    `traits` are the site's texts for conditions of the plan, `versions` its package versions (empty
+    if unknown), `key` the public node key for secure aggregation, as the site reports it: not
+    verified.
     """
 
     node: int
@@ -127,8 +123,7 @@ def _text_fields(value: object) -> dict[str, str]:
 def reply_bytes(reply: FlowerMessage, *, needs_blobs: bool) -> int:
     """Return the bytes of a reply; 0 if they do not tell how large other replies are.
 
-    Those of errors do not, nor of messages that are not of fedplan, nor, with `needs_blobs`, of
-    messages without blobs, such as refusals.
+    Those of errors do not, nor, with `needs_blobs`, of messages without blobs, such as refusals.
     """
     try:
         message = Message(b"") if reply.has_error() else from_records(reply.content)
@@ -157,11 +152,7 @@ def refusal_text(fields: Mapping[str, Any]) -> str:
 
 
 def make_reply(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
-    """Return the Flower reply to `envelope`, made by `answer`; never raises an Exception.
-
-    `answer` gets the kind, as "train" or "hello", and the message; a message that is not of fedplan
-    becomes an empty one. Of an exception only the code is sent.
-    """
+    """Return the Flower reply to `envelope`, made by `answer`; of an exception, its code alone."""
     kind = envelope.metadata.message_type.removeprefix("query.")
     try:
         try:

@@ -79,10 +79,9 @@ ENDED = "Flower has ended its run: start it again, to go on with this round"
 class _PendingCall:
     """A request to a site that has no reply yet.
 
-    `make_message` makes the message for each sending. `message_ids` are the Flower messages sent so
-    far on `grid`. `node` is the node of the last sending, `since` the time when
-    the node came online. `failures` counts error replies; after one, the request is not sent again
-    before the monotonic time `after`. At the time `due` it is sent again, since it may be lost.
+    `message_ids` are the Flower messages sent so far on `grid`; `node` and `since` (when it came
+    online) are of the last sending. After an error reply, counted by `failures`, it is not sent
+    again before `after`; at `due` it is sent again, since it may be lost.
     """
 
     make_message: MessageFactory
@@ -98,16 +97,15 @@ class _PendingCall:
 class SiteRpc:
     """The sites of a run on a Flower `grid`, and remote calls to the sites.
 
-    `names` are the sites of the study, `timeouts` limit all waiting, `hello` is the first message
-    to each node. Call `wait_for_sites`, then `call`; both poll the grid in the caller's thread.
-    `sites` are the connected sites by name, `refusals` the reasons why other sites and nodes are
-    not connected; these get the hello again until accepted. `sent` are the sites that got a request
-    since the caller last cleared it. A site's name is the registered name of
-    the node; for a node without one (on one machine only), the name in the reply is accepted.
-    `registered_names`, if set, returns the names of registered nodes; `wait_for_sites` then waits
-    for no other site. `renew_grid`, if set, starts a Flower run and returns its grid: the first, if
-    `grid` is None, and another after Flower ended one. `events` receives progress. A SuperLink that
-    does not answer is waited for without limit, and that time counts in no timeout.
+    Call `wait_for_sites`, then `call`; both poll the grid in the caller's thread. `hello` is the
+    first message to each node. `sites` are the connected sites by name, `refusals` the reasons why
+    other sites and nodes are not connected; these get the hello again until accepted. `sent` are
+    the sites that got a request since the caller last cleared it. A site's name is the registered
+    name of the node; for a node without one (on one machine only), the name in the reply is
+    accepted. `wait_for_sites` waits for no other site than `registered_names()`, if set.
+    `renew_grid`, if set, starts a Flower run and returns its grid: the first, if `grid` is None,
+    and another after Flower ended one. A SuperLink that does not answer is waited for without
+    limit, and that time counts in no timeout.
     """
 
     def __init__(
@@ -151,8 +149,8 @@ class SiteRpc:
         """Wait until all sites are connected, or `enough` sites after the timeout for sites.
 
         Returns earlier if a stop is requested, or if `enough` sites are connected and none of the
-        missing sites is in `registered_names`. After the timeout, raises FedplanError if fewer than
-        `enough` sites are connected and not away, except while a missing site waits for approval.
+        missing ones is registered. After the timeout, raises FedplanError if fewer are connected
+        and not away, except while a missing site waits for approval.
         """
         deadline = self._now() + self.timeouts.sites
         while missing := [name for name in self.names if name not in self.sites]:
@@ -179,9 +177,8 @@ class SiteRpc:
     def poll_nodes(self) -> dict[int, str]:
         """Send a hello to new nodes, and take the replies to earlier hellos that have arrived.
 
-        Updates `sites`, `refusals` and the status. Returns the online nodes by id, each with the
-        time (a text) when the node came online. Waits only while the SuperLink does not answer. If
-        Flower has ended its run, starts another, and returns no nodes.
+        Returns the online nodes by id, each with the time (a text) when the node came online; none
+        if Flower has ended its run, and another is started.
         """
         try:
             online = self._greet_nodes()
@@ -251,10 +248,10 @@ class SiteRpc:
 
         A reply is a message, or the error text after too many failures of the site. Ends when all
         sites have replied, or when `is_enough()` is true and `timeout` seconds (default: the
-        timeout for updates) are over, or all other sites are away. Raises FedplanError if
-        `is_enough()` is still false when then the timeout for sites is over, too. If the caller
-        replaces an entry of `requests` after the reply, the new request is sent. A request without
-        a reply is sent again after half of `timeout`: Flower may lose a message.
+        timeout for updates) are over, or all other sites are away. Raises FedplanError if it is
+        still false when then the timeout for sites is over, too. If the caller replaces an entry of
+        `requests` after the reply, the new request is sent. A request without a reply is sent again
+        after half of `timeout`: Flower may lose a message.
         """
         pending = {name: _PendingCall(request) for name, request in requests.items()}
         timeout = self.timeouts.updates if timeout is None else timeout
@@ -285,11 +282,7 @@ class SiteRpc:
             time.sleep(self.timeouts.poll_interval)
 
     def _online_nodes(self) -> dict[int, str]:
-        """Return the online nodes with the texts of their activation times; update the node names.
-
-        If the grid has only node ids, all texts are "" and the names stay as they are. Waits for
-        the SuperLink, and raises as `_retry`.
-        """
+        """Return when each online node was activated ("" if unknown), and update the names."""
         try:
             nodes = self._retry(self.grid.get_nodes)
             self._node_names = {node.node_id: node.name for node in nodes if node.name}
@@ -298,11 +291,7 @@ class SiteRpc:
             return dict.fromkeys(self._retry(self.grid.get_node_ids), "")
 
     def _connect(self, node: int, reply: FlowerMessage) -> None:
-        """Add the site at a node to `sites` by the reply to the hello, or the reason to `refusals`.
-
-        Refused are errors, invalid replies, names that are unknown or not the node's registered
-        name, and a name that another online node has.
-        """
+        """Add the site at a node to `sites` by its reply to the hello, or to `refusals`."""
         registered = self._node_names.get(node, "")
         try:
             name, site, fields = read_hello(reply.content, node)
@@ -324,10 +313,7 @@ class SiteRpc:
         self.sites[name] = site
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
-        """Record and log the `reason` why a node is not connected, and schedule another hello.
-
-        `name` is the site's name, if known; "" takes the node's registered name.
-        """
+        """Note why a node is not connected, and let it have another hello later."""
         self._hello_after[node] = time.monotonic() + HELLO_RETRY
         name, reason = name or self._node_names.get(node, ""), printable(reason)
         name = name if name in self.names else f"node {node}"
@@ -338,12 +324,7 @@ class SiteRpc:
     def _send(
         self, kind: str, name: str, call: _PendingCall, online: dict[int, str], patience: float
     ) -> None:
-        """Send a pending call of a kind to the site `name`, if the site is online.
-
-        Does nothing before `call.after`, or if the site's node has the request; a node that went
-        offline and came back, or is on a new grid, gets the request again, as does one that has not
-        replied for `patience` seconds. `online` are the nodes of `poll_nodes`.
-        """
+        """Send a pending call to an online site that has not got it, or is silent for long."""
         if call.grid is not self.grid:
             call.grid, call.message_ids = self.grid, set()
         site = self.sites.get(name)
@@ -371,9 +352,8 @@ class SiteRpc:
     def _retry(self, call: Callable[[], Iterable[Item]]) -> list[Item]:
         """Return the items of a call to the grid; repeat the call while the SuperLink is away.
 
-        Emits RunStalled meanwhile. Raises FlowerRunEnded if Flower has ended the run, and
-        LinkUnreachable if the SuperLink rejects the call for longer than the timeout for sites;
-        errors in the call itself are raised at once.
+        Raises FlowerRunEnded if Flower has ended the run, LinkUnreachable if the SuperLink rejects
+        the call for longer than the timeout for sites, and errors of the call itself at once.
         """
         start, pause = time.monotonic(), self.timeouts.poll_interval
         since = f"since {datetime.now(UTC):%H:%M} UTC"
@@ -411,11 +391,7 @@ class SiteRpc:
             pause = min(30.0, 2 * pause)
 
     def _start_flower_run(self, error: FlowerRunEnded) -> None:
-        """Go on with another Flower run, on which all sites are greeted again.
-
-        Waits for the SuperLink as `_retry`, and raises its errors; raises `error` if no Flower run
-        can be started from here.
-        """
+        """Go on with another Flower run, and greet all sites again; without one raise `error`."""
         if self.renew_grid is None:
             raise error
         log.warning("Flower has ended its run; another one is started")
@@ -440,8 +416,8 @@ class SiteRpc:
     def _pull(self, kind: str, message_ids: Iterable[str]) -> Iterator[FlowerMessage]:
         """Yield the replies that have arrived to messages of a kind, without waiting.
 
-        Asks for several at a time, as many as take BATCH_BYTES by the largest reply of this kind so
-        far; before the first one of full size (see `reply_bytes`), for one at a time.
+        Asks for as many at a time as take BATCH_BYTES by the largest reply of this kind so far;
+        before the first one of full size (see `reply_bytes`), for one.
         """
         waiting = list(message_ids)
         while waiting:
@@ -457,10 +433,7 @@ class SiteRpc:
     def _receive(
         self, kind: str, pending: dict[str, _PendingCall]
     ) -> Iterator[tuple[str, Message | str]]:
-        """Yield (name, reply) for the replies that have arrived to requests of a kind.
-
-        Removes the answered calls from `pending`; does not wait.
-        """
+        """Yield (name, reply) for calls that have a reply, and remove them from `pending`."""
         calls = {i: (name, call) for name, call in pending.items() for i in call.message_ids}
         for message in self._pull(kind, calls):
             name, call = calls[message.metadata.reply_to_message_id]
@@ -476,12 +449,10 @@ class SiteRpc:
     def _parse_reply(
         self, name: str, call: _PendingCall, reply: FlowerMessage
     ) -> Message | str | None:
-        """Return the message in the reply of the site `name`, an error text, or None to send again.
+        """Return a reply's message, an error text, or None if the request is to be sent again.
 
-        An invalid message gives an error text at once. An error reply is logged, sets `call.after`,
-        and adds to `call.failures` only if the node of the call is online, and the message is not
-        just lost at the SuperLink; the result is None while the failures are fewer than the tries
-        in the timeouts, then the error text. Raises as `_online_nodes`.
+        An error reply counts as a failure only if the node is online and the message is not just
+        lost at the SuperLink; as many failures as tries make it final.
         """
         if not reply.has_error():
             try:

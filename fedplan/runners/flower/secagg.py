@@ -35,8 +35,7 @@ GONE = "dropped out before its masked input arrived"
 def announce_commit(rpc: SiteRpc, hello: Message) -> None:
     """Send the sites that are online a hello with the last committed round, at the end of a run.
 
-    A site then erases its secrets of that round; those of an earlier round it has erased at the
-    first request of the next. Waits no longer than for a site to reconnect.
+    A site then erases its secrets of that round. Waits no longer than for a site to reconnect.
     """
     requests: dict[str, MessageFactory] = {
         name: lambda: (hello, None) for name in rpc.present_sites()
@@ -51,11 +50,9 @@ class SecAggTransport:
     """A secure sum of updates, layer scores or score counts, with the sites that `rpc` reaches.
 
     `total` receives the result. `requests`: those that start an attempt, by client; each attempt
-    changes them. `file`: checkpoint of the sum. Clients in `late` have trained, but are not summed.
-
-    While `begin_attempt` returns True, send `requests`, and give the key adverts in the replies to
-    `run_attempt`. If the sum fails, `total.failure` is set, and `begin_attempt` returns True again
-    while attempts are left. `dropouts`: by client, why it is not in the sum.
+    changes them. Clients in `late` have trained, but are not summed. While `begin_attempt` returns
+    True, send `requests`, and give the key adverts in the replies to `run_attempt`. `dropouts`: by
+    client, why it is not in the sum.
     """
 
     def __init__(
@@ -76,10 +73,7 @@ class SecAggTransport:
         self._drive = SecureRound(self.total.round_number, make_terms, self._ask, file)
 
     def begin_attempt(self) -> bool:
-        """Start an attempt: write the checkpoint, and put the attempt into the requests.
-
-        Returns False, and changes nothing, if the sum is done or no attempt is left.
-        """
+        """Write an attempt's checkpoint and requests; False if the sum is done or none is left."""
         if not self._drive.begin_attempt():
             return False
         for name, request in self.requests.items():
@@ -113,10 +107,7 @@ class SecAggTransport:
         return self._drive.dropouts
 
     def _ask(self, step: str, messages: Mapping[str, Message]) -> Iterator[tuple[str, Message]]:
-        """Send the messages of a protocol step by site, and yield (name, reply) on arrival.
-
-        Sites that refuse, fail or do not reply in time drop out.
-        """
+        """Send the messages of a step, and yield the replies; other sites drop out."""
         requests: dict[str, MessageFactory] = {
             name: (lambda message=message: (message, None)) for name, message in messages.items()
         }
@@ -149,10 +140,8 @@ def collect_secagg(
 ) -> None:
     """Sum the updates of an open round; a failed sum is tried again with new key adverts.
 
-    `collect_adverts` lets the clients train by the requests in `round_state`, and returns their key
-    adverts. Adds the clients in the sum to the round's aggregated clients; other clients that
-    responded are rejected, with the reason of the dropout or failure. The record of each counts the
-    bytes of the masked inputs that arrived.
+    `collect_adverts` lets the clients train, and returns their key adverts. Clients that are not in
+    the sum are rejected. The record of each counts the bytes of the masked inputs that arrived.
     """
     total = cast("SecureAggregator", round_state.aggregator).secure_sum
     file = server.folder / ROUND_CHECKPOINT

@@ -64,9 +64,7 @@ class ServerLoop:
 
     Without a `grid`, `rpc.renew_grid` gives the first. A round waits for all sites until a timeout
     of `timeouts`, and closes with at least `quorum` updates. A site with another study or initial
-    model gets no requests. `faults` simulates dropouts and late replies. After a committed round
-    the sites are evaluated as `scoring` says, `tests` evaluate the global values here, and
-    `callbacks` are called. `study` is sent first, `events` gets progress. Raises PrivacyError for a
+    model gets no requests. `tests` evaluate the global values here. Raises PrivacyError for a
     quorum above 1 under client-level DP.
     """
 
@@ -107,9 +105,9 @@ class ServerLoop:
     def run(self) -> None:
         """Run all remaining rounds in this thread, each committed before the next starts.
 
-        First waits for sites, and evaluates the last committed round if scores are missing. Returns
-        early if a callback or an operator stops the run. Raises FedplanError if too few sites
-        connect, or a round has fewer updates than the quorum; a new run continues with that round.
+        First waits for sites, and evaluates the last committed round if scores are missing. Raises
+        FedplanError if too few sites connect, or a round has fewer updates than the quorum; a new
+        run continues with that round.
         """
         server, last = self.server, self.server.last_round()
         if last is not None:
@@ -167,10 +165,7 @@ class ServerLoop:
         return bool(lacks_scores) and self.scoring.is_due(closed.round, self.server.rounds)
 
     def _add_scores(self, closed: CommittedRound) -> CommittedRound:
-        """Evaluate the committed round `closed` if due, and write the scores to the run's folder.
-
-        Keeps the best round's checkpoint. Returns the round with scores; offline sites have none.
-        """
+        """Evaluate the committed round if due; return it with scores, and keep the best one."""
         if self._needs_scores(closed):
             common = {n: test(self.server.global_values()) for n, test in self.tests.items()}
             scores: dict[str, Any] = {"global": common["test"]} if "test" in common else {}
@@ -197,10 +192,7 @@ class ServerLoop:
         )
 
     def _update_roster(self) -> None:
-        """Poll the nodes, take over the sites' traits, and exclude sites that do not match.
-
-        Changes `server.roster` and `_mismatches`; reports other package versions of a site once.
-        """
+        """Poll the nodes, take over the sites' traits, and exclude sites that do not match."""
         self.rpc.poll_nodes()
         for name, site in self.rpc.sites.items():
             if reason := self._mismatch(name, site):
@@ -219,11 +211,7 @@ class ServerLoop:
             self._version_notes[name] = differences
 
     def _mismatch(self, name: str, site: ConnectedSite) -> str:
-        """Return why the site called `name` cannot take part; an empty text if the site can.
-
-        Compares traits (under client-level DP), initial model, protocol versions, run id and
-        agreement of the site with the server's. Changes nothing.
-        """
+        """Return why the site called `name` cannot take part; "" if it can."""
         # Under client-level DP traits come from the study: a site's own would reveal presence.
         agreement, traits = self.server.agreement, dict(self.server.roster[name])
         if self.server.aggregation.hides_clients and site.traits != traits:
@@ -247,10 +235,9 @@ class ServerLoop:
         return ""
 
     def _collect_updates(self, round_state: RoundState) -> None:
-        """Send the training requests of a round, and add each update on arrival to the round.
+        """Send the training requests of a round, and add each update or rejection on arrival.
 
-        `round_state.rejected` then has the reason of each other client of the cohort. Raises
-        FedplanError with fewer updates than the quorum.
+        Raises FedplanError with fewer updates than the quorum.
         """
         requests = self._request_factories(round_state, round_state.cohort)
         for name, reply in self.rpc.call("train", requests, lambda: self._enough(round_state)):
@@ -280,11 +267,7 @@ class ServerLoop:
             )
 
     def _collect_secagg(self, round_state: RoundState) -> None:
-        """Train the clients of a round, then sum their updates by secure aggregation.
-
-        A failed sum is tried again with new key adverts. Adds the clients in the sum, and the
-        reasons of all others, to `round_state`. Raises FedplanError as `_collect_updates` does.
-        """
+        """Train the clients of a round, then sum their updates by secure aggregation."""
         from fedplan.runners.flower.secagg import collect_secagg  # optional dependency
 
         def collect_adverts() -> dict[str, Any]:
@@ -305,10 +288,7 @@ class ServerLoop:
         return {name: self._request_factory(round_state, name) for name in present}
 
     def _request_factory(self, round_state: RoundState, name: str) -> MessageFactory:
-        """Return a function that makes the present request to the site `name` in `round_state`.
-
-        Values that the site received for the last evaluation are left out.
-        """
+        """Return a function that makes a site's present request, without values it has got."""
 
         def make_message() -> tuple[Message, BlobRecord | None]:
             request = round_state.cohort[name]
@@ -325,11 +305,7 @@ class ServerLoop:
         return self._cached_blobs[1]
 
     def _resend_if_missing(self, round_state: RoundState, name: str, reply: Message) -> bool:
-        """Return whether a reply says that the site `name` lost the values sent before.
-
-        The site's request in `round_state` is then replaced by one with all values, to be sent by
-        the caller. False if the present request has all values.
-        """
+        """Whether a site lost the values sent before; its request then becomes one with all."""
         if not reply_fields(reply).get("missing") or round_state.cohort[name].full:
             return False
         self.server.resend_all(round_state, name)
@@ -337,10 +313,7 @@ class ServerLoop:
         return True
 
     def _accept_reply(self, round_state: RoundState, name: str, reply: Message) -> None:
-        """Check the training reply of the site `name`; add update or rejection to the round.
-
-        With secure aggregation the reply is a report without values; keeps the site's key advert.
-        """
+        """Check a training reply; add update or rejection to the round, or keep the key advert."""
         fields = reply_fields(reply)
         if text := refusal_text(fields):
             reason = round_state.rejected.setdefault(name, text)
@@ -368,10 +341,9 @@ class ServerLoop:
         self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
     def _choose_blocks(self, round_state: RoundState) -> None:
-        """Let the sites choose blocks together before a round, if the plan has a joint choice.
+        """Put a joint choice of blocks by all sites into the requests, if the plan has one.
 
-        Collects layer scores, openly or by secure aggregation, and puts the choice into the
-        requests of `round_state`. Raises FedplanError with fewer scores than the quorum.
+        Raises FedplanError with fewer layer scores than the quorum.
         """
         voters = self.server.voters(round_state)
         if voters is None:
@@ -410,10 +382,7 @@ class ServerLoop:
                 round_state.cohort[name] = replace(request, values={})
 
     def _choose_blocks_by_secagg(self, round_state: RoundState, voters: Sequence[str]) -> None:
-        """Set the joint choice of a round by the secure sum of the layer scores of `voters`.
-
-        Raises FedplanError if the sum fails in all attempts.
-        """
+        """Set the joint choice by a secure sum of layer scores; FedplanError if it fails."""
         from fedplan.runners.flower.secagg import open_layer_scoring  # optional dependency
 
         secagg = open_layer_scoring(self.rpc, self.server, round_state)

@@ -35,10 +35,8 @@ log = logging.getLogger("fedplan")
 class SiteEvaluation:
     """Evaluation of the models at the sites, by requests of `rpc`; one object serves a whole run.
 
-    `server` has the global state and the roster, `blobs` converts a request's values to a
-    record. Call `evaluate_sites` after a committed round. `received_versions` are the versions of
-    the global values that each site got in the last evaluation: `missing_values` leaves these
-    values out of the next training request.
+    `blobs` converts a request's values to a record. `received_versions` are the versions of the
+    global values that each site got in the last evaluation.
     """
 
     def __init__(
@@ -53,9 +51,8 @@ class SiteEvaluation:
         """Evaluate the models of the last round at the sites that are online, and wait for replies.
 
         `excluded` are sites that get no request, with the reason. Returns (scores of all sites
-        together, scores by site) as `scoring` says: see `combine_scores`, and `ScoreVector.combine`
-        if sites send counts; then there are none by site. The key "silent" has the reason for each
-        site of the roster without scores: "no answer" if the site is offline or late.
+        together, scores by site); if sites send counts, there are none by site. The key "silent"
+        has the reason for each site of the roster without scores.
         """
         failures = {name: f"not requested: it {reason}" for name, reason in excluded.items()}
         present = [name for name in self.rpc.present_sites() if name not in failures]
@@ -107,10 +104,7 @@ class SiteEvaluation:
         return vector.combine(total.counts, total.sites, silent)
 
     def _permitted_senders(self) -> set[str]:
-        """Return the sites that may be in a secure sum of score counts.
-
-        Without noise these are the ones of the first sum: sites refuse to unmask another.
-        """
+        """The sites of a secure sum of counts: without noise only those of the first sum."""
         lines = read_json_lines(self.server.folder / METRICS)
         earlier = (line.get("sites", {}).get(SENDERS) for line in lines)
         noisy = self.server.agreement.guarantee is not None
@@ -127,8 +121,8 @@ class SiteEvaluation:
     ) -> dict[str, T]:
         """Send requests of an evaluation; return what `read` finds in each reply, by site.
 
-        Replaces the request to a site that has lost values, and adds the reason of each refusal and
-        invalid reply to `failures`.
+        A site that has lost values gets a full request; refusals and invalid replies go to
+        `failures`.
         """
         messages = {name: self._message_factory(requests, name) for name in requests}
         answers, timeout = dict[str, T](), self.rpc.timeouts.evaluations

@@ -43,9 +43,9 @@ def new_federation(
     """Write the folder of a new federation: files of the server, and of each site in FOLDER/sites.
 
     Sites reach `host` at `port`, where a proxy passes only their requests on to the port `inner`
-    (0: the next port). `insecure` is for one machine only: no proxy, no TLS, no keys. With `keys`
-    the certificate authority and the server's keys are made; a site's keys are made at the site.
-    Raises FedplanError for invalid arguments, or if the folder is not empty or cannot be written.
+    (0: the next port). `insecure` is for one machine only: no proxy, no TLS, no keys. A site's keys
+    are made at the site. Raises FedplanError for invalid arguments, or if the folder is not empty
+    or cannot be written.
     """
     folder, inner = folder.absolute(), port if insecure else inner or port + 1
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -81,10 +81,9 @@ def new_federation(
 
 
 def new_site(folder: Path, name: str) -> None:
-    """Write the folder FOLDER/sites/NAME of another site of an existing federation.
+    """Write the folder FOLDER/sites/NAME of another site of an existing federation, without keys.
 
-    The server's address is taken from the other sites; keys are not made. Raises FedplanError if
-    the name is invalid, `folder` is not a federation, or the site exists already.
+    Raises FedplanError if the name is invalid, `folder` is not a federation, or the site exists.
     """
     folder = folder.absolute()
     require_sites([name])
@@ -101,11 +100,7 @@ def new_site(folder: Path, name: str) -> None:
 
 
 def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> None:
-    """Write the folder FOLDER/sites/NAME of a site, which reaches the server at `address`.
-
-    Keys are not made; the CA certificate of the federation is copied if there is one. `insecure`
-    leaves out keys and the files that keep a site in service. Existing files are overwritten.
-    """
+    """Write the folder FOLDER/sites/NAME of a site, with the federation's CA certificate."""
     values = {
         "site": name,
         "address": address,
@@ -130,10 +125,7 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
 def _template_values(
     folder: Path, sites: Sequence[str], host: str, port: int, inner: int, *, insecure: bool
 ) -> Mapping[str, str]:
-    """Return the texts for the placeholders in the server's templates, by placeholder.
-
-    `folder`, `sites`, `host`, `port`, `inner` and `insecure` are as in `new_federation`.
-    """
+    """Return the texts for the placeholders in the server's templates, by placeholder."""
     host = "127.0.0.1" if insecure else host
     # The proxy listens on all interfaces, or on loopback if that is the host.
     address = address_of("127.0.0.1" if host == "localhost" else host)
@@ -168,10 +160,7 @@ def _files_below(folder: Path) -> dict[str, Path]:
 
 
 def _write_template(template: Path, target: Path, values: Mapping[str, str]) -> None:
-    """Write a template, with `values` for placeholders, over `target`; scripts are executable.
-
-    Makes missing folders, readable by this user only.
-    """
+    """Write a template over `target`, in folders for this user; a script is executable."""
     make_private(target.parent)
     text = _fill_template(template, values)
     target.write_text(text, encoding="utf-8")

@@ -92,8 +92,7 @@ class Partial(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the updates in `replies` by param; return the whole new model, and mean metrics.
 
-        Invalid updates are left out with a warning. The model is never None: a param without a
-        valid update is unchanged. The metrics are None if no client has any.
+        Invalid updates are left out with a warning; a param without a valid update is unchanged.
         """
         sums, counted = ExactSum(), dict[str, RecordDict]()
         for reply in replies:
@@ -117,10 +116,7 @@ class Partial(FedAvg):
     def _request_records(
         self, number: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord, ConfigRecord]:
-        """Load Flower's arrays into the model; return the records of a request of round `number`.
-
-        The first has the values that clients may share, the second is `config` with the header.
-        """
+        """Load Flower's arrays; return the shared values and the config with the header."""
         self._model.load_state_dict(arrays.to_torch_state_dict())
         digests: dict[str, JSON] = {**_frozen_digests(self._agreement, self._model)}
         fields = {**self._request_fields(number), "round": number, "frozen_digests": digests}
@@ -137,9 +133,8 @@ class Partial(FedAvg):
     ) -> tuple[dict[str, Tensor], str]:
         """Return the values by param in a reply of round `number`, and the client's name.
 
-        `counted` are the clients with an update in this round. Raises a FedplanError if the reply
-        is an error, of a counted client, or of another request or plan; if the weight is not an
-        integer; or if the params are not exactly the ones that the client is to share.
+        Raises a FedplanError if the reply is an error, of a client in `counted`, or of another
+        request or plan, or has another weight or other params than it is to share.
         """
         if reply.has_error():
             raise UpdateRejected(decode_reason(str(reply.error.reason)))
@@ -171,8 +166,8 @@ class Partial(FedAvg):
     def _mean(self, contents: list[RecordDict], average: Average) -> MetricRecord | None:
         """Return `average` of the metrics in replies' contents; None if no metrics are left.
 
-        Replies without a positive finite weight, and those outside the largest group with the same
-        metric names, are left out with a warning.
+        Those without a positive finite weight, and outside the largest group with the same names,
+        are left out.
         """
         groups = dict[str, list[RecordDict]]()
         for content in filter(lambda c: 0 < self._weight(c) < inf, contents):
@@ -203,11 +198,7 @@ def partial(
 
 @dataclass(frozen=True)
 class _Mod:
-    """The callable mod that `partial` returns; a class, because Flower's simulation pickles it.
-
-    `plan`, `make_model` and `state_folder` are the arguments of `partial`; the model is built at
-    the first message. Messages other than "train" and "evaluate" go to the app unchanged.
-    """
+    """The callable mod that `partial` returns; a class, because Flower's simulation pickles it."""
 
     plan: Plan | str
     make_model: Callable[[], nn.Module]
@@ -231,9 +222,7 @@ class _Mod:
     ) -> FlowerMessage:
         """Run the app on the client's model, and return the reply to the server's `envelope`.
 
-        `kind` is "train" or "evaluate"; `call_next` runs the app in the node's `context`. A train
-        request commits the client's state, and the reply has the shared values; an evaluate request
-        commits nothing, and the reply has the metrics. An error reply of the app is returned.
+        Only a train request commits the client's state. An error reply of the app is returned.
         """
         sent = envelope.content
         (arrays,), (config,) = sent.array_records.values(), sent.config_records.values()
@@ -269,9 +258,7 @@ class _Mod:
 class _Client:
     """A client's model, built once by `make_model`, and the agreement with the server on `plan`.
 
-    For a request call `turn`, `start`, run the app on `model`, then `end` and `reply`. `initial` is
-    the model's initial state dict, `frozen_digests` has the digests of the params that are never
-    sent, `buffers` the names of the model's buffers. Not for two requests at a time.
+    For a request call `turn`, `start`, run the app on `model`, then `end` and `reply`.
     """
 
     def __init__(self, plan: Plan | str, make_model: Callable[[], nn.Module]) -> None:
@@ -284,10 +271,9 @@ class _Client:
         self.buffers = self.initial.keys() - params
 
     def turn(self, fields: Mapping[str, Any], context: Context) -> Turn:
-        """Return the turn (round, client name, traits) of a request with these header fields.
+        """Return the turn of a request, by its header fields and the node config.
 
-        Name and traits come from the node config in `context`. Raises RequestRefused if the
-        server's plan or model differs, FedplanError if the node has no name.
+        Raises RequestRefused if the server's plan or model differs, FedplanError without a name.
         """
         digest, node = self.agreement.fingerprint, context.node_config
         if fields.get("agreement") != digest:
@@ -308,10 +294,9 @@ class _Client:
     def start(
         self, turn: Turn, server_digests: Mapping[str, str], received: Tensors, state: Tensors
     ) -> Roles:
-        """Load initial values, `received` values and the client's stored `state` into the model.
+        """Load initial, received and stored values into the model; return the params' roles.
 
-        Returns the role of each param in this turn. Raises RequestRefused if a frozen param has
-        another digest than in `server_digests`.
+        Raises RequestRefused if a frozen param has another digest than in `server_digests`.
         """
         roles = resolve(self.agreement.method.plan, self.agreement.params, turn)
         for p, role in roles.items():
@@ -326,10 +311,9 @@ class _Client:
         return roles
 
     def end(self, roles: Roles, content: RecordDict) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the new personal values with buffers, and the values to share, both by key.
+        """Return personal values and buffers, and the values to share, of the trained model.
 
-        `roles` are from `start`; `content` is the app's reply with the trained model, which is
-        loaded into the model. Raises FedplanError if a trained value is not finite.
+        Raises FedplanError if a trained value is not finite.
         """
         personal = get_values(self.model, [p for p in roles if roles[p].is_personal])
         (arrays,) = content.array_records.values()
@@ -348,10 +332,7 @@ class _Client:
     def reply(
         self, turn: Turn, request: str, shared: Tensors, meta: Mapping[str, Any]
     ) -> RecordDict:
-        """Return the records of the reply to a `request` name in a turn.
-
-        The records have the shared values, the header, and the metrics in `meta["metrics"]` (JSON).
-        """
+        """Return the records of a reply: shared values, header, and the metrics in `meta`."""
         fields = {
             "client": turn.client,
             "request": request,
@@ -364,10 +345,7 @@ class _Client:
 
 
 def _make_agreement(plan: Plan | str, model: nn.Module) -> Agreement:
-    """Return the agreement of server and clients on a plan for the params of `model`.
-
-    Raises PlanError if the plan does not fit the params, or needs scores or phases.
-    """
+    """Return the agreement on a plan; PlanError if it does not fit or needs scores or phases."""
     plan, params = parse(plan) if isinstance(plan, str) else plan, describe(model)
     check_plan(plan, params)
     unsupported = [step.text for step in plan.walk() if isinstance(step, Best)]

@@ -83,11 +83,7 @@ RETRY_SECONDS = 5.0
 
 
 class _ServerFile(Section):
-    """Fields of server.toml; file names are relative to the folder of the file.
-
-    `address` of the SuperLink is host:port, `database` Flower's state file; `ca`, `certificate` and
-    `key` are the TLS files, all or none.
-    """
+    """Fields of server.toml; files are relative to its folder, those of TLS all or none."""
 
     address: str
     database: str = "state.db"
@@ -100,10 +96,9 @@ class _ServerFile(Section):
 class SuperLink:
     """A SuperLink, seen by its operator: starts runs, and registers and revokes sites.
 
-    `folder` is the server's folder with the operator's token and secret, `address` is host:port,
-    `database` Flower's state file, `tls` the files of CA certificate, certificate and key, None for
-    an unencrypted connection. Methods call the control API of the running SuperLink, and raise
-    FedplanError if the SuperLink cannot be reached or rejects the call.
+    `folder` has the operator's token and secret, `tls` the files of CA certificate, certificate and
+    key, None for an unencrypted connection. Methods raise FedplanError if the SuperLink cannot be
+    reached or rejects the call.
     """
 
     folder: Path
@@ -118,10 +113,7 @@ class SuperLink:
 
     @contextmanager
     def control(self) -> Generator[ControlHttpClient]:
-        """Yield a client of the control API, with the operator's token; closed after the body.
-
-        HTTP errors in the body are raised as by `wrap_http_errors`.
-        """
+        """Yield a client of the control API with the operator's token, closed after the body."""
         client = ControlHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.tls is None,
@@ -136,10 +128,7 @@ class SuperLink:
 
     @contextmanager
     def wrap_http_errors(self, unauthorized: str = "") -> Generator[None]:
-        """Raise HTTP errors of the body as FedplanError; as LinkUnreachable if they may pass.
-
-        `unauthorized` says what status 401 means.
-        """
+        """Raise HTTP errors of the body as FedplanError; as LinkUnreachable if they may pass."""
         try:
             yield
         except httpx.HTTPStatusError as error:
@@ -166,10 +155,7 @@ class SuperLink:
             client.RegisterNode(RegisterNodeRequest(public_key=public, name=name))
 
     def revoke(self, name: str) -> int:
-        """Unregister the nodes of the site `name`, and return the number of nodes.
-
-        Raises FedplanError if no such site is registered.
-        """
+        """Unregister the nodes of the site `name`; return how many, FedplanError for none."""
         nodes = [node for node in self.nodes() if node.name == name]
         with self.control() as client:
             for node in nodes:
@@ -191,10 +177,7 @@ class SuperLink:
 
 
 def read_superlink(folder: Path) -> SuperLink:
-    """Return the SuperLink that server.toml in a server's folder describes, without a call.
-
-    Raises FedplanError if the file is missing or invalid.
-    """
+    """Return the SuperLink that server.toml describes; FedplanError if missing or invalid."""
     file = folder / SERVER
     try:
         settings = _ServerFile.model_validate(parse_toml(file.read_text(encoding="utf-8")))
@@ -214,10 +197,7 @@ def read_token(folder: Path) -> str:
 
 
 def _read_secret(file: Path) -> str:
-    """Return the secret of 64 hex digits in a file; write a random secret if the file is missing.
-
-    Raises FedplanError if others may read the file, or the content is not 64 hex digits.
-    """
+    """Return the secret of 64 hex digits in a file, made if missing; others must not read it."""
     if not file.exists():
         with (
             wrap_disk_errors(f"{file} cannot be written", "free space, then start again"),
@@ -237,7 +217,7 @@ def run_superlink(folder: Path) -> None:
     """Run Flower's SuperLink by the settings in a server's folder, in this process; blocks.
 
     Makes missing secrets. Changes this process's environment and `sys.argv`, and patches Flower's
-    authentication plugin. Raises FedplanError if settings or secrets are invalid.
+    authentication plugin.
     """
     link, token = read_superlink(folder), read_token(folder)
     _read_secret(folder / SECRET)
@@ -304,11 +284,9 @@ def run_on_superlink(
 ) -> None:
     """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
-    Blocks until the study ends. `events` receives progress (default: an EventStream of the folder).
-    A SuperLink that does not answer is waited for, at the start and later, without limit. If Flower
-    ends its run, as after a long silence of the SuperLink, another Flower run is started, and the
-    open round goes on. Raises the errors of `run_server`, and FedplanError if the SuperLink rejects
-    a call.
+    A SuperLink that does not answer is waited for without limit. If Flower ends its run, as after a
+    long silence of the SuperLink, another Flower run is started, and the open round goes on. Raises
+    the errors of `run_server`, and FedplanError if the SuperLink rejects a call.
     """
     with ExitStack() as flower_run:
 
@@ -330,8 +308,8 @@ def run_on_superlink(
 def acquire_grid(link: SuperLink) -> Generator[Grid]:
     """Start a Flower run on the SuperLink `link`, take the run's server task, and yield the grid.
 
-    Sends heartbeats during the body; at the end reports the task as completed, or as failed if the
-    body raises. Raises LinkUnreachable if the SuperLink gives no task in TASK_TIMEOUT seconds.
+    Sends heartbeats during the body, and reports the end of the task. Raises LinkUnreachable if the
+    SuperLink gives no task in TASK_TIMEOUT seconds.
     """
     for name in (TOKEN, SECRET):  # made before the lock, which each needs, if the SuperLink is new
         _read_secret(link.folder / name)
@@ -374,8 +352,7 @@ def _is_final(error: Exception) -> bool:
 def _acquire_task(link: SuperLink, run_id: int) -> str:
     """Wait for the server task of the Flower run `run_id`, and return the task's token.
 
-    Tasks of other runs, left by killed processes, are taken and ended as failed. Raises
-    LinkUnreachable after TASK_TIMEOUT seconds, or if the SuperLink `link` cannot be reached.
+    Tasks of other runs, left by killed processes, are taken and ended as failed.
     """
     deadline = time.monotonic() + TASK_TIMEOUT
     client = link.runtime_api.acquire_client()
@@ -397,10 +374,7 @@ def _acquire_task(link: SuperLink, run_id: int) -> str:
 
 
 def _end_task(client: RuntimeHttpClient, details: str, status: str = SubStatus.FAILED) -> None:
-    """Report the end of a client's task with status and details, and close the client.
-
-    An HTTP error is logged, not raised.
-    """
+    """Report the end of a client's task, or log that this failed, and close the client."""
     try:
         client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
     except httpx.HTTPError as error:

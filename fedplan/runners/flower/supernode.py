@@ -90,10 +90,9 @@ PROXY_ERRORS = (502, 503, 504)
 
 @dataclass(frozen=True)
 class RuntimeApi:
-    """How to reach a Flower Runtime API, which gives out tasks; makes clients of the API.
+    """How to reach a Flower Runtime API, which gives out tasks; makes clients, to be closed.
 
-    `address` is host:port, `certificate` the CA certificate file (None: unencrypted), `secret` the
-    file with the secret that taking tasks needs, read by `acquire_client`. Clients must be closed.
+    `certificate`: of the CA (None: unencrypted). `secret`: the file that taking tasks needs.
     """
 
     address: str
@@ -149,9 +148,8 @@ def send_heartbeats(client: RuntimeHttpClient) -> Generator[None]:
 def run_supernode(site: Site, stop: threading.Event) -> Generator[RuntimeApi]:
     """Keep the site's Flower SuperNode running during the body, and yield its Runtime API.
 
-    A thread starts flower-supernode, and restarts it when it ends; the node connects to
-    `site.server`. The body should end when `stop` is set; after the body `stop` is set, and the
-    node is terminated. A node that cannot be started raises only in the thread.
+    The body should end when `stop` is set; after the body `stop` is set, and the node is
+    terminated. A node that cannot be started raises only in the thread that keeps it.
     """
     with tempfile.TemporaryDirectory(prefix="fedplan-node-") as temporary:
         folder = Path(temporary)
@@ -174,11 +172,7 @@ def run_supernode(site: Site, stop: threading.Event) -> Generator[RuntimeApi]:
 
 
 def _keep_running(site: Site, folder: Path, port: int, stop: threading.Event) -> None:
-    """Run the site's node, and restart it RESTART_DELAY after it ends, until `stop` is set.
-
-    `folder` has the keys and secret of the node's Runtime API on `port` of this machine. Returns
-    when the node has been terminated, or killed 10 s later.
-    """
+    """Run the site's node, and restart it RESTART_DELAY after it ends, until `stop` is set."""
     while not stop.is_set():
         node = _start_node(site, folder, port)
         watcher = threading.Thread(target=_watch_output, args=(node,), name="node-log", daemon=True)
@@ -198,11 +192,7 @@ def _keep_running(site: Site, folder: Path, port: int, stop: threading.Event) ->
 
 
 def _start_node(site: Site, folder: Path, port: int) -> subprocess.Popen[str]:
-    """Start flower-supernode for a site, with the Runtime API on `port` and its keys in `folder`.
-
-    The process ends with this one (on Linux). Raises FedplanError if the site has no server, or the
-    program cannot be started.
-    """
+    """Start flower-supernode for a site, in a process that ends with this one (on Linux)."""
     if (server := site.server) is None:
         raise FedplanError(
             f"the site {site.name!r} has no server: set address under [server] in its site.toml"
@@ -230,10 +220,7 @@ def _start_node(site: Site, folder: Path, port: int) -> subprocess.Popen[str]:
 
 
 def _watch_output(node: subprocess.Popen[str]) -> None:
-    """Copy a node's output to stderr until it ends; kill the node 2 s after a fatal line.
-
-    The server sends its requests again to a node that comes back.
-    """
+    """Copy a node's output to stderr; kill it 2 s after a fatal line: it is restarted."""
     assert node.stdout is not None
     with node.stdout as output:
         for line in output:
@@ -252,8 +239,8 @@ def _end_with_parent() -> None:
 def serve_tasks(api: RuntimeApi, answer: Answer, stop: threading.Event) -> None:
     """Take tasks from `api` and reply to their messages by `answer`, until `stop` is set.
 
-    Runs one task at a time in this thread. Connection errors are logged, and the API is polled
-    again. For a task that cannot be read, `answer` is called with an empty message, to log it.
+    Runs one task at a time. Connection errors are logged, and the API is polled again. For a task
+    that cannot be read, `answer` is called with an empty message, to log it.
     """
     with closing(api.acquire_client()) as client:
         token = ""
@@ -278,10 +265,9 @@ def _acquire_task(client: RuntimeHttpClient) -> str:
 
 
 def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
-    """Pull the message of the task with this token, and push the reply made by `answer`.
+    """Pull a task's message, and push the reply made by `answer`.
 
-    Sends heartbeats to `api` meanwhile; `guard` gives up an incomplete message. HTTP errors are
-    raised; after any other error `answer` is called with an empty message, to log the error.
+    HTTP errors are raised; after any other error `answer` gets an empty message, to log it.
     """
     try:
         with closing(api.task_client(token)) as client:
@@ -307,9 +293,8 @@ class StalledPullGuard:
 
     If a run ends while the node receives a message, the rest never comes, and Flower pulls for up
     to two hours; but a node receives one message at a time, so another task means that the former
-    is over. Use `wrap` on the client's pull function. `acquire` takes a task and returns its token,
-    or ""; the token is then in `next_token`, for the caller. `stop` also gives up. `lock` and
-    `last`, the monotonic time of the last `acquire`, are internal.
+    is over. `acquire` takes a task and returns its token, or ""; the token is then in `next_token`,
+    for the caller.
     """
 
     acquire: Callable[[], str]
@@ -319,11 +304,10 @@ class StalledPullGuard:
     last: float = field(default_factory=time.monotonic)
 
     def wrap(self, pull: Pull) -> Pull:
-        """Return a pull function that ends the wait for an object at a stop or another task.
+        """Return a pull function by which an object is not found at a stop, or with another task.
 
-        The object is then reported as not found. While an object is not available, `acquire` is
-        called once per STALL_INTERVAL, until it has taken a task: the caller must then run the task
-        in `next_token`.
+        While an object is not available, `acquire` is called once per STALL_INTERVAL, until it has
+        taken a task: the caller must then run the task in `next_token`.
         """
 
         def guarded_pull(request: PullObjectRequest) -> PullObjectResponse:
@@ -343,10 +327,9 @@ class StalledPullGuard:
 def is_key_registered(server: ServerSection) -> bool:
     """Ask the server of a site whether the site's node key is registered there.
 
-    Reads the files `server.node_key` and `server.ca`. Sends an activation with a heartbeat interval
-    of 0, which the server rejects with one of two codes, so nothing changes there and a running
-    node is not disturbed. Raises FedplanError if the key file is invalid, the server cannot be
-    reached, or the response has neither code.
+    Sends an activation with a heartbeat interval of 0, which the server rejects with one of two
+    codes, so nothing changes there. Raises FedplanError if the key file is invalid, the server
+    cannot be reached, or the response has neither code.
     """
     key = read_node_key(Path(server.node_key))
     public = key.public_key()
