@@ -133,8 +133,7 @@ def _with_head(part: Part, with_head: bool) -> Part:
 def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
     """Add LoRA of a rank to the modules of the part `on`, in place; return the PEFT model.
 
-    A model that already has an adapter is returned unchanged. lora_alpha is `SCALE * rank`. Raises
-    UnknownArchitecture if, without a layer map, the modules of the part are unknown.
+    A model that already has an adapter is returned unchanged.
     """
     peft = import_peft()
 
@@ -146,10 +145,9 @@ def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
 
 @with_text("two_adapters")
 def add_two_adapters(model: nn.Module, *, rank: int, own_rank: int, on: Part) -> nn.Module:
-    """Add the LoRA adapters "common" and "own" to the modules of the part `on`, in place.
+    """Add the LoRA adapters "common" and "own" to the modules of the part `on`, both active.
 
-    Returns the PEFT model; both adapters are active. lora_alpha is `SCALE` times the rank. Raises
-    FedplanError for a model that has an adapter, and as `add_lora`.
+    Raises FedplanError for a model that has an adapter.
     """
     if families := adapter_families(model):
         raise FedplanError(
@@ -168,10 +166,7 @@ def add_two_adapters(model: nn.Module, *, rank: int, own_rank: int, on: Part) ->
 
 
 def hosts_of(model: nn.Module, part: Part) -> list[str]:
-    """Return the sorted names of the modules in a model's blocks that own a param of a part.
-
-    Raises UnknownArchitecture if, without a layer map, the params of the part are unknown.
-    """
+    """Return the sorted names of the modules in a model's blocks that own a param of a part."""
     params = describe(model)
     require_known_part(part & body, params)
     return sorted({p.name.rpartition(".")[0] for p in params if p.block_id and part.holds(p)})
@@ -255,3 +250,10 @@ def _one_level(
         start=start,
         vision_at=vision_at,
     )
+
+
+METHODS = (
+    *(fedit, ffa_lora, fedsa_lora, flexlora, fedex_lora, feddpa),
+    *(pfeddc, promptfl, local_prompts),
+)
+"""The methods of this module, as lists of methods order them."""

@@ -56,3 +56,7 @@ def _after_warmup(method: Method, plan: Plan, warmup: int) -> Method:
     """Return the method with `plan` appended after `warmup` rounds, in the phase "frozen"."""
     plan = chain(method.plan, when(phase("frozen"), plan))
     return replace(method, plan=plan, phase_rule=PlannedPhases({"frozen": warmup}))
+
+
+METHODS = (safl_frozen, pfeddc_held, fedper_safl, safl_lora)
+"""The methods of this module, as lists of methods order them."""

@@ -208,3 +208,11 @@ def fedfrozen(
             )
         return Method(plan, phase_rule=SettledPhase("frozen", kinds, settle, warmup, by))
     return Method(plan, phase_rule=PlannedPhases({"frozen": warmup}))
+
+
+METHODS = (
+    *(fedavg, fedprox, scaffold, fedavgm, fedadam, fedyogi, local_only),
+    *(fedper, fedrep, lg_fedavg, fedbabu, fedbn, fedfrozen),
+    *(safl, bitfit, fedpart, head_only),
+)
+"""The methods of this module, as lists of methods order them."""

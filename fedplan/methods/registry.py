@@ -9,52 +9,14 @@ from inspect import getdoc, signature
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.methods.adapters import (
-    feddpa,
-    fedex_lora,
-    fedit,
-    fedsa_lora,
-    ffa_lora,
-    flexlora,
-    local_prompts,
-    pfeddc,
-    promptfl,
-)
-from fedplan.methods.compositions import fedper_safl, pfeddc_held, safl_frozen, safl_lora
+from fedplan.methods import adapters, compositions, published
 from fedplan.methods.method import Method
-from fedplan.methods.published import (
-    bitfit,
-    fedadam,
-    fedavg,
-    fedavgm,
-    fedbabu,
-    fedbn,
-    fedfrozen,
-    fedpart,
-    fedper,
-    fedprox,
-    fedrep,
-    fedyogi,
-    head_only,
-    lg_fedavg,
-    local_only,
-    safl,
-    scaffold,
-)
 from fedplan.methods.server_optimizer import ServerOptimizer, adagrad, adam, mean, momentum, yogi
 from fedplan.naming import Registry
 
 METHODS: dict[str, Callable[..., Method]] = {
     make.__name__.replace("_", "-"): make
-    for make in (
-        *(fedavg, fedprox, scaffold, fedavgm, fedadam, fedyogi, local_only),
-        *(fedper, fedrep, lg_fedavg, fedbabu, fedbn),
-        fedfrozen,
-        *(safl, bitfit, fedpart, head_only),
-        *(fedit, ffa_lora, fedsa_lora, flexlora, fedex_lora, feddpa),
-        *(pfeddc, promptfl, local_prompts),
-        *(safl_frozen, pfeddc_held, fedper_safl, safl_lora),
-    )
+    for make in (*published.METHODS, *adapters.METHODS, *compositions.METHODS)
 }
 """The built-in methods by name: functions of their settings."""
 
@@ -88,8 +50,7 @@ def register_method(name: str, make: Callable[..., Method]) -> None:
 def make_server_optimizer(name: str, settings: Mapping[str, Any] | None = None) -> ServerOptimizer:
     """Return a new server optimizer by name, or by `package.module:function`.
 
-    `settings`: arguments of the optimizer's function; None for defaults. Raises FedplanError if the
-    name is unknown, a setting is wrong, or the result is not callable.
+    Raises FedplanError if the name is unknown, a setting is wrong, or the result is not callable.
     """
     optimizer: Any = SERVER_OPTIMIZER_REGISTRY.make(name, settings)
     if not callable(cast("object", optimizer)):
@@ -102,10 +63,7 @@ def _type_name(value: object) -> str:
 
 
 def list_methods() -> list[list[str]]:
-    """Return one list of text lines for each registered method: name and origin, summary, plan.
-
-    A method that cannot be made has the error instead of summary and plan.
-    """
+    """Return lines for each registered method: name and origin, summary and plan, or its error."""
     methods = list[list[str]]()
     for name, origin in METHOD_REGISTRY.origins().items():
         try:
@@ -201,7 +159,6 @@ def method_info(name: str) -> MethodInfo:
     """Return the description of a method by name, or by `package.module:function`.
 
     Texts are from the docstring of the method's function, which is called with default settings.
-    Raises FedplanError as `method_by_name`.
     """
     entry, method = METHOD_REGISTRY.find(name), method_by_name(name)
     first, _, rest = (getdoc(entry.value) or "").partition("\n\n")

@@ -8,6 +8,7 @@ backbone is its head; a layer map defines the rest.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fedplan.models.layer_maps import (
     LAYER_MAPS,
@@ -20,13 +21,18 @@ from fedplan.models.layer_maps import (
     thirds,
 )
 
+
+def _attention(paths: str, names: str) -> dict[str, Any]:
+    """The paths of query, key, value and out, for which one of `names` each replaces `{0}`."""
+    kinds = ("query", "key", "value", "out")
+    return {kind: paths.format(name) for kind, name in zip(kinds, names.split(), strict=False)}
+
+
 # Text encoders
 register_layer_map(
     "bert",
     blocks={"encoder": "encoder.layer"},
-    query="self.query",
-    key="self.key",
-    value="self.value",
+    **_attention("self.{0}", "query key value"),
     out="attention.output.dense crossattention.output.dense",
     mlp="intermediate.dense output.dense",
     head="pooler",
@@ -36,21 +42,9 @@ for name in ("roberta", "xlm-roberta", "camembert"):
     register_layer_map(name, like="bert")
 register_layer_map("esm", like="bert", head="contact_head")
 register_layer_map(
-    "mpnet",
-    like="bert",
-    query="attn.q",
-    key="attn.k",
-    value="attn.v",
-    out="attn.o",
-    position="relative_attention_bias",
+    "mpnet", like="bert", **_attention("attn.{0}", "q k v o"), position="relative_attention_bias"
 )
-register_layer_map(
-    "longformer",
-    like="bert",
-    query="self.query_global",
-    key="self.key_global",
-    value="self.value_global",
-)
+register_layer_map("longformer", like="bert", **_attention("self.{0}_global", "query key value"))
 register_layer_map(
     "layoutlmv3",
     like="bert",
@@ -61,10 +55,7 @@ register_layer_map("electra", like="bert", embed="embeddings_project")
 register_layer_map(
     "albert",
     blocks={"encoder": "albert_layer_groups.*.albert_layers"},
-    query="attention.query",
-    key="attention.key",
-    value="attention.value",
-    out="attention.dense",
+    **_attention("attention.{0}", "query key value dense"),
     mlp="ffn ffn_output",
     embed="embedding_hidden_mapping_in",
     head="pooler",
@@ -72,10 +63,7 @@ register_layer_map(
 register_layer_map(
     "distilbert",
     blocks={"encoder": "transformer.layer"},
-    query="attention.q_lin",
-    key="attention.k_lin",
-    value="attention.v_lin",
-    out="attention.out_lin",
+    **_attention("attention.{0}_lin", "q k v out"),
     mlp="ffn",
 )
 register_layer_map(
@@ -117,9 +105,7 @@ register_layer_map(
     "swin",
     like="vit",
     blocks={"vision": "encoder.layers.*.blocks"},
-    query="self.query",
-    key="self.key",
-    value="self.value",
+    **_attention("self.{0}", "query key value"),
     position="relative_position_bias self.relative_position_bias_table",
     embed="downsample",
 )
@@ -137,10 +123,7 @@ register_layer_map(
 register_layer_map(
     "wav2vec2",
     blocks={"encoder": "encoder.layers"},
-    query="attention.q_proj",
-    key="attention.k_proj",
-    value="attention.v_proj",
-    out="attention.out_proj",
+    **_attention("attention.{0}_proj", "q k v out"),
     mlp="feed_forward",
     embed="masked_spec_embed feature_extractor feature_projection pos_conv_embed",
 )
@@ -150,10 +133,7 @@ register_layer_map("hubert", like="wav2vec2")
 register_layer_map(
     "clip_text_model",
     blocks={"text": "encoder.layers"},
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    out="self_attn.out_proj",
+    **_attention("self_attn.{0}_proj", "q k v out"),
     mlp="mlp",
 )
 register_layer_map(
@@ -201,10 +181,7 @@ register_layer_map(
     "fedplan.models.prompts.DualFusion",
     towers={"text": "fusion", "vision": "fusion"},
     tags={"text": "text", "vision": "vision"},
-    query="query",
-    key="key",
-    value="value",
-    out="out",
+    **_attention("{0}", "query key value out"),
     mlp="mlp",
     scale="gate",
 )
@@ -238,13 +215,7 @@ register_layer_map(
     "mpt", blocks={"decoder": "blocks"}, fused={"attn.Wqkv": thirds}, out="attn.out_proj", mlp="ffn"
 )
 register_layer_map(
-    "llama",
-    blocks={"decoder": "layers"},
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    out="self_attn.o_proj",
-    mlp="mlp",
+    "llama", blocks={"decoder": "layers"}, **_attention("self_attn.{0}_proj", "q k v o"), mlp="mlp"
 )
 for name in ("mistral", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "smollm3", "gemma", "gemma2"):
     register_layer_map(name, like="llama")
@@ -292,10 +263,7 @@ register_layer_map("qwen2_5_vl_vision", like="qwen2_vl_vision")
 register_layer_map(
     "t5",
     blocks={"encoder": "encoder.block", "decoder": "decoder.block"},
-    query="SelfAttention.q EncDecAttention.q",
-    key="SelfAttention.k EncDecAttention.k",
-    value="SelfAttention.v EncDecAttention.v",
-    out="SelfAttention.o EncDecAttention.o",
+    **_attention("SelfAttention.{0} EncDecAttention.{0}", "q k v o"),
     position="relative_attention_bias",
     mlp="DenseReluDense",
     head="lm_head qa_outputs",
@@ -304,10 +272,7 @@ register_layer_map(
 register_layer_map(
     "bart",
     blocks={"encoder": "encoder.layers", "decoder": "decoder.layers"},
-    query="self_attn.q_proj encoder_attn.q_proj",
-    key="self_attn.k_proj encoder_attn.k_proj",
-    value="self_attn.v_proj encoder_attn.v_proj",
-    out="self_attn.out_proj encoder_attn.out_proj",
+    **_attention("self_attn.{0}_proj encoder_attn.{0}_proj", "q k v out"),
     mlp="fc1 fc2",
     cross="encoder_attn",
 )
