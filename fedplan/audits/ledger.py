@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify a ledger against its plan: roles, digests, bytes, weights and warnings of every turn."""
+"""Verify a ledger against its plan, turn by turn, and show which trained params have moved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedplan.errors import FedplanError
@@ -16,6 +17,7 @@ from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.history import make_warnings, recent_drifts
 from fedplan.federation.ledger.records import (
     ROLE_BY_LETTER,
+    Record,
     RoundRecord,
     TurnRecord,
     read_record,
@@ -28,10 +30,8 @@ from fedplan.tensors.named import param_key
 
 
 def verify_ledger(agreement: Agreement, lines: Iterable[object], start: str = "") -> list[str]:
-    """Check a ledger against the agreement; return one sentence per fault, [] without any.
+    """Check a ledger's lines, as parsed JSON, against the agreement; return one sentence per fault.
 
-    agreement: the settings that server and clients fixed before round 1.
-    lines: the ledger's lines as parsed JSON; a line that is no record is a fault, not an exception.
     start: concatenated digests of the initial model's params; "" skips the comparison with them.
     """
     checker = _LedgerChecker(agreement, start)
@@ -211,3 +211,69 @@ class _LedgerChecker:
         for client, (norm, clipped_norm) in applied.clipped.items():
             if not (agreement.defence.max_norm_ratio and clipped_norm < norm):
                 yield f"{where}, {client}: its change was clipped, and there was no reason to"
+
+
+TRAINED, SHARED, KEPT = "SK", "S", "K"
+"""Letters of the roles that a turn trains, in `TurnRecord.roles`."""
+
+
+@dataclass
+class Movement:
+    """The params that were trained in some turn, and those of them that moved; `add` each record.
+
+    A param moved if a turn that trained it left another value than it started from. A shared param
+    counts with the value that the client sent, after compression. Under secure aggregation turns do
+    not show this: there a shared param moved if its global value did, and under distributed noise a
+    personal param counts as moved. `start`: concatenated digests of the initial model's params.
+    """
+
+    agreement: Agreement
+    start: str
+    trained: set[str] = field(default_factory=set[str])
+    moved: set[str] = field(default_factory=set[str])
+    shared: set[str] = field(default_factory=set[str])
+    global_moved: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        params = self.agreement.params
+        self._initial = split_digests(params, self.start)
+        self._unknown = dict(enumerate(p.key for p in params))  # not known to have moved
+
+    def add(self, record: Record) -> None:
+        """Take in a turn or a round of the ledger."""
+        if isinstance(record, TurnRecord):
+            for missed in record.missed:
+                self._add_turn(missed)
+            self._add_turn(record)
+        else:
+            first = self._initial
+            changed = {key for key, digest in record.changed.items() if first.get(key) != digest}
+            self.global_moved |= changed & first.keys()
+
+    def _add_turn(self, turn: TurnRecord) -> None:
+        if len(turn.roles) != len(self.agreement.params):
+            return  # a fault of this line
+        masked, noised = self.agreement.secagg.active, self.agreement.distributed_dp
+        for index, key in list(self._unknown.items()):
+            role, place = turn.roles[index], slice(16 * index, 16 * index + 16)
+            if role not in TRAINED:
+                continue
+            self.trained.add(key)
+            self.shared |= {key} if role == SHARED else set()
+            visible = not (masked and role == SHARED)
+            if visible and (noised or turn.before[place] != turn.after[place]):
+                self.moved.add(key)
+                if role == KEPT or key in self.global_moved:
+                    del self._unknown[index]
+
+    @property
+    def unmoved(self) -> list[str]:
+        """Keys of the trained params that never moved, in the order of the model."""
+        moved = self.moved | (self.global_moved if self.agreement.secagg.active else set[str]())
+        return [p.key for p in self.agreement.params if p.key in self.trained - moved]
+
+    @property
+    def not_aggregated(self) -> list[str]:
+        """Keys of shared params that clients moved, and whose global value never changed."""
+        lost = (self.shared & self.moved) - self.global_moved
+        return [p.key for p in self.agreement.params if p.key in lost]

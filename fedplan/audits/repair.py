@@ -42,13 +42,11 @@ IRREPLACEABLE = f"{STUDY}, {RUN_FILE}, the keys in {CLIENTS} and the secrets in 
 def repair_run(folder: Path, in_memory: InMemoryInputs | None = None) -> list[str]:
     """Restore the damaged and lost files of a simulation; return their paths in `folder`, sorted.
 
-    `in_memory`: the Python objects of a run of `fp.simulate`.
-
-    Runs the last round again from the one before, or else all rounds from the start, in a folder
-    beside the run's. The rounds must repeat the run: the new ledger, or if the old one is damaged
-    the new global state, must have the same bytes as the old; else nothing is changed. Returns []
-    if the run has no faults. Raises FedplanError if the run cannot be repeated, or if another
-    process has it open.
+    `in_memory`: the Python objects of a run of `fp.simulate`. Runs the last round again from the
+    one before, or else all rounds from the start, in a folder beside the run's. The rounds must
+    repeat the run: the new ledger, or if the old one is damaged the new global state, must have the
+    same bytes as the old; else nothing is changed. Raises FedplanError if the run cannot be
+    repeated, or if another process has it open.
     """
     replica = folder.absolute().with_name(f".{folder.absolute().name}.repair")
     with wrap_disk_errors(f"{folder} cannot be locked", "name the folder of a run"):

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fedplan.audits.ledger import verify_ledger
-from fedplan.audits.movement import Movement
+from fedplan.audits.ledger import Movement, verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation.client import KEY
 from fedplan.federation.evaluation import EvalConfig
@@ -80,11 +79,10 @@ class _LedgerSummary:
 
 @dataclass(frozen=True)
 class RunAudit:
-    """What the checks of a run have shown: faults as sentences, and a text on all checks.
+    """The faults that the checks of a run have shown, and a text on all checks.
 
     `unmoved`: keys of params that were trained and never moved. That is a reason to doubt the run,
-    and no fault: a layer that the loss does not use, or of which all units are inactive, has a
-    gradient of zero, and training it as the plan says leaves it as it is.
+    and no fault: a layer that the loss does not use has a gradient of zero.
     """
 
     faults: tuple[str, ...]
@@ -104,9 +102,8 @@ def audit_run(folder: Path) -> RunAudit:
     """Check a run's folder; change nothing.
 
     Checks the ledger against the plan, stored models and client states against the ledger, privacy
-    charges against the guarantee, and examples, if loadable, against their digests. The summary
-    says what the checks have shown: also whether each trained param moved; with faults, that the
-    run failed them. Raises ConfigError before the first round.
+    charges against the guarantee, and examples, if loadable, against their digests. Raises
+    ConfigError before the first round.
     """
     return read_consistently(folder, _audit)
 

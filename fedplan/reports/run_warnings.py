@@ -9,7 +9,7 @@ from math import fsum, isfinite
 from pathlib import Path
 from typing import Any, cast
 
-from fedplan.audits.movement import Movement
+from fedplan.audits.ledger import Movement
 from fedplan.errors import FedplanError
 from fedplan.language.parts import named
 from fedplan.language.plan import chain, freeze
