@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.cli.console import JsonOption, app, command, print_errors, print_json
+from fedplan.cli.console import (
+    JsonOption,
+    app,
+    command,
+    print_errors,
+    print_json,
+    print_result,
+)
 
 
 @command(
@@ -51,10 +58,9 @@ def export_command(
             folder, output, client, key, adapter=adapter, best=best, global_model=global_model
         )
         about = describe_export(folder, client, best=best)
-    if as_json:
-        return print_json({"folder": str(output), "loading_code": loading_code, "about": about})
-    for line in (f"Written: {output}", *about, f"Load it: {loading_code}"):
-        Console(soft_wrap=True).print(line, markup=False, highlight=False)
+    value = {"folder": str(output), "loading_code": loading_code, "about": about}
+    lines = (f"Written: {output}", *about, f"Load it: {loading_code}")
+    print_result(value, *lines, as_json=as_json)
 
 
 @command(app, "privacy study.toml", "privacy run")
@@ -70,10 +76,7 @@ def privacy_command(
 
     with print_errors():
         statement = read_privacy_statement(place)
-        if as_json:
-            print_json(statement.json())
-        else:
-            Console(soft_wrap=True, highlight=False).print(statement.text(), markup=False)
+        print_result(statement.json(), statement.text(), as_json=as_json)
 
 
 @command(app, "egress state")
@@ -110,7 +113,4 @@ def faults_command(
 
     with print_errors():
         faults = list(read_faults(folder, Encryption.from_file(key) if key else None))
-        if as_json:
-            return print_json(faults)
-        for fault in faults:
-            Console(soft_wrap=True, highlight=False).print(fault, markup=False)
+        print_result(faults, *faults, as_json=as_json)

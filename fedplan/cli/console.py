@@ -137,6 +137,21 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(replace_nonfinite(value), indent=1))
 
 
+def print_lines(*lines: str) -> None:
+    """Print lines to stdout as they are: not wrapped, and without markup."""
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def print_result(value: Any, *lines: str, as_json: bool) -> None:
+    """Print the lines, or with `as_json` the value as one JSON document."""
+    if as_json:
+        print_json(value)
+    else:
+        print_lines(*lines)
+
+
 def replace_nonfinite(value: Any) -> Any:
     """Return a copy of a JSON-like value with None in place of NaN and infinite floats.
 

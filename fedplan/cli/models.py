@@ -20,6 +20,8 @@ from fedplan.cli.console import (
     command,
     print_errors,
     print_json,
+    print_lines,
+    print_result,
 )
 from fedplan.errors import FedplanError
 from fedplan.language.parser import parse
@@ -102,7 +104,16 @@ def explain_command(
                         f"{model} is a study file, which has its own settings: leave out "
                         f"{param.opts[0]}"
                     )
-        return _explain_study(Path(model), as_json=as_json)
+            from fedplan.reports.study_explanation import explain_study
+
+            explanation, statement = explain_study(Path(model))
+            if as_json:
+                privacy = statement.json() if statement else None
+                return print_json({**explanation.json(), "privacy": privacy})
+            Console().print(explanation)
+            if statement is not None:
+                print_lines("\n" + statement.text())
+            return
     with print_errors():
         if not batch_size and (
             gradient_checkpointing or quantization or optimizer != TrainingStep.optimizer
@@ -130,23 +141,6 @@ def explain_command(
         Console().print(explanation)
 
 
-def _explain_study(file: Path, *, as_json: bool) -> None:
-    """Print the explanation of a study file, and its privacy statement if it has one.
-
-    With `as_json` prints one JSON object. Errors are printed and end the process.
-    """
-    from fedplan.reports.study_explanation import explain_study
-
-    with print_errors():
-        explanation, statement = explain_study(file)
-        if as_json:
-            privacy = statement.json() if statement else None
-            return print_json({**explanation.json(), "privacy": privacy})
-        Console().print(explanation)
-        if statement is not None:
-            Console(soft_wrap=True, highlight=False).print("\n" + statement.text(), markup=False)
-
-
 @command(app, "propose granite")
 def propose_command(
     model: Annotated[
@@ -159,21 +153,12 @@ def propose_command(
     The test runs a small random model of the type. The exit code is 1 if a layer does not behave as
     proposed.
     """
-    from fedplan.models.proposal import (
-        proposal_report,
-        propose_layer_map,
-        small_model_like,
-    )
+    from fedplan.models.proposal import proposal_report, propose_layer_map, small_model_like
 
     with print_errors():
         proposal = propose_layer_map(small_model_like(model))
-    if as_json:
-        print_json(
-            {"name": proposal.name, "layer_map": proposal.settings, "faults": proposal.faults}
-        )
-    else:
-        for line in proposal_report(proposal):
-            Console(soft_wrap=True, highlight=False).print(line, markup=False)
+    value = {"name": proposal.name, "layer_map": proposal.settings, "faults": proposal.faults}
+    print_result(value, *proposal_report(proposal), as_json=as_json)
     raise typer.Exit(1 if proposal.faults else 0)
 
 
@@ -207,10 +192,8 @@ def methods_command(
     console = Console(soft_wrap=True, highlight=False)
     with print_errors():
         if as_json:
-            infos = [
-                method_info(method_name).json()
-                for method_name in ([name] if name else METHOD_REGISTRY.origins())
-            ]
+            names = [name] if name else METHOD_REGISTRY.origins()
+            infos = [method_info(each).json() for each in names]
             return print_json(infos[0] if name else infos)
         for title, *lines in [method_info(name).lines] if name else list_methods():
             console.print(title, style="bold", markup=False)

@@ -21,6 +21,8 @@ from fedplan.cli.console import (
     outlive_viewer,
     print_errors,
     print_json,
+    print_lines,
+    print_result,
     replace_nonfinite,
 )
 from fedplan.errors import FedplanError, printable
@@ -186,11 +188,10 @@ def stop_command(
 
     with print_errors():
         snapshot = stop_run(folder, at_once=now)
-    if as_json:
-        return print_json({"stop": "now" if now else "after_round", **snapshot.json()})
     when = "at once" if now else f"after round {min(snapshot.round + 1, snapshot.status.rounds)}"
-    message = f"Asked to stop {when}. Watch it end: fedplan attach {folder}"
-    Console(soft_wrap=True, highlight=False).print(message, markup=False)
+    text = f"Asked to stop {when}. Watch it end: fedplan attach {folder}"
+    value = {"stop": "now" if now else "after_round", **snapshot.json()}
+    print_result(value, text, as_json=as_json)
 
 
 @command(app, "attach run")
@@ -307,14 +308,8 @@ def evaluate_command(
         evaluated = evaluate_run(folder, client)
         tables = evaluated.tables()
         count = evaluated.write_csv(predictions) if predictions else 0
-    if as_json:
-        print_json(tables)
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    for line in evaluation_lines(tables):
-        console.print(line, markup=False)
-    if predictions:
-        console.print(f"Written: {predictions} ({count:,} predictions)", markup=False)
+    written = [f"Written: {predictions} ({count:,} predictions)"] if predictions else []
+    print_result(tables, *evaluation_lines(tables), *written, as_json=as_json)
 
 
 @command(app, "report run -o report.html", "report state -o compliance.html")
@@ -365,10 +360,7 @@ def report_command(
     if as_json:
         print(json.dumps({"file": str(output), "fault_count": len(faults)}))
     else:
-        fault_count = f"; it lists {len(faults)} faults" if faults else ""
-        Console(soft_wrap=True, highlight=False).print(
-            f"Written: {output}{fault_count}", markup=False
-        )
+        print_lines(f"Written: {output}" + (f"; it lists {len(faults)} faults" if faults else ""))
     if faults:
         raise typer.Exit(1)
 

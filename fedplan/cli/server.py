@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedplan.cli.console import (
     JsonOption,
@@ -17,7 +16,7 @@ from fedplan.cli.console import (
     command_group,
     outlive_viewer,
     print_errors,
-    print_json,
+    print_result,
 )
 from fedplan.cli.studies import new_commands
 
@@ -40,10 +39,7 @@ def keys_command(
         from fedplan.runners.flower.keys import make_keys
 
         files = list(map(str, make_keys(folder, host or [], site or [], days)))
-    if as_json:
-        return print_json({"files": files})
-    for path in files:
-        print(path)
+    print_result({"files": files}, *files, as_json=as_json)
 
 
 @command(new_commands, "new federation ward --site north --site south --host fl.example.org")
@@ -76,9 +72,9 @@ def federation_command(
             insecure=insecure,
             keys=not no_keys,
         )
-    if as_json:
-        return print_json({"folder": str(folder), "readme": str(folder / "README.md")})
-    Console(soft_wrap=True).print(f"Written. Continue with {folder / 'README.md'}", highlight=False)
+    readme = str(folder / "README.md")
+    value = {"folder": str(folder), "readme": readme}
+    print_result(value, f"Written. Continue with {readme}", as_json=as_json)
 
 
 @command(new_commands, "new site west --federation ward")
@@ -93,9 +89,8 @@ def site_command(
 
         new_site(federation, name)
     site_folder = federation / "sites" / name
-    if as_json:
-        return print_json({"folder": str(site_folder)})
-    print(f"Written. Copy {site_folder} to the site, and follow its README.")
+    text = f"Written. Copy {site_folder} to the site, and follow its README."
+    print_result({"folder": str(site_folder)}, text, as_json=as_json)
 
 
 @command(server_commands, "server link --server server")
@@ -119,9 +114,8 @@ def register_command(
         from fedplan.runners.flower.superlink import read_public_key, read_superlink
 
         read_superlink(server.absolute()).register(name, read_public_key(key))
-    if as_json:
-        return print_json({"site": name, "key": str(key)})
-    print(f"{name} is registered with {key}")
+    value = {"site": name, "key": str(key)}
+    print_result(value, f"{name} is registered with {key}", as_json=as_json)
 
 
 @command(server_commands, "server revoke north")
@@ -135,9 +129,8 @@ def revoke_command(
         from fedplan.runners.flower.superlink import read_superlink
 
         revoked = read_superlink(server.absolute()).revoke(name)
-    if as_json:
-        return print_json({"site": name, "revoked_keys": revoked})
-    print(f"{name}: {revoked} keys revoked")
+    value = {"site": name, "revoked_keys": revoked}
+    print_result(value, f"{name}: {revoked} keys revoked", as_json=as_json)
 
 
 @command(server_commands, "server sites")
@@ -147,16 +140,12 @@ def sites_command(server: ServerOption = Path("server"), as_json: JsonOption = F
         from fedplan.runners.flower.superlink import read_superlink
 
         nodes = read_superlink(server.absolute()).nodes()
-        if as_json:
-            named = [(node.name or str(node.node_id), node) for node in nodes]
-            return print_json(
-                [
-                    {"site": name, "state": node.status, "since": node.last_activated_at}
-                    for name, node in named
-                ]
-            )
+        rows = list[dict[str, str]]()
+        lines = list[str]()
         for node in nodes:
-            since = (
-                f"since {node.last_activated_at}" if node.last_activated_at else "never connected"
+            name, since = node.name or str(node.node_id), node.last_activated_at
+            rows.append({"site": name, "state": node.status, "since": since})
+            lines.append(
+                f"{name}  {node.status}  {f'since {since}' if since else 'never connected'}"
             )
-            print(f"{node.name or node.node_id}  {node.status}  {since}")
+        print_result(rows, *lines, as_json=as_json)

@@ -19,6 +19,7 @@ from fedplan.cli.console import (
     outlive_viewer,
     print_errors,
     print_json,
+    print_result,
 )
 from fedplan.errors import FedplanError
 from fedplan.naming import allow_imports
@@ -49,10 +50,7 @@ def site_keys_command(
 
         make = replace_node_key if rotate else make_site_keys
         files = list(map(str, make(site.absolute())))
-    if as_json:
-        return print_json({"files": files})
-    for path in files:
-        print(path)
+    print_result({"files": files}, *files, as_json=as_json)
 
 
 @command(site_commands, "site peers --site sites/north", name="peers")
@@ -62,12 +60,10 @@ def peers_command(site: SiteOption = Path(), as_json: JsonOption = False) -> Non
         from fedplan.runners.site import read_peer_fingerprints, read_site
 
         keys = read_peer_fingerprints(read_site(site))
-    if as_json:
-        print_json(asdict(keys))
-    else:
-        for name, fingerprint in {"this site": keys.own, **keys.peers}.items():
-            print(f"{name}: {fingerprint}")
-        print(f"\nAll {len(keys.peers)} keys together, equal at every site:\n{keys.together}")
+    named = {"this site": keys.own, **keys.peers}
+    lines = [f"{name}: {fingerprint}" for name, fingerprint in named.items()]
+    end = f"\nAll {len(keys.peers)} keys together, equal at every site:\n{keys.together}"
+    print_result(asdict(keys), *lines, end, as_json=as_json)
     if keys.problem:
         Console(stderr=True, soft_wrap=True, highlight=False).print(keys.problem, markup=False)
         raise typer.Exit(1)
@@ -103,13 +99,11 @@ def inbox_command(site: SiteOption = Path(), as_json: JsonOption = False) -> Non
     """List the studies that were offered to this site, and the decision on each."""
     with print_errors(), _open_approvals(site) as approvals:
         rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
-    if as_json:
-        return print_json(rows)
-    for row in rows:
-        line = f"{row['study'][:12]}  {row['time'][:16]}  {row['name']}: {row['state']}"
-        Console(soft_wrap=True, highlight=False).print(line, markup=False)
-    if not rows:
-        print("No study has been offered to this site.")
+    lines = [
+        f"{row['study'][:12]}  {row['time'][:16]}  {row['name']}: {row['state']}" for row in rows
+    ]
+    none = "No study has been offered to this site."
+    print_result(rows, *(lines or [none]), as_json=as_json)
 
 
 @command(site_commands, "site show 3fa9c2")
@@ -132,9 +126,9 @@ def approve_command(
     """Approve a study exactly as offered. Any change of the study needs a new approval."""
     with print_errors(), _open_approvals(site) as approvals:
         approval = approvals.approve(digest or _only_waiting_study(approvals))
-    if as_json:
-        return print_json({"study": approval.study_digest, "approver": approval.approver})
-    print(f"Approved by {approval.approver}: {approval.study_digest}")
+    value = {"study": approval.study_digest, "approver": approval.approver}
+    text = f"Approved by {approval.approver}: {approval.study_digest}"
+    print_result(value, text, as_json=as_json)
 
 
 @command(site_commands, "site refuse 3fa9c2 --reason 'not our patients'")
@@ -149,9 +143,7 @@ def refuse_command(
     """Refuse a study. The server learns that a person refused it, but not why."""
     with print_errors(), _open_approvals(site) as approvals:
         approvals.refuse(digest, reason)
-    if as_json:
-        return print_json({"study": digest, "decision": "refused"})
-    print("Refused.")
+    print_result({"study": digest, "decision": "refused"}, "Refused.", as_json=as_json)
 
 
 @command(site_commands, "site withdraw 3fa9c2")
@@ -161,9 +153,7 @@ def withdraw_command(
     """Withdraw an approval: from now on this site answers no request of the study."""
     with print_errors(), _open_approvals(site) as approvals:
         approvals.withdraw(digest)
-    if as_json:
-        return print_json({"study": digest, "decision": "withdrawn"})
-    print("Withdrawn.")
+    print_result({"study": digest, "decision": "withdrawn"}, "Withdrawn.", as_json=as_json)
 
 
 @command(site_commands, "site policy")
@@ -175,13 +165,11 @@ def policy_command(site: SiteOption = Path(), as_json: JsonOption = False) -> No
             study = approvals.inbox.read_offer(digest).study
             row = {"study": digest, "name": study.name, "state": approvals.status_text(study)}
             studies.append({**row, "violations": list(approvals.violations(study))})
-    if as_json:
-        return print_json({"policy": lines, "studies": studies})
+    verdicts = list[str]()
     for entry in studies:
-        lines += [f"\n{entry['study'][:12]}  {entry['name']}: {entry['state']}"]
-        lines += [f"  - {sentence}" for sentence in entry["violations"]]
-    for line in lines:
-        Console(soft_wrap=True, highlight=False).print(line, markup=False)
+        verdicts += [f"\n{entry['study'][:12]}  {entry['name']}: {entry['state']}"]
+        verdicts += [f"  - {sentence}" for sentence in entry["violations"]]
+    print_result({"policy": lines, "studies": studies}, *lines, *verdicts, as_json=as_json)
 
 
 @command(site_commands, "site doctor --site sites/north")

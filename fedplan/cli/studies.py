@@ -17,6 +17,7 @@ from fedplan.cli.console import (
     command_group,
     print_errors,
     print_json,
+    print_result,
 )
 
 new_commands = command_group("new", "Write a study file, or the folders of a federation.")
@@ -61,11 +62,8 @@ def study_command(
     with print_errors():
         options = StudyOptions(task, column, label, client, clients, method)
         findings = new_study(data, model, output, options)
-    if as_json:
-        return print_json({"file": str(output), "findings": findings})
-    for line in findings:
-        print(line)
-    print(f"Written. Inspect it: fedplan data {output}. Run it: fedplan run {output} --output run")
+    end = f"Written. Inspect it: fedplan data {output}. Run it: fedplan run {output} --output run"
+    print_result({"file": str(output), "findings": findings}, *findings, end, as_json=as_json)
 
 
 @command(app, "data study.toml", "data study.toml --svg who.svg")
@@ -98,6 +96,4 @@ def digest_command(study: StudyArgument, as_json: JsonOption = False) -> None:
 
     with print_errors():
         model_digest = build_experiment(read_study(study)).model_digest
-    if as_json:
-        return print_json({"digest": model_digest})
-    print(model_digest)
+    print_result({"digest": model_digest}, model_digest, as_json=as_json)

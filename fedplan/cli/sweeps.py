@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedplan.cli.console import (
     JsonLinesOption,
@@ -18,6 +17,7 @@ from fedplan.cli.console import (
     command,
     outlive_viewer,
     print_errors,
+    print_lines,
 )
 from fedplan.errors import FedplanError
 
@@ -104,6 +104,6 @@ def compare_command(
         elif as_csv:
             print(comparison.csv(), end="")
         elif html is not None:
-            Console(soft_wrap=True, highlight=False).print(f"Written: {html}", markup=False)
+            print_lines(f"Written: {html}")
         else:
             print(comparison.markdown(), end="")
