@@ -99,8 +99,7 @@ class Comparison:
 
     `rows`: one for each group; the first is the baseline. `notes`: sentences on runs that were left
     out and on limits of the statistics. `others`: the same groups by further scores, if no single
-    one matters for all plans. `markdown`, `csv`, `json` and `html` return the comparison in these
-    formats.
+    one matters for all plans.
     """
 
     score: str
@@ -118,11 +117,8 @@ class Comparison:
         """Return the comparison as Markdown: the tables, differences in words, and notes."""
         parts = [markdown_table(names, cells) for names, cells in self.tables]
         if different := [row for row in self.rows if row.differences]:
-            parts.append(f"Differences from {self.baseline.label}:\n")
-            parts += [
-                f"- **{row.group.label}**: {'; '.join(row.differences)}." for row in different
-            ]
-            parts.append("")
+            lines = [f"- **{row.group.label}**: {'; '.join(row.differences)}." for row in different]
+            parts += [f"Differences from {self.baseline.label}:\n", *lines, ""]
         notes = (*self.notes, *self.table_explanations)
         parts += [f"Note: {printable(note)}." for note in notes]
         return "\n".join(parts) + "\n"
@@ -154,28 +150,25 @@ class Comparison:
             return ""
         best = (max if self.higher_is_better else min)(means.values())
         labels = [label for label, mean in means.items() if mean == best]
-        chosen = ""
+        have, chosen = "has" if len(labels) == 1 else "have", ""
         if self.score.startswith(ON_VALIDATION):
             chosen = ", chosen on validation"
         elif self.score.startswith((*SPREAD_PREFIXES, *GLOBAL_PREFIXES)):
             chosen = ", chosen on the test: optimistic"
-        return (
-            f"{' and '.join(labels)} {'has' if len(labels) == 1 else 'have'} the best mean{chosen}"
-        )
+        return f"{' and '.join(labels)} {have} the best mean{chosen}"
 
     @property
     def score_examples(self) -> str:
         """On which examples the score is, if all runs have it on the same; else ""."""
-        runs = [run for row in self.rows for run in row.group.runs.values()]
         if self.score.startswith(ON_VALIDATION):
             return "validation examples"
         if self.score.startswith(SPREAD_PREFIXES):
             return "each client's own test examples"
-        scores = [run.scores.find("global") for run in runs]
-        examples = (
-            {s.examples for s in scores if s} if self.score.startswith(GLOBAL_PREFIXES) else ()
-        )
-        return next(iter(examples)) if len(examples) == 1 else ""
+        if not self.score.startswith(GLOBAL_PREFIXES):
+            return ""
+        runs = [run for row in self.rows for run in row.group.runs.values()]
+        examples = {s.examples for run in runs if (s := run.scores.find("global"))}
+        return examples.pop() if len(examples) == 1 else ""
 
     @property
     def side_scores(self) -> dict[ScoreKind, str]:
@@ -278,12 +271,8 @@ class Comparison:
                 "p_holm": row.p_holm,
                 **{name: row.group.mean_of(name) for name in means},
                 "runs": [
-                    {
-                        "seed": seed,
-                        "folder": str(run.folder),
-                        "score": finite(run.score(self.score)),
-                    }
-                    for seed, run in sorted(row.group.runs.items())
+                    {"seed": n, "folder": str(run.folder), "score": finite(run.score(self.score))}
+                    for n, run in sorted(row.group.runs.items())
                 ],
                 "differences": list(row.differences),
             }
@@ -389,12 +378,7 @@ def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] 
     higher_is_better = baseline.first.higher_is_better(score)
     if metric_direction(score, baseline.first.directions) is None:
         notes = (*notes, f"{score} says no direction: a higher value counts as better")
-    notes = (
-        *notes,
-        *_seed_notes(rows),
-        *_score_notes(rows, score),
-        *_privacy_notes(groups),
-    )
+    notes = (*notes, *_seed_notes(rows), *_score_notes(rows, score), *_privacy_notes(groups))
     return Comparison(score, higher_is_better, tuple(rows), notes)
 
 
@@ -403,7 +387,6 @@ def _describe_differences(
 ) -> list[str]:
     """Return sentences on the fields, plan and roles in which a run differs from the baseline run.
 
-    `other`: the run to describe. `read_roles`: reads the roles from the ledger in a run's folder.
     Roles are compared only if the plans differ and neither run has client-level DP.
     """
     sentences = describe_study_differences(baseline.study, other.study)
@@ -412,8 +395,8 @@ def _describe_differences(
     sentences.append(f"the plan is {other.plan}, not {baseline.plan}")
     if baseline.study.client_level_dp or other.study.client_level_dp:
         return sentences
-    other_roles = read_roles(other.folder)
-    return sentences + describe_role_differences(read_roles(baseline.folder), other_roles)
+    roles = read_roles(baseline.folder), read_roles(other.folder)
+    return sentences + describe_role_differences(*roles)
 
 
 def _privacy_notes(groups: Sequence[RunGroup]) -> list[str]:
@@ -440,10 +423,7 @@ def _privacy_notes(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _seed_notes(rows: Sequence[GroupComparison]) -> list[str]:
-    """Return sentences on few seeds, diverged runs, and seeds without a pair in the baseline.
-
-    `rows`: the baseline's row first.
-    """
+    """Return sentences on few seeds, diverged runs, and seeds without a pair in the baseline."""
     notes = list[str]()
     counts = [rows[0].score.count, *(r.difference.count for r in rows[1:] if r.difference)]
     if min(counts) == 1:
@@ -486,8 +466,7 @@ def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
                 f"to {high}, beside the interval over seeds"
             )
     for row in rows[1:]:
-        same = row.difference and row.difference.mean == 0 and row.difference.half_width == 0
-        if same:
+        if row.difference and row.difference.mean == 0 and row.difference.half_width == 0:
             notes.append(f"{row.group.label}: {score} is the same in every pair, so there is no p")
     return notes
 

@@ -45,10 +45,8 @@ def comparison_page(comparison: Comparison) -> str:
 
     Reads the folders of each group's first run. Raises ConfigError if one cannot be read.
     """
-    rows = comparison.rows
-    runs = sum(row.score.count for row in rows)
-    every = (comparison, *comparison.others)
-    scores = " and ".join(each.score for each in every)
+    rows, every = comparison.rows, (comparison, *comparison.others)
+    runs, scores = sum(row.score.count for row in rows), " and ".join(e.score for e in every)
     lead = f"{len(rows)} groups, {runs} runs, compared by {scores}."
     tables = (
         block("table", columns=names, rows=cells, numbers=len(names) - 1)
@@ -63,12 +61,10 @@ def comparison_page(comparison: Comparison) -> str:
         for row in rows
         if row.differences
     )
+    differences = tuple(figure for each in every for figure in _difference_figures(each))
     sections = (
         PageSection("Table", intro=(*tables, *notes)),
-        PageSection(
-            "Differences",
-            figures=tuple(f for each in every for f in _difference_figures(each)),
-        ),
+        PageSection("Differences", figures=differences),
         PageSection("By round", figures=tuple(_curve_figures(comparison))),
         PageSection("Costs", figures=tuple(_cost_figures(comparison))),
         PageSection("By part of the model", figures=tuple(_part_figures(comparison))),
@@ -97,10 +93,7 @@ def _difference_figures(comparison: Comparison) -> Iterator[PageFigure]:
 
 
 def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
-    """Yield a line chart by round of the score, and of each metric in CURVES that all groups have.
-
-    A line is the mean over a group's seeds, with a band over the seeds.
-    """
+    """Yield line charts by round: of the score, and of metrics in CURVES that all groups have."""
     private = any(row.group.first.study.privacy for row in comparison.rows)
     primary = comparison.rows[0].group.first.rules.metric
     # A simulation has these metrics, but DP hides them.
@@ -122,6 +115,10 @@ def _curve_figures(comparison: Comparison) -> Iterator[PageFigure]:
 
 def _cost_figures(comparison: Comparison) -> Iterator[PageFigure]:
     """Yield bar charts of the groups' mean upload, download, epsilon and time, where known."""
+
+    def amount_text(number: float) -> str:
+        return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
     for name, title, unit, divisor in (
         ("upload_bytes", "Upload of all clients", "MB", 1e6),
         ("download_bytes", "Download of all clients", "MB", 1e6),
@@ -135,12 +132,7 @@ def _cost_figures(comparison: Comparison) -> Iterator[PageFigure]:
             if value is not None
         ]
         if bars:
-            chart = bar_chart(title, bars, unit=unit, format_value=_format_amount)
-            yield PageFigure(name, chart)
-
-
-def _format_amount(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+            yield PageFigure(name, bar_chart(title, bars, unit=unit, format_value=amount_text))
 
 
 def _part_figures(comparison: Comparison) -> Iterator[PageFigure]:

@@ -19,10 +19,7 @@ from fedplan.sweeps.trials import read_base_study
 
 
 class _TimeLeftColumn(ProgressColumn):
-    """Column with the estimated time left and the names of at most two running trials.
-
-    Empty until `progress` is set, which `sweep_with_progress` does when the sweep starts.
-    """
+    """Column with the estimated time left and the names of at most two running trials."""
 
     max_refresh = 1.0
 
@@ -31,9 +28,10 @@ class _TimeLeftColumn(ProgressColumn):
         self.progress: SweepProgress | None = None
 
     def render(self, task: Task) -> Text:
-        """Return the text of the column; without a progress it is empty."""
-        seconds = self.progress.seconds_left() if self.progress else 0.0
-        running = ", ".join(self.progress.running[:2]) if self.progress else ""
+        """Return the text of the column; empty before the sweep has set `progress`."""
+        if self.progress is None:
+            return Text()
+        seconds, running = self.progress.seconds_left(), ", ".join(self.progress.running[:2])
         return Text(f"{duration(seconds)} left  {running}" if seconds else running)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,6 @@ from typing import Any, cast
 from fedplan.storage.files import make_folder, write_atomic, write_if_changed
 from fedplan.studies.run import SWEEP_FILE
 from fedplan.studies.schema import ConfigError
-from fedplan.sweeps.trials import Setting, Trial
 
 FINISHED_FILE, FAILURES_FILE = "finished.json", "failures.json"
 """In a sweep's folder: the finished trials, and the failed ones."""
@@ -55,19 +54,10 @@ class SweepSpec:
     def text(self) -> str:
         """The settings and seeds as on a command line."""
         settings = [
-            f"{field}={','.join(map(_value_text, values))}"
+            f"{field}={','.join(v if isinstance(v, str) else json.dumps(v) for v in values)}"
             for field, values in self.settings.items()
         ]
         return " ".join([*settings, f"seeds {','.join(map(str, self.seeds))}"])
-
-
-def make_sweep_spec(
-    settings: Sequence[Setting], seeds: Sequence[int], trials: Sequence[Trial]
-) -> SweepSpec:
-    """Return the specification of a sweep with these trials."""
-    values_by_field = {setting.field: list(setting.values) for setting in settings}
-    digests = {trial.name: trial.study.full_digest for trial in trials}
-    return SweepSpec(values_by_field, list(seeds), digests)
 
 
 def is_sweep(folder: Path) -> bool:
@@ -111,20 +101,10 @@ def read_sweep_spec(folder: Path) -> SweepSpec:
         raise ConfigError(f"{folder / SWEEP_FILE} cannot be read: {error}") from error
 
 
-def read_finished(folder: Path) -> dict[str, TrialResult]:
-    """Return the results of the finished trials by name; raise ConfigError if unreadable."""
-    return _read_results(folder / FINISHED_FILE)
+def read_trial_results(file: Path) -> dict[str, TrialResult]:
+    """Return the results in FINISHED_FILE or FAILURES_FILE of a sweep, by trial name.
 
-
-def read_failures(folder: Path) -> dict[str, TrialResult]:
-    """Return the results of the failed trials by name; raise ConfigError if unreadable."""
-    return _read_results(folder / FAILURES_FILE)
-
-
-def _read_results(file: Path) -> dict[str, TrialResult]:
-    """Return the trial results in a JSON file by trial name; empty if there is no file.
-
-    Raises ConfigError if the file cannot be read.
+    Empty without the file. Raises ConfigError if it cannot be read.
     """
     try:
         return {name: TrialResult(**fields) for name, fields in _read_json(file).items()}
@@ -135,9 +115,9 @@ def _read_results(file: Path) -> dict[str, TrialResult]:
 
 
 def write_trial_results(folder: Path, results: Mapping[str, TrialResult]) -> None:
-    """Write the results of finished and of failed trials into the two files of a sweep's folder.
+    """Replace FINISHED_FILE and FAILURES_FILE in a sweep's folder.
 
-    `results`: by trial name; replaces the files. A trial that was stopped on request is in neither.
+    `results`: by trial name; a trial that was stopped on request is in neither file.
     """
     finished = {
         name: {"seconds": result.seconds, "stop_reason": result.stop_reason}
@@ -163,7 +143,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file} cannot be read: it contains no JSON object")
     return cast("dict[str, Any]", value)
-
-
-def _value_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

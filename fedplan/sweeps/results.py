@@ -12,10 +12,7 @@ from typing import Any
 
 from fedplan.data.metrics import metric_direction
 from fedplan.errors import FedplanError
-from fedplan.federation.ledger.callbacks import (
-    COHORT_PREFIXES,
-    PER_CLIENT_PREFIXES,
-)
+from fedplan.federation.ledger.callbacks import COHORT_PREFIXES, PER_CLIENT_PREFIXES
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, read_record
 from fedplan.federation.ledger.status import RunState, read_status
@@ -35,7 +32,12 @@ from fedplan.studies.run_scores import (
     untrained_params,
 )
 from fedplan.studies.schema import Study
-from fedplan.sweeps.records import is_sweep, read_failures, read_sweep_spec
+from fedplan.sweeps.records import (
+    FAILURES_FILE,
+    is_sweep,
+    read_sweep_spec,
+    read_trial_results,
+)
 
 ABSENT = "absent"
 """Role text of a kind of param that a run does not have."""
@@ -45,14 +47,12 @@ ABSENT = "absent"
 class RunResult:
     """The result so far of the run in `folder`, read by `read_run_result`.
 
-    `study`: the run's study. `plan`: the plan's text. `rounds`: number of closed rounds.
-    `finished`: whether the run reached its last round or was stopped early by a rule. `metrics`:
-    one row of numbers per round. `seconds`: `rounds` times the median duration of the last rounds.
-    `epsilon_spent`: so far. `seconds` and `epsilon_spent` are None if not known.
-    `directions`: whether higher is better, of the metrics that the task names. `rules`: how to read
-    the scores. `untrained`: kinds of params of the global model that were
-    never trained, since each client has its own. `score` and `curve` return a metric that may be
-    shown under the run's privacy.
+    `plan`: the plan's text. `rounds`: number of closed rounds. `finished`: whether the run reached
+    its last round or was stopped early by a rule. `metrics`: one row of numbers per round.
+    `seconds`: `rounds` times the median duration of the last rounds; None if not known, as
+    `epsilon_spent`. `directions`: whether higher is better, of the metrics that the task names.
+    `untrained`: kinds of params of the global model that were never trained, since each client has
+    its own. `score` and `curve` return a metric that may be shown under the run's privacy.
     """
 
     folder: Path
@@ -126,9 +126,8 @@ def read_run_result(folder: Path) -> RunResult:
     def read(run: RunReader) -> RunResult:
         status, study = read_status(run.folder), run.study
         # Stopped by early stopping or a callback, not by a person, a signal or an error.
-        stopped_early = (
-            status is not None and status.state == RunState.STOPPED and status.stopped_early
-        )
+        stopped_early = bool(status and status.state == RunState.STOPPED and status.stopped_early)
+        round_seconds = status.round_seconds if status else None
         spent = None
         if study.privacy and study.has_central_data:
             spent = read_privacy_statement(run.folder, with_sweep=False).epsilon_spent
@@ -139,9 +138,7 @@ def read_run_result(folder: Path) -> RunResult:
             rounds=run.round,
             finished=run.round >= study.train.rounds or stopped_early,
             metrics=run.metrics,
-            seconds=status.round_seconds * run.round
-            if status and status.round_seconds is not None
-            else None,
+            seconds=round_seconds * run.round if round_seconds is not None else None,
             rules=score_rules(run),
             untrained=tuple(dict.fromkeys(p.label for p in untrained_params(run.agreement))),
             epsilon_spent=spent,
@@ -162,7 +159,7 @@ def find_run_folders(places: Sequence[Path | str]) -> tuple[list[Path], list[str
         if not is_sweep(place):
             folders.append(read_run(place).folder)
             continue
-        names, failed = read_sweep_spec(place).runs, read_failures(place)
+        names, failed = read_sweep_spec(place).runs, read_trial_results(place / FAILURES_FILE)
         started = [
             place / name
             for name in names
@@ -278,12 +275,7 @@ def describe_role_differences(base: RoleHistory, other: RoleHistory) -> list[str
 
 
 def read_role_history(folder: Path) -> RoleHistory:
-    """Return the roles in the run of a folder by kind of param and round, from the run's ledger.
-
-    The params of a kind and the clients of a round are not told apart: if their roles differ, the
-    text names each role once. Raises FedplanError if the folder has no run, if the ledger cannot
-    be read, or if the run goes on too fast to be read.
-    """
+    """Return the roles of a run's params, from its ledger; raise FedplanError if unreadable."""
 
     def read(run: RunReader) -> RoleHistory:
         params, roles_by_kind = run.params, dict[Kind, dict[int, set[Role]]]()

@@ -19,8 +19,7 @@ RELATIVE_TOLERANCE = 1e-9
 class Interval:
     """The mean of `count` numbers with a 95 % confidence interval: mean ± `half_width`.
 
-    `half_width` is None for a single number, and if a number is not finite. Get one by
-    `mean_interval`.
+    `half_width` is None for a single number, and if a number is not finite.
     """
 
     mean: float

@@ -27,10 +27,10 @@ from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import RunScores, run_scores
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.sweeps.records import (
+    FINISHED_FILE,
     SweepSpec,
     TrialResult,
-    make_sweep_spec,
-    read_finished,
+    read_trial_results,
     start_sweep_folder,
     write_trial_results,
 )
@@ -95,9 +95,8 @@ class SweepEvent:
 class SweepProgress:
     """The progress of a sweep: names of `running` trials, counts, and an estimate of the time left.
 
-    `folder`: the sweep's folder. `remaining`: number of trials to run, `parallel` at once. `ended`:
-    number of trials that an earlier call has finished. The sweep calls `start_trial` and
-    `finish_trial`; another thread may read the progress.
+    `remaining`: number of trials to run, `parallel` at once. `ended`: number of trials that an
+    earlier call has finished. Another thread may read it.
     """
 
     def __init__(self, folder: Path, parallel: int, *, remaining: int, ended: int = 0) -> None:
@@ -165,10 +164,15 @@ def sweep(
     base, varied = read_base_study(study), parse_settings(settings)
     numbers = parse_seeds(seeds, base.seed)
     trials = make_trials(base, varied, numbers)
+    spec = SweepSpec(
+        {setting.field: list(setting.values) for setting in varied},
+        list(numbers),
+        {trial.name: trial.study.full_digest for trial in trials},
+    )
     return run_trials(
         Path(folder),
         trials,
-        spec=make_sweep_spec(varied, numbers, trials),
+        spec=spec,
         parallel=parallel,
         on_trial_end=on_trial_end,
         on_start=on_start,
@@ -197,7 +201,8 @@ def run_trials(
             stack.enter_context(locked_folder(folder))
         if spec is not None:
             start_sweep_folder(folder, spec)
-        results = {n: r for n, r in read_finished(folder).items() if (folder / n).is_dir()}
+        finished = read_trial_results(folder / FINISHED_FILE)
+        results = {name: result for name, result in finished.items() if (folder / name).is_dir()}
         unfinished = [trial for trial in trials if trial.name not in results]
         ended = len(trials) - len(unfinished)
         progress = SweepProgress(folder, parallel, remaining=len(unfinished), ended=ended)

@@ -28,8 +28,7 @@ from fedplan.sweeps.records import (
     FAILURES_FILE,
     FINISHED_FILE,
     TrialResult,
-    read_failures,
-    read_finished,
+    read_trial_results,
 )
 from fedplan.sweeps.sweeping import Sweep, SweepEvent, SweepProgress, sweep
 
@@ -130,7 +129,7 @@ def test_a_failure_stands_apart_and_the_others_go_on(tmp_path: Path) -> None:
     )
     code, out = run(*asked)
     assert code == 1 and "1 of 2 runs failed" in out and "2/2  method.name=fedavg" in out
-    (name, end), *others = read_failures(tmp_path / "s").items()
+    (name, end), *others = read_trial_results(tmp_path / "s" / FAILURES_FILE).items()
     assert (name, others) == (
         "method.name=promptfl,train.rounds=1,seed=0",
         [],
@@ -173,7 +172,8 @@ def test_a_run_that_is_asked_to_stop_is_left_to_go_on_with(
         folder=tmp_path / "s",
     )
     assert found.unfinished == [name] and not found.failures and not found.folders
-    assert read_run(tmp_path / "s" / name).round == 1 and name not in read_finished(found.folder)
+    assert read_run(tmp_path / "s" / name).round == 1
+    assert name not in read_trial_results(found.folder / FINISHED_FILE)
 
 
 def test_the_time_left_is_that_of_what_is_open_and_waits(tmp_path: Path) -> None:
