@@ -132,10 +132,7 @@ class DataDistribution:
         return Group(*parts, Text("\n" + "\n".join(filter(None, self.sentences()))))
 
     def figure(self) -> Drawing:
-        """Return a chart with a dot per client and label; the dot's area is the number of examples.
-
-        Without labels, return a bar chart of the examples of each client.
-        """
+        """Return a chart of the examples by client, and by label if there are labels."""
         title = f"{self.study}: examples by client"
         sums = {client.client: client.train + client.held_out for client in self.clients}
         if not self.labels:

@@ -19,10 +19,7 @@ NO_NOISE = "Without differential privacy"
 def plan_exposure(
     plan: Plan, params: Params, *, why: str = NO_NOISE, seen: str = "each update"
 ) -> str:
-    """Return a sentence on what a server learns of a site from the parts that a plan shares.
-
-    `why` there is no noise on what the server sees, and what `seen` is. "" if nothing is shared.
-    """
+    """Return a sentence on what a server learns from the shared parts; "" if nothing is shared."""
     shared = params_with_roles(plan, params, Role.SHARE)
     if not shared:
         return ""

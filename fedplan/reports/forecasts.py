@@ -176,7 +176,7 @@ def forecast(
 
 @dataclass(frozen=True)
 class _TurnRoles:
-    """The roles of all params in a client's turn, and the active `steps` of the plan.
+    """The active steps of the plan in a client's turn, and the roles of all params.
 
     `certain` are the roles if layer scores choose no block, `permitted` if every block.
     """
@@ -205,9 +205,8 @@ class _ClientVersions:
     """The params that a simulated client has, and the round in which each was last received.
 
     `last_aux` is the round of a param's auxiliary tensors (for example control variates). `initial`
-    are the keys of params that every client has from the start, until the server changes the param.
-    Per round, sum `missing_bytes` over the params, then call `record_turn`. A forecast has two
-    objects, for the least and for the most bytes of downloads.
+    are the keys of params that every client has from the start. Per round, sum `missing_bytes` over
+    the params, then call `record_turn`.
     """
 
     last_received: dict[Param, int] = field(default_factory=dict[Param, int])
@@ -216,10 +215,9 @@ class _ClientVersions:
     initial: frozenset[str] = frozenset()
 
     def missing_bytes(self, param: Param, role: Role, updated: int, aux_count: int) -> int:
-        """Return the bytes of a param that the client must download in a turn with this role.
+        """Return the bytes of a param and its auxiliary tensors to download in a turn of this role.
 
-        `updated` is the round of the param's last update by the server, 0 for none. A shared param
-        has `aux_count` auxiliary tensors of the same size. Changes nothing.
+        `updated` is the round of the param's last update by the server, 0 for none.
         """
         received, personal = param in self.last_received, role.is_personal
         first = not personal and not received and param.key not in self.initial
@@ -245,8 +243,7 @@ class _ClientVersions:
 class _Forecaster:
     """Computes the forecast of a run; call `client_forecast` per class of clients, then `notes`.
 
-    `announced` maps each phase of known start to the round after which it begins; `classes` has the
-    name and a turn of each class of clients. `participants` None means that they are not known.
+    `announced` maps each phase of known start to the round after which it begins.
     """
 
     def __init__(

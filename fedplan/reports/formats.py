@@ -103,10 +103,7 @@ def simulation_line(row: Mapping[str, float], rules: ScoreRules, spent: float | 
 
 
 def sites_line(record: RoundRecord, row: Mapping[str, float], rules: ScoreRules) -> str:
-    """Return the line of a round of real sites, escaped for rich: sizes, scores, rejected sites.
-
-    `record` is the round's ledger record, `row` its metrics.
-    """
+    """Return the line of a round of real sites, escaped for rich: sizes, scores, rejected sites."""
     rejected = ", ".join(f"{name} ({why})" for name, why in record.rejected.items())
     loss = f"  loss {row['loss']:.3f}" if "loss" in row else ""
     scores = "".join(f"  {each.label} {each.number}" for each in rules.of_row(row).scores)

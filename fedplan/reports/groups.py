@@ -36,10 +36,7 @@ def study_fields(study: Study) -> dict[str, Any]:
 
 
 def differing_fields(studies: Iterable[Study]) -> list[str]:
-    """Return the dotted names of fields in which studies differ, in order of first occurrence.
-
-    IGNORED_FIELDS are left out; a field that a study lacks counts as None.
-    """
+    """Return the dotted names of fields that differ; IGNORED_FIELDS are left out."""
     fields = [study_fields(each) for each in studies]
     names = dict.fromkeys(name for each in fields for name in each)
     return [name for name in names if any(f.get(name) != fields[0].get(name) for f in fields)]
@@ -48,8 +45,7 @@ def differing_fields(studies: Iterable[Study]) -> list[str]:
 def group_by_seed(runs: Iterable[T], member: Callable[[T], Member]) -> list[tuple[str, list[T]]]:
     """Group runs that differ only in their seed, or in IGNORED_FIELDS; return (name, runs) of each.
 
-    `member` returns the study, plan text and folder of a run. Groups are in the order of their
-    first runs; the names are distinct.
+    Groups are in the order of their first runs; the names are distinct.
     """
     runs_by_fields = dict[str, list[T]]()
     for run in runs:
@@ -87,8 +83,7 @@ def _names(firsts: Sequence[Member]) -> list[str]:
 def _label(values: Mapping[str, Any], plan: str, differing: Sequence[str]) -> str:
     """Return the differing fields of a study as a label: `fedavg, lr 0.001`.
 
-    `values` are the `study_fields` of the study. The method's name and the text `plan`, for
-    PLAN_FIELDS, stand alone; other fields have the last part of their name, or the whole name if
+    Method and plan stand alone; other fields have the last part of their name, or the whole name if
     two end alike. Unset fields are left out, unless no other differs.
     """
     values = {**values, **{name: plan for name in PLAN_FIELDS if values.get(name) not in UNSET}}

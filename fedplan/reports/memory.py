@@ -216,19 +216,13 @@ def _mlp_width(params: list[Param]) -> int:
 
 
 def _hidden_size(params: list[Param]) -> int:
-    """Return the hidden size of a block, given the block's params: the size of the largest norm.
-
-    A block without norms has the largest last dimension of all params.
-    """
+    """Return the hidden size of a block: of its largest norm, or the largest last dimension."""
     norms = [p.numel for p in params if p.kind is Kind.NORM]
     return max(norms or [p.shape[-1] for p in params])
 
 
 def _compute_itemsize(params: list[Param], step: TrainingStep) -> int:
-    """Return the bytes of one activation value in a block, given the block's params.
-
-    The value is 2 under autocast, else as in the dtype of most weights (adapters do not count).
-    """
+    """Return the bytes of one activation value in a block: as most weights have, adapters apart."""
     if step.autocast:
         return 2
     sizes = Counter[str]()

@@ -93,11 +93,7 @@ def certificate_expiries(folder: Path) -> dict[str, datetime]:
 
 
 def report_expiries(events: EventStream, folder: Path) -> None:
-    """Emit a notice of each certificate that has expired or expires within 30 days.
-
-    `folder` is the federation's. If a certificate cannot be read, only that is reported; missing
-    files are ignored.
-    """
+    """Emit a notice of each certificate that cannot be read or expires within 30 days."""
     try:
         expiries = certificate_expiries(folder)
     except FedplanError as error:
@@ -113,10 +109,9 @@ def report_expiries(events: EventStream, folder: Path) -> None:
 
 @contextmanager
 def serve_metrics(events: EventStream, port: int) -> Generator[int]:
-    """Serve `/metrics` and `/health` of a run's status while the context is open; yield the port.
+    """Serve `/metrics` and `/health` of a run's status on 127.0.0.1 in the body; yield the port.
 
-    Listens on 127.0.0.1 in a daemon thread; port 0 takes any free port. Raises FedplanError if the
-    port cannot be bound.
+    Port 0 takes any free port. Raises FedplanError if the port cannot be bound.
     """
     try:
         server = ThreadingHTTPServer((HOST, port), _handler(events))
@@ -135,10 +130,9 @@ def serve_metrics(events: EventStream, port: int) -> Generator[int]:
 
 
 def prometheus_text(status: RunStatus, *, healthy: bool) -> str:
-    """Return a run's status in Prometheus's text format; `healthy` becomes a metric.
+    """Return a run's status in Prometheus's text format, without metrics that have no value.
 
-    Metrics without a value are left out; under client-level differential privacy also all metrics
-    of single sites.
+    Under client-level differential privacy all metrics of single sites are left out, too.
     """
     lines = list[str]()
     for name, kind, text, samples in _metrics(status, healthy=healthy):
@@ -192,10 +186,7 @@ def _metrics(status: RunStatus, *, healthy: bool) -> Iterator[tuple[str, str, st
 
 
 def _handler(events: EventStream) -> type[BaseHTTPRequestHandler]:
-    """Return an HTTP handler class that serves the current status of a run.
-
-    `/health` has HTTP status 200 if the run is healthy and 503 if not; other paths have 404.
-    """
+    """Return an HTTP handler class for a run's `/metrics`, and `/health` with status 200 or 503."""
 
     class StatusHandler(BaseHTTPRequestHandler):
         timeout = 10.0

@@ -22,10 +22,7 @@ from fedplan.models.params import Params
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A reason to doubt the result of a run, which nothing refuses: `text`, and a `remedy`.
-
-    `code` names the kind of warning: one of PLAN_WARNINGS, DATA_WARNINGS or RESULT_WARNINGS.
-    """
+    """A reason to doubt the result of a run, which nothing refuses, by its code, and a remedy."""
 
     code: str
     text: str

@@ -44,10 +44,7 @@ from fedplan.studies.schema import Study
 
 
 class _ClientsColumn(ProgressColumn):
-    """A column of a progress bar: the clients that have answered in the open round, the time left.
-
-    Reads the current status of the run from `events` whenever the bar is drawn.
-    """
+    """A column of a progress bar: the clients that have answered in the open round, time left."""
 
     def __init__(self, events: EventStream) -> None:
         super().__init__()
@@ -68,11 +65,7 @@ def show_rounds(
     total: int,
     line: Callable[[CommittedRound], str],
 ) -> Generator[Progress]:
-    """Print the `line` of each committed round, below a bar of the rounds, within the body.
-
-    `total` is the number of rounds; the bar of a resumed run begins at the rounds that are done.
-    There is no bar if the console is no terminal.
-    """
+    """Print the `line` of each committed round in the body, below a bar if this is a terminal."""
     bar = Progress(
         TextColumn("round {task.completed}/{task.total}"),
         BarColumn(),
@@ -171,10 +164,7 @@ def _print_first_warnings(
     *,
     strict: bool,
 ) -> None:
-    """Print the warnings that are known before the first round of the run in a folder.
-
-    With `strict`, raise FedplanError if there are any.
-    """
+    """Print the warnings known before the first round; with `strict`, raise FedplanError if any."""
     warnings = study_warnings(study, agreement, read_data_record(folder))
     for text in warnings_text(warnings):
         console.print(text, soft_wrap=True)

@@ -43,10 +43,9 @@ WIDTH, ROW, HEADER, BAND_GAP, SIDE, LEFT = 760.0, 20.0, 50.0, 9.0, 58.0, 10.0
 
 @dataclass(frozen=True)
 class RoleFigure:
-    """The roles of a model's params in one turn of a plan, to be drawn by `draw_roles`.
+    """The roles of a model's params in one turn of a plan, by default of any client in round 1.
 
-    `params` are the model's, from `describe`. `turn` is a client in a round, by default an unnamed
-    client in the first; without layer scores, blocks that scores may choose are drawn as chosen.
+    Without layer scores, blocks that scores may choose are drawn as chosen.
     """
 
     title: str
@@ -61,10 +60,9 @@ class RoleFigure:
 
 
 def draw_roles(figures: Sequence[RoleFigure], output: Path) -> None:
-    """Draw figures one below the other into the file `output`, which is overwritten.
+    """Draw figures one below the other into a file, in the format of its suffix (.svg, .png, .pdf).
 
-    The suffix (.svg, .png, .pdf) sets the format. Raises FedplanError if it cannot
-    be written.
+    Replaces the file; raises FedplanError if it cannot be written.
     """
     grids = [_Grid(figure) for figure in figures]
     height = sum(grid.height for grid in grids) + 30
@@ -91,10 +89,7 @@ def draw_roles(figures: Sequence[RoleFigure], output: Path) -> None:
 
 
 class _Grid:
-    """The layout of a figure: a band per stack, with a column per block and a row per kind.
-
-    Reserve `height` pixels on a sheet, then call `draw`.
-    """
+    """The layout of a figure: a band per stack, a column per block, a row per kind."""
 
     def __init__(self, figure: RoleFigure) -> None:
         self.figure, self.roles = figure, figure.roles()
@@ -145,10 +140,7 @@ class _Grid:
             top = bottom + BAND_GAP
 
     def _side(self, ax: Axes, params: list[Param], x: float, top: float, bottom: float) -> None:
-        """Draw params outside of blocks at `x`, from `top` to `bottom`.
-
-        Each kind gets one labelled cell; params tagged "common" and "own" get separate cells.
-        """
+        """Draw a labelled cell for each kind of params outside of blocks."""
         groups: dict[str, list[Param]] = {}
         for p in params:
             groups.setdefault(p.label, []).append(p)
@@ -172,10 +164,7 @@ class _Grid:
         height: float,
         name: str,
     ) -> None:
-        """Draw a box in the colour of the params' role; several roles split its width.
-
-        `x`, `y` is the upper left corner. Draws nothing without params.
-        """
+        """Draw a box in the colours of the params' roles, which split its width."""
         roles = sorted({self.roles[p] for p in params}, key=list(Role).index)
         for i, role in enumerate(roles):
             part = width / len(roles)

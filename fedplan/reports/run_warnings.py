@@ -283,10 +283,7 @@ def _no_score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[R
 
 
 def _majority_share(score: RunScore, record: Mapping[str, Any]) -> float | None:
-    """Return the accuracy of the most frequent label in the tests of a score; None if unknown.
-
-    For personal models, the mean over clients of each client's own most frequent label.
-    """
+    """Return the accuracy of the most frequent labels in a score's tests; None if unknown."""
     by_client: Mapping[str, Mapping[str, Any]] = record.get("test") or {}
     common: Mapping[str, Any] | None = record.get("common_test")
     tests = list(by_client.values())

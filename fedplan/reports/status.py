@@ -63,8 +63,8 @@ POLL_SECONDS = 1.0
 class RunSnapshot:
     """A run at one moment, as read from its folder; print with rich, or call `json`.
 
-    `status` is the last status that the run's process wrote. `state` and `round` (the last closed
-    round) are up to date even if the process was killed since. `scores` are of the last evaluation.
+    `status` is the last that the run's process wrote; `state` and `round` (the last closed one) are
+    up to date even if it was killed since.
     """
 
     folder: Path

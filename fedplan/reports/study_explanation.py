@@ -57,8 +57,7 @@ def explain_experiment(
 ) -> tuple[Explanation, Statement | None]:
     """Return (explanation of the plan, privacy statement or None) of a study.
 
-    `experiment` is `build_experiment(study)`. The clients are those of the data in `data.path`;
-    without a path, one client is assumed for each class of clients that the plan distinguishes.
+    Without `data.path`, one client is assumed for each class of clients.
     """
     agreement, phase_rule = experiment.agreement, experiment.agreement.method.phase_rule
     roster = {name: study.clients.traits.get(name, {}) for name in experiment.data.train}
@@ -103,10 +102,10 @@ def explain_method(
     head: tuple[str, int],
     step: TrainingStep | None,
 ) -> Explanation:
-    """Explain a published method, with the adapters of the method, on a model given by name.
+    """Explain a published method, with its adapters, on a model given by name.
 
-    `dtype` is that of all params, but adapters are float32 at least. `head` is (task, number of
-    labels), ("", 0) for the model's usual head. Raises FedplanError for an unknown name.
+    `dtype` is that of all params, but adapters are float32 at least. `head` is (task, labels).
+    Raises FedplanError for an unknown name.
     """
     resolved, (task, labels) = method_by_name(method, settings), head
     if resolved.adapt is None:
@@ -173,10 +172,9 @@ def read_privacy_statement(path: Path, *, with_sweep: bool = True) -> Statement:
 
 
 def write_privacy_statement(folder: Path) -> Statement:
-    """Write the privacy statement of a run folder to `privacy.json` there; return the statement.
+    """Write the privacy statement of a run to its folder, and return it; raises as the reader.
 
-    An old file is replaced. Leaves out the other runs of a sweep, which may not have ended. Raises
-    as `read_privacy_statement`.
+    Leaves out the other runs of a sweep, which may not have ended.
     """
     statement = read_privacy_statement(folder, with_sweep=False)
     write_atomic(folder / PRIVACY_FILE, json.dumps(statement.json(), indent=1) + "\n")

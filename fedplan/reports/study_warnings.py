@@ -65,10 +65,7 @@ def study_warnings(
     record: Mapping[str, Any],
     clients: Iterable[str] = (),
 ) -> list[RunWarning]:
-    """Return the warnings of a study that are known before its first round.
-
-    `record`: its `data_record`. `clients`: names, by default those of the study or of the record.
-    """
+    """Return the warnings of a study that are known before round 1, by its `data_record`."""
     names = clients or study.clients.names or record.get("train") or ()
     roster = {name: study.clients.traits.get(name, {}) for name in names}
     return [*planned_warnings(study, agreement, roster), *data_warnings(study, record)]
@@ -77,10 +74,7 @@ def study_warnings(
 def planned_warnings(
     study: Study, agreement: Agreement, roster: Mapping[str, Mapping[str, str]]
 ) -> Iterator[RunWarning]:
-    """Yield the warnings of a study's plan, over all rounds of the run that is planned.
-
-    `roster`: traits by client name; empty if the clients are not known.
-    """
+    """Yield the warnings of a study's plan over all planned rounds; no roster if not known."""
     method = agreement.method
     rule = method.phase_rule
     planned = dict(rule.after) if isinstance(rule, PlannedPhases) else dict[str, int]()
@@ -102,10 +96,7 @@ def planned_warnings(
 
 
 def data_warnings(study: Study, record: Mapping[str, Any]) -> Iterator[RunWarning]:
-    """Yield the warnings of the data of a run, by its `data_record`.
-
-    Under differential privacy the record has the common test set alone.
-    """
+    """Yield the warnings of the data of a run, by its `data_record`, which hides private data."""
     setting = setting_text(study)
     common: Mapping[str, Any] | None = record.get("common_test")
     train: Mapping[str, Mapping[str, Any]] = record.get("train") or {}

@@ -117,10 +117,9 @@ def drop_common(
     *,
     kind: str = "training",
 ) -> tuple[Dataset, list[str]]:
-    """Drop the rows of a table that, or whose group, are in the common test or validation set too.
+    """Drop the rows that, or whose group, are in the common test or validation set too; with notes.
 
-    Returns the table and notes for the user. `kind` names the rows in the notes. Raises DataError
-    if no row is left, but not with privacy.
+    Raises DataError if no row is left, but not with privacy.
     """
     # Training rows are dropped, not test rows: every site knows the test set, but nobody knows the
     # rows of all sites.
@@ -159,10 +158,9 @@ def drop_common(
 
 
 def _public_values(study: Study, partition: Partition) -> list[str]:
-    """Return the column values that define clients, as the study lists the values.
+    """Return the column values that define clients, as the study lists them; never reads the data.
 
-    Never reads the data. Empty for partitions that use no column. Raises DataError if neither
-    `data.filter`, `clients.names` nor `task.labels` lists the values.
+    Raises DataError if neither `data.filter`, `clients.names` nor `task.labels` lists the values.
     """
     column = partition.column or study.task.label
     if partition.kind in ("iid", "dirichlet"):

@@ -237,10 +237,7 @@ def write_evaluation(server: Server, predictions: RunPredictions | None) -> None
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """Return the tables in a run's folder; {} if there are none.
-
-    Raises ConfigError if the file cannot be read.
-    """
+    """Return the tables in a run's folder, {} if there are none; ConfigError if unreadable."""
     file = folder / EVALUATION
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -65,9 +65,7 @@ if TYPE_CHECKING:
 class Experiment:
     """Data, initial model and agreement of one study; server and clients each build the same.
 
-    `initial_values` and the digests are computed from `model`, which has all adapters, on first
-    access and cached: access these properties before `model` is trained. `agreement`: the settings
-    that server and clients fix before round 1.
+    Values and digests are computed from `model` on first access: do that before it is trained.
     """
 
     data: FederatedData
@@ -149,10 +147,7 @@ _POSITION_TABLE = re.compile(r"(.*\.)?(position_embeddings?|embed_positions|wpe)
 
 
 def _require_positions(model: nn.Module, data: FederatedData) -> None:
-    """Raise ConfigError if a text of a built-in task has more tokens than the model has positions.
-
-    Models with relative positions take texts of any length.
-    """
+    """Raise ConfigError if a text of a built-in task has more tokens than the model positions."""
     tables = list[int]()
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if isinstance(module, nn.Embedding) and _POSITION_TABLE.fullmatch(name):
@@ -233,10 +228,7 @@ def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
 
 
 def make_eval_set(study: Study, data: FederatedData, client: str) -> EvalSet | None:
-    """Return the held-out examples of a client, with the study's rules of evaluation.
-
-    None if the study does not set `evaluate.on_clients`.
-    """
+    """Return the held-out examples of a client, and how to evaluate; None if it does not."""
     section = study.evaluate
     if not section.on_clients:
         return None
@@ -312,10 +304,7 @@ def make_scoring(
 
 
 def validated_models(study: Study, data: FederatedData, *, at_sites: bool = False) -> list[str]:
-    """Return which of the models "global" and "personal" get scores on validation examples.
-
-    `at_sites`: as in `make_scoring`.
-    """
+    """Return which of the models "global" and "personal" get scores on validation examples."""
     has_examples = bool(study.data.validation_fraction or data.client_validations)
     by_client = has_examples and (study.evaluate.on_clients or not at_sites)
     personal = ["personal"] if by_client and study.evaluate.personal else []
@@ -422,10 +411,7 @@ _calibrate_noise = cache(Guarantee.with_calibrated_noise)
 
 
 def privacy_guarantee(study: Study) -> Guarantee | None:
-    """Return the differential-privacy guarantee of a study; None without [privacy].
-
-    If `privacy.noise_multiplier` is 0, the noise is calibrated to epsilon and rounds, and cached.
-    """
+    """Return the privacy guarantee of a study, with calibrated noise if it sets none, or None."""
     section, train, fraction = study.privacy, study.train, study.clients.fraction
     if section is None:
         return None

@@ -192,8 +192,7 @@ def _require_shared_plan(folder: Path, output: Path) -> None:
 def load_run_model(folder: Path, client: str = "") -> nn.Module:
     """Return the global model of a run, or the personal model of `client`, with its adapters.
 
-    Raises ConfigError if the run or its initial model cannot be read, or if the model is of a class
-    that is neither of transformers nor of fedplan.
+    Raises ConfigError if the run or its initial model cannot be read, or its class is unknown.
     """
     model = _model_of_run(folder, client, best=False).model
     if isinstance(model, ModelValues):
@@ -411,10 +410,7 @@ def _load_experiment(run: RunReader) -> Experiment:
 
 
 def _write_model(exported: _ExportedModel, output: Path, final: Path) -> str:
-    """Write the whole model, with merged adapters and dequantized; return the loading code.
-
-    `final` is the folder that the code names.
-    """
+    """Write the whole model, with merged adapters and dequantized; return the loading code."""
     model, task = exported.model, exported.task
     if isinstance(model, ModelValues):
         return _write_values(exported, output, final)

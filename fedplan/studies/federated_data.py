@@ -176,8 +176,7 @@ def _prepare(
 ) -> tuple[dict[str, ClientExamples], Task, list[str]]:
     """Divide the rows of a table among clients and prepare them; return (clients, task, notes).
 
-    `common`: common test set and common validation set. The returned task has the balanced class
-    weights of the training rows, if the study asks for these.
+    The returned task has balanced class weights if the study asks for these.
     """
     table, notes = drop_common(study, task, table, *common)
     task_table = table.select_columns(task_columns(task))
@@ -199,10 +198,7 @@ def _prepare(
 
 
 def _balanced_weights(task: Task, table: Dataset) -> tuple[tuple[str, float], ...]:
-    """Return (label, weight) by label: total / (number of labels * count), as scikit-learn does.
-
-    A label that no row has gets the weight of a label with one row.
-    """
+    """Return (label, weight) by label: total / (labels * count), with a count of 1 at least."""
     counts = Counter(label for row in row_labels(table, task.label) for label in row)
     total = sum(counts.values())
     return tuple(
@@ -228,8 +224,7 @@ def _row_numbers(table: Dataset | None) -> list[int]:
 def _leave_out_unfit(task: Task, table: Dataset) -> tuple[Dataset, str]:
     """Return the rows that a task can prepare and digest, each by itself, and a text on the others.
 
-    Raises what does not depend on any row: a missing column, or a task that cannot prepare a table
-    without rows.
+    Raises what does not depend on any row, as a missing column.
     """
     columns = task_columns(task)
     for column in columns:
@@ -274,11 +269,7 @@ def _is_labelled(cell: Any, names: list[str] | None, labels: Iterable[str]) -> b
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Row numbers of a study's training table, by client, to train on and to hold out.
-
-    Rows that are also in a common set were removed from the table before.
-    `labels`: the labels of each row, for classification tasks; else empty.
-    """
+    """Row numbers of each client, without rows of a common set, and the labels of all rows."""
 
     clients: dict[str, ClientRows]
     labels: list[list[str]]
@@ -308,11 +299,7 @@ def compute_split(study: Study) -> DataSplit:
 def _load_tables(
     study: Study, site_rows: Dataset | None
 ) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], list[str]]:
-    """Load the training, common test and common validation tables; return these and notes.
-
-    A table that the study does not have is None. Labels of one cell are separated, and rows without
-    an input or label are left out.
-    """
+    """Load the training, common test and common validation tables, or None; and notes."""
     loaded = {
         "training": _load_train_table(study, site_rows),
         "test": _load_common_test(study),

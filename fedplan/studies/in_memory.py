@@ -71,9 +71,8 @@ class InMemoryInputs:
     def configure_for(self, study: Study) -> InMemoryInputs:
         """Return a copy with the task changed as the study asks; a CustomTask stays as given.
 
-        The metrics of `evaluate.metrics` are added to the task. Under example-level DP, the task
-        makes exactly one example of each data row. Raises ConfigError if `evaluate.metrics` is set
-        with a CustomTask.
+        The metrics of `evaluate.metrics` are added; under example-level DP each row makes exactly
+        one example. Raises ConfigError if `evaluate.metrics` is set with a CustomTask.
         """
         privacy, metrics = study.privacy, study.evaluate.metrics
         if not isinstance(self.task, CustomTask):

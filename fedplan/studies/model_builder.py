@@ -271,10 +271,7 @@ def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype
 
 
 def new_head_note(section: ModelSection, task: Task) -> str:
-    """Return a note for the user if the head of `model.path` has another size than the task needs.
-
-    Such a head is made anew. Empty if the model has no head for the task, or one that fits.
-    """
+    """Return a note if the head of `model.path` has another size than the task needs; else ""."""
     import transformers
 
     needed = len(task.settings.get("id2label", ())) or task.settings.get("num_labels", 0)

@@ -188,10 +188,7 @@ class ModelCard:
         return f"## Privacy\n\n{text}\n"
 
     def privacy_json(self) -> dict[str, Any]:
-        """Contents of PRIVACY_FILE: the statement without charges, and all expenses as HISTORY.
-
-        The charges would tell the names of clients. A personal model has no guarantee.
-        """
+        """Contents of PRIVACY_FILE, without charges, which would tell the names of clients."""
         source, statement = f"an earlier run, study {self.study.digest}", self.statement
         if statement is None or self.personal:
             source += ", a client's personal model" if self.personal else ""
@@ -215,11 +212,7 @@ def untrained_text(params: Params) -> str:
 
 
 def describe_export(folder: Path | str, client: str = "", *, best: bool = False) -> list[str]:
-    """Return sentences on the last or best global model of a run, or on the model of `client`.
-
-    They say its score, on which examples, by which validation score it is the best, and which
-    params were never trained. At a site: nothing.
-    """
+    """Return sentences on the score and untrained params of an exported model; none at a site."""
     folder = Path(folder)
     if (folder / AGREEMENT).exists():
         return []
@@ -319,10 +312,7 @@ def read_golden_example(folder: Path) -> GoldenExample:
 
 
 def make_golden_example(model: nn.Module, task: Task) -> GoldenExample | None:
-    """Run a model on a fixed synthetic image or sentence, and return the golden example.
-
-    Puts the model into eval mode. None for a model that takes neither images nor tokens.
-    """
+    """Run a model on a synthetic image or sentence, in eval mode; None if it takes neither."""
     input_name = (
         "pixel_values" if isinstance(model, DualEncoder) else cast("Any", model).main_input_name
     )
@@ -354,10 +344,7 @@ def compute_logits(model: nn.Module, inputs: Tensors) -> Tensor:
 
 
 def tokenize_text(tokenizer: Any, text: str, max_length: int, loader: str) -> dict[str, Tensor]:
-    """Return `input_ids` and `attention_mask` of a text, truncated to `max_length` tokens.
-
-    For a sequence-to-sequence `loader`, the first four tokens are also the `decoder_input_ids`.
-    """
+    """Return the inputs of a text, of at most `max_length` tokens, for a model of this class."""
     max_length = min(max_length, int(tokenizer.model_max_length))
     encoding = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
     inputs = {name: encoding[name] for name in ("input_ids", "attention_mask")}

@@ -84,19 +84,13 @@ def read_data_record(folder: Path) -> dict[str, Any]:
 
 
 def read_initial_scores(folder: Path) -> Row:
-    """Return the scores of the starting model by name, as in the row of a round.
-
-    Empty if there are none: for a run without test examples, of real sites, or of an older version.
-    """
+    """Return the scores of the starting model, as in the row of a round; may be empty."""
     scores: dict[str, Any] = _read_json(folder / INITIAL_SCORES_FILE) or {}
     return join_scores([{"round": 0}], [{**scores, "round": 0}])[0]
 
 
 def current_environment(study: Study) -> dict[str, Any]:
-    """Return what this process runs a study with: versions, device, threads and machine.
-
-    A server that does not have the study's device leaves it to the sites.
-    """
+    """Return what this process runs a study with: versions, device, threads and machine."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -136,10 +130,7 @@ def record_session(folder: Path, study: Study, runner: str, committed: int) -> N
 
 
 def read_sessions(folder: Path) -> list[dict[str, Any]]:
-    """Return the sessions of a run, oldest first; empty for a run of an older version.
-
-    Raises DamagedLog if the file was edited.
-    """
+    """Return the sessions of a run, oldest first; raise DamagedLog if the file was edited."""
     return AppendLog(folder / ENVIRONMENT_FILE, chained=True).read()
 
 

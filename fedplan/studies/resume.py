@@ -125,7 +125,7 @@ def prepare_folder(folder: Path, study: Study, *, resume: bool) -> None:
 def continue_study(study: Study, earlier: Path | str) -> Study:
     """Return a copy of the study that continues an earlier run, given by its folder or id.
 
-    Raises ConfigError if the study already continues another run, or if the folder has no run.
+    Raises ConfigError if it continues another run, or if the folder has no run.
     """
     is_id = is_run_id(earlier) and not Path(earlier).is_dir()
     run_id = str(earlier) if is_id else read_identity(Path(earlier)).id
@@ -137,9 +137,9 @@ def continue_study(study: Study, earlier: Path | str) -> Study:
 
 
 def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
-    """Write each client's personal params of an earlier run as the client's state in a new folder.
+    """Write each client's personal params of an earlier run as its state in a new folder.
 
-    `earlier`: folder of the run that the study continues; raises ConfigError for any other.
+    Raises ConfigError if `earlier` is not the folder of the run that the study continues.
     """
     if not earlier or not Path(earlier).is_dir():
         raise ConfigError(
@@ -160,7 +160,6 @@ def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
 def has_progress(folder: Path) -> bool:
     """Return whether a folder holds a closed round, or spent privacy budget; False if missing.
 
-    A ledger with entries of round 2 shows that round 1 was closed, even if the model is lost.
     Raises StoreError if the folder cannot be read.
     """
     with wrap_disk_errors(f"{folder} cannot be read", "make it readable to this user"):

@@ -128,10 +128,7 @@ class RunReader:
 
     @cached_property
     def global_state(self) -> GlobalState:
-        """The global model and the server's state at `round`.
-
-        Raises ConfigError before the first round, or if the checkpoint is damaged.
-        """
+        """The global model and the server's state at `round`; ConfigError if damaged or missing."""
         self._require_round()
         store = Store(self.folder / GLOBAL_FOLDER, read_only=True)
         checkpoint = store.find(lambda meta: meta == self.meta)
@@ -145,10 +142,7 @@ class RunReader:
 
     @cached_property
     def best_state(self) -> GlobalState:
-        """The global state of the best round.
-
-        Raises ConfigError if none is stored, since the study has no `evaluate.keep_best`.
-        """
+        """The global state of the best round; ConfigError if none is stored."""
         checkpoint = Store(self.folder / BEST, read_only=True).read_newest()
         if checkpoint is None or checkpoint.meta["run"] != self.identity.id:
             raise ConfigError(
@@ -164,8 +158,7 @@ class RunReader:
     def ledger_lines(self) -> Iterator[object]:
         """Yield the ledger's lines as parsed JSON; a line that is not JSON is yielded as bytes.
 
-        Yields nothing before the first round. Reads one segment of the ledger at a time, to save
-        memory. Raises ConfigError if a file is missing.
+        Reads one segment at a time, to save memory. Raises ConfigError if a file is missing.
         """
         if self.round:
             with self._explain_missing_files():
@@ -194,10 +187,7 @@ class RunReader:
 
     @cached_property
     def last_scores(self) -> Row:
-        """The round and metrics of the last evaluation by name; empty before the first.
-
-        Unlike `metrics` it reads no ledger, so that it is fast in a long run.
-        """
+        """The round and metrics of the last evaluation, without reading the ledger; or nothing."""
         for line in reversed(self._score_lines):
             scores = _parse_score_line(line)
             row = join_scores([{"round": scores["round"]}], [scores])[0]
@@ -215,9 +205,8 @@ class RunReader:
             return (self.folder / METRICS).read_bytes()[:committed_length].splitlines()
 
     def client_state(self, client: str) -> TensorsAndMeta:
-        """Return (tensors, metadata) of a client's stored state, as of `round`.
+        """Return (tensors, metadata) of a client's stored state, empty if it never took part.
 
-        The tensors are personal params and auxiliary state, empty if the client never took part.
         Raises ConfigError if the client is unknown, or if the client's state is at a site, lost, or
         of another run.
         """
@@ -330,10 +319,7 @@ class RunReader:
 
 
 def read_run(folder: Path | str) -> RunReader:
-    """Open the run in a folder at the last committed round, read-only; see `RunReader`.
-
-    Reads only the checkpoint's metadata. Raises ConfigError if the folder has no run.
-    """
+    """Open the run in a folder at the last committed round; ConfigError if there is none."""
     folder = Path(folder)
     checkpoint = Store(folder / GLOBAL_FOLDER, read_only=True).peek()
     if checkpoint is None and not (folder / STUDY).is_file():

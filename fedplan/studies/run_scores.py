@@ -254,10 +254,7 @@ def is_personal(agreement: Agreement) -> bool:
 
 
 def untrained_params(agreement: Agreement) -> Params:
-    """Return the params that clients have for themselves and that no client ever shares.
-
-    The global model has the initial values of these.
-    """
+    """Return the params that clients have for themselves and that no client ever shares."""
     shared = set(params_with_roles(agreement.method.plan, agreement.params, Role.SHARE))
     return tuple(p for p in personal_params(agreement) if p not in shared)
 

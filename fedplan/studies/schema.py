@@ -126,10 +126,7 @@ class Study(Section):
 
     @property
     def digest(self) -> str:
-        """The first 32 hex digits of SHA-256 over all fields that affect training.
-
-        Includes the code of plug-ins, and excludes paths and NON_BINDING_FIELDS.
-        """
+        """32 hex digits of SHA-256 over the fields that affect training, and plug-ins' code."""
         fields = _without_later(
             self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
         )
@@ -318,10 +315,7 @@ def read_study(file: Path | str, overrides: list[str] | None = None) -> Study:
 
 
 def read_study_values(file: Path) -> dict[str, Any]:
-    """Return the values of a study file as nested dicts, not validated.
-
-    Raises ConfigError if the file is missing or not TOML; the message suggests a file nearby.
-    """
+    """Return the values of a study file as nested dicts; raise ConfigError if unreadable."""
     try:
         return parse_toml(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -455,10 +449,7 @@ def unserializable_reason(value: Any, depth: int = 0) -> str:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML text to nested dicts.
-
-    Raises ValueError for invalid TOML, for values nested too deep, or a key with too many dots.
-    """
+    """Parse a TOML text; raise ValueError if it is invalid, too deep, or has too many dots."""
     # tomllib needs quadratic time for a long dotted key, so these are rejected first.
     without_strings = _STRING.sub("", text)
     if any(piece.count(".") > 2 * MAX_DEPTH for piece in _KEY_SEPARATOR.split(without_strings)):

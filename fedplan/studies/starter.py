@@ -96,10 +96,7 @@ def _row_counts(study: Study, total: int) -> str:
 
 
 class _StudyDraft:
-    """A study file in the making: `text` returns the file, `findings` the lines for the user.
-
-    `output`: the future file, from which relative paths start; nothing is written.
-    """
+    """A study file in the making; relative paths start from `output`, and nothing is written."""
 
     def __init__(
         self, schema: TableSchema, model: str, output: Path, options: StudyOptions

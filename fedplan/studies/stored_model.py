@@ -92,10 +92,7 @@ class StoredModel(Section):
 
 @final
 class ModelValues(nn.Module):
-    """The values of a model whose code is not here, by the names that they have in the model.
-
-    `state_dict` has all of them; there is no `forward`.
-    """
+    """The values of a model whose code is not here, by their names in it; without `forward`."""
 
     def __init__(self, values: Tensors, params: Mapping[str, str]) -> None:
         """Take the params of `params`, which maps each name to that of the value; else buffers."""
@@ -304,10 +301,7 @@ def write_processor(task: Task, folder: Path) -> None:
 
 
 def image_preprocessing(task: Task, model: DualEncoder | None = None) -> Preprocessing:
-    """Return the size, mean and standard deviation of a task's images.
-
-    The size that a CustomTask does not know is that of the `model`.
-    """
+    """Return the size, mean and standard deviation of a task's images, or a `model`'s."""
     mean, std = (tuple(map(float, value.flatten())) for value in image_mean_std(task.source))
     size = task.image_size
     if not size and model is not None:

@@ -41,10 +41,7 @@ EMPTY_CELL = ""
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs of one study that differ only in their seed, by seed.
-
-    `label`: the settings that differ from the other groups. `runs`: never empty.
-    """
+    """The runs of one study that differ only in their seed, by seed; at least one."""
 
     label: str
     runs: Mapping[int, RunResult]
@@ -60,10 +57,7 @@ class RunGroup:
         return {seed: score for seed, score in scores.items() if score is not None}
 
     def mean_of(self, name: str) -> float | None:
-        """Return the mean over runs of a number: `upload_bytes`, `epsilon_spent`, `seconds` ...
-
-        Returns None if the value is None for any run.
-        """
+        """Return the mean of a number such as `upload_bytes`; None if it is None for any run."""
         values = [getattr(run, name) for run in self.runs.values()]
         return mean(values) if all(value is not None for value in values) else None
 
@@ -197,10 +191,7 @@ class Comparison:
                 "rounds", "time"]  # fmt: skip
 
     def row_cells(self, row: GroupComparison) -> list[str]:
-        """Return the cells of a group's row in the table, in the order of `column_names`.
-
-        Upload and download are MB of a whole run, summed over clients, mean over the group's runs.
-        """
+        """Return the cells of a group's row in the table, in the order of `column_names`."""
         group, difference = row.group, row.difference.text() if row.difference else EMPTY_CELL
         up, down, seconds = map(group.mean_of, ("upload_bytes", "download_bytes", "seconds"))
         epsilon, rounds = group.mean_of("epsilon_spent"), group.mean_of("rounds")
@@ -350,11 +341,7 @@ def group_results(results: Sequence[RunResult]) -> list[RunGroup]:
 
 
 def compare_groups(groups: Sequence[RunGroup], score: str, notes: Sequence[str] = ()) -> Comparison:
-    """Compare each group with the first one by a score that all runs have.
-
-    `notes` come first in the notes of the comparison. Reads the ledger of a group's first run if
-    the group has another plan than the baseline.
-    """
+    """Compare each group with the first one by a score that all runs have."""
     baseline = groups[0]
     # So that the ledger of the baseline is read at most once, and only if it is needed.
     baseline_scores, read_roles = baseline.scores(score), cache(read_role_history)

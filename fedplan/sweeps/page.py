@@ -41,10 +41,7 @@ BAND_CAPTION = "A line is the mean over seeds; its band spans the lowest and the
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Return a comparison as one HTML document without external resources.
-
-    Reads the folders of each group's first run. Raises ConfigError if one cannot be read.
-    """
+    """Return a comparison as one HTML document; ConfigError if a run cannot be read."""
     rows, every = comparison.rows, (comparison, *comparison.others)
     runs, scores = sum(row.score.count for row in rows), " and ".join(e.score for e in every)
     lead = f"{len(rows)} groups, {runs} runs, compared by {scores}."

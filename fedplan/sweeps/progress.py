@@ -82,10 +82,7 @@ def sweep_with_progress(
 
 
 def choice_lines(result: Sweep) -> list[str]:
-    """Return which setting is best by each score that matters, and on which examples; may be [].
-
-    Nothing is chosen of runs that have no score in common.
-    """
+    """Return which setting is best by each score that all runs have, and on which examples."""
     try:
         comparison = compare([result.folder])
     except FedplanError:
@@ -95,10 +92,7 @@ def choice_lines(result: Sweep) -> list[str]:
 
 
 def event_line(event: SweepEvent) -> str:
-    """Return one line about the end of a trial: ` 2/10  seed=1  personal accuracy 0.8, ...  12 s`.
-
-    A failed trial has the first line of its error in place of scores and time.
-    """
+    """Return one line about the end of a trial: ` 2/10  seed=1  personal accuracy 0.8  12 s`."""
     result, width = event.result, len(str(event.total))
     first_line = result.error.partition("\n")[0]
     outcome = f"failed: {first_line}" if result.error else duration(result.seconds)

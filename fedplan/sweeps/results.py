@@ -118,10 +118,7 @@ class RunResult:
 
 
 def read_run_result(folder: Path) -> RunResult:
-    """Return the result so far of the run in a folder; raise FedplanError if unreadable.
-
-    The run may be running meanwhile.
-    """
+    """Return the result so far of the run in a folder; raise FedplanError if unreadable."""
 
     def read(run: RunReader) -> RunResult:
         status, study = read_status(run.folder), run.study
@@ -250,11 +247,7 @@ class RoleHistory:
 
 
 def describe_role_differences(base: RoleHistory, other: RoleHistory) -> list[str]:
-    """Return a sentence for each kind of param that has other roles in `other` than in `base`.
-
-    Compares the rounds that both runs have. Kinds with the same change in the same rounds share a
-    sentence.
-    """
+    """Return a sentence for kinds of params with other roles in the rounds that both runs have."""
     rounds = base.rounds & other.rounds
     sizes = {**base.sizes, **other.sizes}
     kinds_by_change = dict[tuple[str, str, tuple[int, ...]], list[Kind]]()
@@ -299,10 +292,7 @@ def read_role_history(folder: Path) -> RoleHistory:
 
 
 def _rounds_text(numbers: tuple[int, ...], total: int) -> str:
-    """Return ascending round numbers in words: `all rounds`, `round 3`, `rounds 4-10`.
-
-    Other numbers give `7 of 10 rounds, the first of them 2`. `total`: number of all rounds.
-    """
+    """Return ascending round numbers in words: `all rounds`, `round 3`, `rounds 4-10`."""
     if len(numbers) == total:
         return "all rounds"
     if len(numbers) == 1:

@@ -121,11 +121,7 @@ class SweepProgress:
         return SweepEvent(name, result, self.ended, self.total, self.seconds_left(), scores)
 
     def seconds_left(self) -> float:
-        """Estimate the seconds until the last trial ends, from durations and run statuses.
-
-        Reads the status files of running trials. Returns 0 until a trial of this sweep has
-        succeeded, or a running trial has reported the duration of its rounds.
-        """
+        """Estimate the seconds until the last trial ends; 0 until a trial or a round has ended."""
         statuses = [read_status(self.folder / name) for name in self.running]
         timed = [s for s in statuses if s is not None and s.round_seconds is not None]
         forecasts = [s.round_seconds * s.rounds for s in timed if s.round_seconds is not None]
@@ -272,10 +268,7 @@ def _trial_results(
 
 
 def run_trial(study: Study, folder: Path) -> TrialResult:
-    """Run or resume a study in a folder, in this process; an Exception becomes a result's error.
-
-    For an error other than FedplanError, `traceback` is set.
-    """
+    """Run or resume a study in a folder, in this process; an Exception becomes a result's error."""
     start = time.monotonic()
     try:
         prepare_folder(folder, study, resume=True)

@@ -56,10 +56,7 @@ class Setting:
 
 
 def parse_setting(text: str) -> Setting:
-    """Parse a text of `--set`, such as `method.name=fedavg,fedper`; values are TOML or strings.
-
-    Raises ConfigError for a text without field or "=", or with an empty value.
-    """
+    """Parse a text of `--set`, such as `method.name=fedavg,fedper`; ConfigError if malformed."""
     field, equals, values_text = text.partition("=")
     if not equals or not field.strip():
         raise ConfigError(f"--set is {text!r}: write it as section.field=value,value")
@@ -148,10 +145,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class BaseStudy:
-    """The study that a sweep varies, not validated: plain values as nested dicts.
-
-    `base_folder`: the folder that relative paths in the values start from.
-    """
+    """The study that a sweep varies, not validated, and the folder that its paths start from."""
 
     values: dict[str, Any]
     base_folder: Path
@@ -162,11 +156,7 @@ class BaseStudy:
         return self.with_changes({}).seed
 
     def with_changes(self, changes: dict[str, Any]) -> Study:
-        """Return the study with changed fields; this object stays as it is.
-
-        `changes`: new values by dotted field, as "train.rounds". Raises ConfigError if the study is
-        invalid.
-        """
+        """Return the study with new values by dotted field; ConfigError if it is invalid."""
         values = copy.deepcopy(self.values)
         for field, value in changes.items():
             set_field(values, field, value)
@@ -186,7 +176,7 @@ def make_trials(
     """Return all trials of a study: all combinations of settings with the first seed, then others.
 
     In this order, the settings can be compared early on a few seeds. Raises ConfigError with the
-    trial's name if one of the studies is invalid.
+    trial's name.
     """
     fields = [setting.field for setting in settings]
     combinations = product(*(setting.values for setting in settings))

@@ -53,10 +53,7 @@ BAR_STEP = 26.0
 
 @dataclass(frozen=True)
 class Series:
-    """A series of points (x, y), for example (round, score); `name` labels its line.
-
-    `band` has the lowest and highest y at each point, or is empty.
-    """
+    """A series of points (x, y), with the lowest and highest y at each point, or no band."""
 
     name: str
     points: tuple[Point, ...]
@@ -237,10 +234,7 @@ def small_multiples(
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar called `name` of length `amount`; `expected` is a forecast range (least, most).
-
-    `paint` names a colour of the palette.
-    """
+    """A bar; `expected` is a forecast (least, most), `paint` a colour of the palette."""
 
     name: str
     amount: float
@@ -255,10 +249,7 @@ def bar_chart(
     unit: str = "",
     format_value: Callable[[float], str] = lambda value: format_tick(value),
 ) -> Drawing:
-    """Return a chart of horizontal bars with their values, and marks at the expected ranges.
-
-    `unit` labels the axis; `format_value` writes the value at the end of a bar.
-    """
+    """Return a chart of horizontal bars with their values, and marks at the expected ranges."""
     amounts = [end for bar in bars for end in (bar.amount, *(bar.expected or ()))]
 
     def draw(ax: Axes) -> None:
@@ -282,10 +273,7 @@ def bar_chart(
 def interval_chart(
     title: str, rows: Sequence[tuple[str, float, float | None, float | None]]
 ) -> Drawing:
-    """Return a chart with a row for each (name, mean, low, high): a line with a dot at the mean.
-
-    A mean without an interval is a dot alone. There is a dark line at zero.
-    """
+    """Return a chart of a line from low to high, with a dot at the mean, for each named row."""
 
     def draw(ax: Axes) -> None:
         ax.axvline(0.0, color=LIGHT["ink"], linewidth=1.2, clip_on=False)
@@ -311,10 +299,10 @@ def _row_chart(
     *,
     right: float,
 ) -> Drawing:
-    """Return a chart of named rows over a linear axis that includes 0; `draw` draws the rows.
+    """Return a chart of named rows over a linear axis that includes 0.
 
-    Row i is at y = i, from the top. `values` are all numbers on the axis, `columns` and `rows` the
-    CSV, `right` is the margin in pixels.
+    `draw` draws row i at y = i, from the top. `values` are all numbers on the axis, `columns` and
+    `rows` the CSV, `right` is the margin in pixels.
     """
     left = min(150.0, 18 + max(map(text_width, names), default=0.0))
 
@@ -335,9 +323,7 @@ def spread_labels(
 ) -> list[float]:
     """Return a position near each target, with at least `distance` between any two positions.
 
-    `targets` may have any order; position i is that of target i. The positions are between `low`
-    and `high`; if there is too little room, the distances are kept, and some positions are below
-    `low`.
+    All are between `low` and `high`, unless there is too little room: then some are below `low`.
     """
     order = sorted(range(len(targets)), key=lambda i: targets[i])
     places, last = dict[int, float](), low - distance
@@ -383,10 +369,7 @@ def axis_ticks(
 def _scale(
     ax: Axes, axis: str, numbers: Iterable[float], *, names: Sequence[str] = (), **options: Any
 ) -> bool:
-    """Set the limits and ticks of an axis, "x" or "y", by `axis_ticks`; return whether it is log.
-
-    `names` replace the labels of 0, 1, 2 and so on.
-    """
+    """Set the limits and ticks of an axis, "x" or "y"; `names` replace the labels 0, 1, 2 ..."""
     limits, ticks, log = axis_ticks(numbers, **options)
     labels = tick_labels(ticks, log=log)
     labels = [
@@ -400,10 +383,7 @@ def _scale(
 
 
 def format_tick(number: float, largest: float = 0.0) -> str:
-    """Return a number for an axis: `2 M` from a million, also ` k` from 10 000 and ` G`.
-
-    `largest`: the largest number of the axis, which sets the unit for all numbers of the axis.
-    """
+    """Return a number for an axis in the unit of the `largest` number on it, as `2 M`."""
     top = max(abs(number), abs(largest))
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
         if top >= size:

@@ -242,10 +242,7 @@ def spreadsheet_safe(value: object) -> object:
 
 
 def _svg_shapes(root: ElementTree.Element) -> Iterator[str]:
-    """Yield the shapes of matplotlib's SVG without its groups, definitions and empty shapes.
-
-    Colours become classes of the palette, markers shapes of their own, and gids of `tip` titles.
-    """
+    """Yield the shapes of matplotlib's SVG, with classes for colours and titles for tips."""
     markers = {
         each.attrib["id"]: each.attrib["d"]
         for each in root.iter()

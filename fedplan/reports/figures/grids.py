@@ -70,11 +70,7 @@ def cell_grid(
     x: str = "round",
     width: float = 960,
 ) -> Drawing:
-    """Return a chart of rows of cells over rounds 1 to `rounds`, with a legend.
-
-    `legend` maps paints to texts; `row` names the first column of the CSV, `x` the axis; `width` is
-    in pixels.
-    """
+    """Return a chart of rows of cells over rounds 1 to `rounds`; `legend` maps paints to texts."""
     widest = min(MAX_LABEL_WIDTH, width / 4)
     left = min(widest, 18 + max((text_width(line.name) for line in rows), default=0.0))
     notes = max((text_width(line.note, 11) for line in rows), default=0.0)
@@ -125,10 +121,8 @@ def bubble_chart(
 ) -> Drawing:
     """Return a chart with a dot for each amount above 0; the dot's area shows the amount.
 
-    `amounts` are by row name, then by column name. `columns` are all column names in order; `sums`
-    are the numbers written at the ends of rows, by row name. `row` and `column` are headers of the
-    CSV, `width` is in pixels. If column names are too long, the columns are numbered, and the names
-    listed below.
+    `amounts` are by row name, then by column name; `sums` are written at the ends of rows. If
+    column names are too long, the columns are numbered, and the names listed below.
     """
     left = min(150.0, 18 + max((text_width(name) for name in amounts), default=0.0))
     step = min(MAX_COLUMN, max(MIN_COLUMN, (width - left - SUM_WIDTH) / max(1, len(columns))))
@@ -173,10 +167,9 @@ def matrix_chart(
     column: str = "predicted class",
     width: float = 720,
 ) -> Drawing:
-    """Return a chart of a square of counts, by row and column; the shade is the share of its row.
+    """Return a chart of a square of counts; the shade is the share of its row, the diagonal framed.
 
-    The diagonal has a frame. `row` and `column` are headers of the CSV. Columns with too long names
-    are numbered, as the rows then are.
+    Columns with too long names are numbered, as the rows then are.
     """
     step = min(MAX_COLUMN, (width - 60) / max(1, len(names)))
     fits = all(text_width(name, 11) + 6 <= step for name in names)

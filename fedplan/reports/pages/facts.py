@@ -32,11 +32,10 @@ from fedplan.studies.schema import Study
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as reports see it; `read_run_facts` reads one from the folder of a run.
+    """A run as reports see it, read by `read_run_facts`.
 
-    `snapshot` is the status, `metrics` are the metrics by round, `rounds` the ledger records of the
-    closed rounds, and `turns` the records of the turns of each of these rounds. Properties are
-    computed on first use.
+    `rounds` are the ledger records of the closed rounds, and `turns` the records of the turns of
+    each of these rounds.
     """
 
     run: RunReader
@@ -89,10 +88,7 @@ class RunFacts:
         return self.rules.of_run(self.metrics)
 
     def score_series(self, name: str, kind: ScoreKind) -> Series:
-        """Return a score by round as a series called `name`; no points if it was not measured.
-
-        Its band are the intervals of the scores, if all have one.
-        """
+        """Return a score by round, with its intervals as a band; no points if not measured."""
         every = ((row["round"], self.rules.of_row(row).find(kind)) for row in self.metrics)
         scores = [(number, score) for number, score in every if score]
         band = tuple(score.interval for _, score in scores if score.interval)
@@ -100,10 +96,7 @@ class RunFacts:
         return Series(name, points, band if len(band) == len(points) else ())
 
     def column(self, name: str, *columns: str) -> Series:
-        """Return the first of the metrics `columns` that has a finite value, by round, as a series.
-
-        The series is called `name`; it has no points if no metric has a finite value.
-        """
+        """Return the first of the metrics `columns` with a finite value, by round; may be empty."""
         for column in columns:
             points = [(row["round"], row[column]) for row in self.metrics if column in row]
             if any(isfinite(value) for _, value in points):
@@ -114,8 +107,8 @@ class RunFacts:
     def client_scores(self) -> dict[str, Series]:
         """The main metric of each client's personal model on its own examples, by client name.
 
-        Real sites that measure only the global model count with that. Clients without a measurement
-        are left out.
+        Of sites that measure only the global model, that. Clients without a measurement are left
+        out.
         """
         metric = self.rules.metric
         scores = {
@@ -150,11 +143,7 @@ class RunFacts:
 
     @cached_property
     def forecast(self) -> Forecast:
-        """The forecast of the run's plan, as `explain` shows it before a run.
-
-        Phases begin at the planned rounds, or, if the method sets no rounds, where the ledger has
-        the first round of the phase.
-        """
+        """The forecast of the run's plan; phases begin as planned, or where the ledger has them."""
         agreement, phase_rule = self.agreement, self.agreement.method.phase_rule
         announced = dict[str, int]()
         for record in self.rounds:
@@ -219,11 +208,7 @@ def group_runs(runs: Sequence[RunFacts]) -> list[SeedGroup]:
 
 
 def run_names(runs: Sequence[RunFacts]) -> list[str]:
-    """Return a distinct name for each run: the name of its group, as "fedavg".
-
-    The seed is added if the group has several runs, the folder if names are still equal. A single
-    run has an empty name.
-    """
+    """Return a distinct name for each run: its group's, with seed or folder; "" for one run."""
     if len(runs) == 1:
         return [""]
     group_by_run = {id(run): group for group in group_runs(runs) for run in group.runs}

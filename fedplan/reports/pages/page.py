@@ -19,10 +19,7 @@ WIDTHS = (960.0, 480.0)
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A part of a page that is more than a paragraph.
-
-    `kind` is a macro of `templates/blocks.html.j2`, and `values` are its arguments.
-    """
+    """A part of a page: a macro of `templates/blocks.html.j2`, and its arguments."""
 
     kind: str
     values: dict[str, Any]
@@ -35,7 +32,7 @@ def block(kind: str, **values: Any) -> PageBlock:
 
 @dataclass(frozen=True)
 class PageFigure:
-    """A drawing on a page, with a caption below; `name` is the stem of its CSV and PNG files.
+    """A drawing with a caption; `name` is the stem of its CSV and PNG files.
 
     With a `narrow` version for narrow screens, it takes the full width of the page.
     """
@@ -48,10 +45,7 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page: `title`, `intro` above the figures, and blocks `after` the figures.
-
-    A text is a paragraph. A page omits sections without content.
-    """
+    """A section: `intro` above the figures, blocks `after` them; a text is a paragraph."""
 
     title: str
     intro: tuple[str | PageBlock, ...] = ()
@@ -66,10 +60,9 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of sections; call `html` or `write`.
+    """A page of sections; a browser reloads it after `refresh_seconds` (0: never).
 
-    `lead` stands below the title, `foot` at the end. A browser reloads the page after
-    `refresh_seconds` (0: never). `faults` in the reported data are for the caller, and not written.
+    `faults` in the reported data are for the caller, and not written.
     """
 
     title: str
@@ -103,10 +96,10 @@ class Page:
             yield replace(figure, name=f"{name}-{number}" if number > 1 else name)
 
     def write(self, file: Path, *, csv: Path | None = None, png: Path | None = None) -> None:
-        """Write the page to a file, and its figures to the folders `csv` and `png` if given.
+        """Write the page, and its figures to the folders `csv` and `png`; files are replaced.
 
-        Folders are created, and files overwritten atomically. Raises FedplanError if the file's
-        name does not end in .html: a page must not replace a file of the run.
+        Raises FedplanError if the file's name does not end in .html: a page must not replace a file
+        of the run.
         """
         if file.suffix.lower() not in (".html", ".htm"):
             raise FedplanError(f"a page cannot be written to {file}: give a name ending in .html")

@@ -47,10 +47,7 @@ def record_section(facts: RunFacts) -> PageSection:
 
 
 def _settings(study: Study) -> Iterator[tuple[str, str]]:
-    """Yield each section of a study and its settings: the main ones, and all that are set.
-
-    A study with data from Python or at sites has no partition.
-    """
+    """Yield each section of a study and its settings: the main ones, and all that are set."""
     main = study.model_dump(mode="json", include=MAIN_FIELDS)
     if not study.data.path:
         del main["data"]
@@ -75,10 +72,7 @@ def _shorten(text: str) -> str:
 
 
 def _data_blocks(facts: RunFacts) -> Iterator[PageBlock]:
-    """Yield the sizes, digests and labels of a run's data, and what was dropped.
-
-    Nothing for a run of an older version, which has no data file.
-    """
+    """Yield the sizes, digests and labels of a run's data, and what was dropped, if recorded."""
     data = read_data_record(facts.run.folder)
     if not data:
         return
@@ -162,10 +156,7 @@ def _session_blocks(facts: RunFacts) -> Iterator[PageBlock]:
 
 
 def _costs(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yield time and traffic in all.
-
-    Under client-level differential privacy traffic is left out: it reveals the number of clients.
-    """
+    """Yield time and traffic in all, except where traffic would tell the number of clients."""
     yield "rounds", str(facts.run.round)
     if seconds := _wall_seconds(facts):
         yield "time", duration(seconds)

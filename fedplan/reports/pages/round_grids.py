@@ -54,8 +54,7 @@ MAX_REASONS = 12
 def roles_section(facts: RunFacts, name: str = "") -> PageSection:
     """Return the section with the roles of a run by part and round; empty before the first turn.
 
-    The rows are kinds of params, or blocks, whichever gives fewer cells with several roles. `name`
-    is added to the figure's title.
+    The rows are kinds of params, or blocks, whichever gives fewer cells with several roles.
     """
     roles = _roles_by_round(facts)
     if not roles:
@@ -81,10 +80,9 @@ def roles_section(facts: RunFacts, name: str = "") -> PageSection:
 
 
 def participation_section(facts: RunFacts) -> PageSection:
-    """Return the section on the clients of each round of a run; empty before round 1 is closed.
+    """Return the section on the clients of each round, and the reasons of those not aggregated.
 
-    Reasons of clients that were not aggregated are listed below the figure. Under client-level
-    differential privacy a sentence says that participation is not shown.
+    Empty before round 1 is closed; under client-level differential privacy it only says why.
     """
     title = "Participation"
     if not facts.rounds:
@@ -154,11 +152,9 @@ def _grid_figure(
 
 
 def _roles_by_round(facts: RunFacts) -> dict[int, Counter[str]]:
-    """Count, for each round with turns, how many clients had which roles.
+    """Count, for each round with turns, how many clients had which roles (a letter per param).
 
-    The result is by round, then by roles: a text with a letter of ROLE_LETTERS per param, in the
-    order of the agreement's params. Under client-level differential privacy, counts the roles that
-    the plan permits for each class of clients instead.
+    Under client-level differential privacy, of the roles that the plan permits for each class.
     """
     if not facts.client_level_dp:
         pairs = zip(facts.rounds, facts.turns, strict=True)
@@ -177,10 +173,9 @@ def _role_rows(
 ) -> tuple[list[GridRow], tuple[int, int]]:
     """Return the rows of the figure, and (mixed rounds, number of rows); the lower is clearer.
 
-    A row is a kind of params; with `by_block`, a block, or a kind of params outside of blocks. In a
-    model with several stacks each stack has rows of its own. A cell shows the share of values that
-    had each role, over all clients; mixed rounds are those of cells with several roles, added up
-    over all rows. `roles` are from `_roles_by_round`.
+    A row is a kind of params; with `by_block`, a block, or a kind of params outside of blocks. A
+    cell shows the share of values that had each role, over all clients; mixed rounds are those of
+    cells with several roles.
     """
     params = facts.agreement.params
     places, groups = {p: i for i, p in enumerate(params)}, dict[str, list[Param]]()
@@ -213,11 +208,7 @@ def _role_rows(
 
 
 def _reasons(facts: RunFacts) -> Iterator[PageBlock]:
-    """Yield lists of the reasons of updates not aggregated in a run, and of warnings.
-
-    At most MAX_REASONS of each are listed, the most frequent reasons first; late and dropped
-    clients are left out.
-    """
+    """Yield lists of the most frequent reasons of updates not aggregated, and of warnings."""
     reasons = Counter(
         f"{client}: {reason}"
         for record in facts.rounds

@@ -87,10 +87,9 @@ def report(
 
 
 def report_page(runs: Sequence[AnyRun], *, refresh: int = REFRESH_SECONDS) -> Page:
-    """Build the report of one or several runs, which may be in progress and are not changed.
+    """Build the report of runs, which may be in progress: then a browser reloads it.
 
-    The page of a run in progress reloads in a browser every `refresh` seconds. Raises FedplanError
-    if `runs` is empty or a folder has no run.
+    Raises FedplanError if `runs` is empty or a folder has no run.
     """
     if not runs:
         raise FedplanError("a report needs at least one run: give the folder of a run")
@@ -118,11 +117,7 @@ def watch_report(
     csv: Path | None = None,
     png: Path | None = None,
 ) -> Iterator[Page]:
-    """Write the report of runs to a file every `seconds`; yield each page after it is written.
-
-    Ends when no run is in progress. `csv` and `png` are folders for the numbers and images of the
-    figures.
-    """
+    """Write the report of runs to a file every `seconds` until all have ended; yield each page."""
     while True:
         page = report_page(runs, refresh=max(1, round(seconds)))
         page.write(file, csv=csv, png=png)
@@ -135,8 +130,7 @@ def watch_report(
 def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
     """Yield a table of several runs, a summary of each group's first run, and all warnings.
 
-    A group is the runs that differ only in their seed. Under client-level differential privacy the
-    table leaves out traffic, which would reveal how many clients were sampled.
+    Under client-level differential privacy traffic would reveal how many clients were sampled.
     """
     groups, rows = group_runs(facts), list[tuple[str, ...]]()
     labels: dict[ScoreKind, str] = {s.kind: s.label for each in facts for s in each.scores.scores}
@@ -163,10 +157,7 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
 
 
 def _sections(facts: Sequence[RunFacts]) -> Iterator[PageSection]:
-    """Yield the sections on roles and learning curves over all runs, then the sections per run.
-
-    Titles end in the name of the run or group if there are several.
-    """
+    """Yield the sections of all runs, then those of each run, named if there are several."""
     groups = group_runs(facts)
     for group in groups:
         name = group.name if len(groups) > 1 else ""
@@ -192,10 +183,9 @@ def _add_name(section: PageSection, name: str) -> PageSection:
 
 
 def _audit_section(facts: RunFacts) -> PageSection:
-    """Verify a run and return the section with the result; empty if the run ended in round 1.
+    """Verify a run that has ended, and return the section with the result.
 
-    For a run in progress, the section only says that the run is verified later. An error of the
-    verification counts as a fault. Under client-level differential privacy no client is named.
+    An error of the verification counts as a fault. Under client-level DP no client is named.
     """
     title, folder = "Audit", facts.run.folder
     if facts.snapshot.live:
@@ -278,10 +268,7 @@ def _summary(facts: RunFacts) -> PageBlock:
 
 
 def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of a run's main numbers: scores, traffic, epsilon and time per round.
-
-    Numbers that are unknown, or that differential privacy protects, are left out.
-    """
+    """Yield (name, value) of a run's main numbers that are known and not protected."""
     seconds = facts.snapshot.status.round_seconds
     for score in facts.scores.scores:
         yield f"{score.label} ({score.about})", score.number

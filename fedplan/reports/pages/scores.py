@@ -31,8 +31,7 @@ def curves_section(runs: Sequence[RunFacts]) -> PageSection:
     """Return the section with scores and training loss of runs by round; empty without metrics.
 
     Runs that differ only in their seed are one line. A single group gets all of its scores in one
-    figure, with the examples of each in the legend if they differ; several groups get a figure for
-    each score. The score that matters for the plans comes first.
+    figure; several groups get a figure for each score, that of the plans first.
     """
     groups, metric = group_runs(runs), runs[0].rules.metric
     personal = any(run.rules.personal for run in runs)
@@ -61,11 +60,7 @@ def curves_section(runs: Sequence[RunFacts]) -> PageSection:
 
 
 def clients_section(facts: RunFacts) -> PageSection:
-    """Return the section on each client's personal score by round, with the worst client marked.
-
-    It is empty if no client was measured. Under differential privacy, a sentence says that single
-    clients are not shown.
-    """
+    """Return the section on each client's score by round; empty if none was measured."""
     title, scores, (score, higher) = "Clients", facts.client_scores, facts.score
     whose = "personal " if facts.rules.personal else ""
     if not scores:
@@ -107,10 +102,7 @@ def clients_section(facts: RunFacts) -> PageSection:
 
 
 def drift_section(facts: RunFacts, name: str = "") -> PageSection:
-    """Return the section on client drift in a run: the share of updates lost in averaging, by kind.
-
-    Empty if the ledger has no drift. `name` is added to the figure's title.
-    """
+    """Return the section on client drift: the share of updates lost in averaging, by kind."""
     shares = dict[str, list[tuple[float, float]]]()
     for record in facts.rounds:
         for kind, (spread, step) in record.drift.items():
@@ -130,10 +122,7 @@ def drift_section(facts: RunFacts, name: str = "") -> PageSection:
 
 
 def privacy_section(facts: RunFacts) -> PageSection:
-    """Return the section on a run's epsilon by round; empty if privacy is off or before round 1.
-
-    It begins with the privacy statement, or a note that only the sites have the accounts.
-    """
+    """Return the section on the privacy statement and epsilon by round; empty without privacy."""
     title, guarantee, rounds = "Differential privacy", facts.agreement.guarantee, facts.run.round
     if guarantee is None or not rounds:
         return PageSection(title)

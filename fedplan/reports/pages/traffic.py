@@ -82,8 +82,8 @@ def count_traffic(facts: RunFacts) -> Traffic:
 def traffic_section(facts: RunFacts) -> PageSection:
     """Return the section on a run's bytes by part and by round, beside the forecast.
 
-    It is empty before the first turn; under client-level differential privacy it has only the
-    forecast, as the bytes of turns would reveal the sampled clients.
+    Empty before the first turn; under client-level differential privacy it has only the forecast,
+    as the bytes of turns would reveal the sampled clients.
     """
     title, turns = "Upload and download", sum(map(len, facts.turns))
     if not turns:
@@ -132,10 +132,7 @@ ROUNDS = (
 def _bars(
     title: str, counts: Counter[str], turns: int, expected: dict[str, tuple[float, float]]
 ) -> Drawing:
-    """Return a bar chart of the mean bytes per turn by kind of param.
-
-    `counts` are the bytes of all `turns` together; `expected` has (least, most) bytes of one turn.
-    """
+    """Return a bar chart of the mean bytes per turn by kind; `counts` are of all turns together."""
     size, unit = byte_unit(max(counts.values(), default=0) / turns)
     bars = list[Bar]()
     for kind in sorted(counts.keys() | expected.keys(), key=lambda kind: (-counts[kind], kind)):
@@ -147,11 +144,7 @@ def _bars(
 
 
 def _forecast_uploads(facts: RunFacts) -> dict[str, tuple[float, float]]:
-    """Return the forecast (least, most) upload bytes per turn, by kind of param.
-
-    These are means over the closed rounds of a run; the range is over all classes of clients and
-    all choices of layer scores.
-    """
+    """Return the forecast (least, most) mean upload per turn of all classes, by kind of param."""
     wire_cost, closed = facts.forecast.wire_cost, range(1, facts.run.round + 1)
     ranges = dict[str, list[ByteRange]]()
     for client in facts.forecast.clients:
@@ -172,10 +165,7 @@ def _forecast_uploads(facts: RunFacts) -> dict[str, tuple[float, float]]:
 
 
 def _rounds(facts: RunFacts, direction: str) -> Drawing:
-    """Return a line chart of the mean bytes per turn by round; `direction` is "up" or "down".
-
-    Needs at least one turn in the run.
-    """
+    """Return a line chart of the mean bytes per turn by round; `direction` is "up" or "down"."""
     means = [
         (
             record.round,
@@ -196,11 +186,7 @@ def _rounds(facts: RunFacts, direction: str) -> Drawing:
 
 
 def _forecast_band(facts: RunFacts, direction: str, size: float = 1.0) -> Series:
-    """Return the forecast bytes of a turn in each closed round, as a series with a band.
-
-    The band is over all classes of clients, in units of `size` bytes; `direction` is "up" or
-    "down".
-    """
+    """Return the forecast of a turn in each closed round, in `size` bytes, over all classes."""
     ranges = [c.uploads if direction == "up" else c.downloads for c in facts.forecast.clients]
     columns = list(zip(*ranges, strict=True))[: facts.run.round]
     lows = [min(low for low, _ in column) / size for column in columns]
