@@ -301,7 +301,7 @@ def evaluate_command(
 
     Prints the test scores of the report, with 95 % bootstrap intervals.
     """
-    from fedplan.reports.evaluation import evaluation_lines
+    from fedplan.reports.pages.test_scores import evaluation_lines
     from fedplan.studies.evaluation import evaluate_run
 
     with print_errors():

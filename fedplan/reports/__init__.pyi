@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
 from .client_data import data_distribution
-from .evaluation import evaluation_lines
 from .explanation import explain_plan, parts_table, sort_params
-from .exposure import study_exposure
 from .figures.charts import Bar, Series, bar_chart, interval_chart, line_chart, mean_series
 from .figures.drawing import HUES, Drawing, spreadsheet_safe
 from .figures.grids import GridCell, GridRow, cell_grid, round_spans
@@ -17,14 +15,14 @@ from .formats import (
     millions,
     parse_since,
 )
-from .groups import differing_fields, group_by_seed, study_fields
 from .memory import TrainingStep
-from .pages.facts import read_run_facts
+from .pages.facts import differing_fields, group_by_seed, read_run_facts, study_fields
 from .pages.page import WIDTHS, Page, PageBlock, PageFigure, PageSection, block
 from .pages.round_grids import roles_section
 from .pages.run_report import report, watch_report
 from .pages.scores import drift_section
-from .plan_warnings import RunWarning, warnings_text
+from .pages.test_scores import evaluation_lines
+from .plan_warnings import RunWarning, study_exposure, warnings_text
 from .progress import run_flower_with_progress, run_with_progress
 from .role_figure import RoleFigure, draw_roles
 from .run_warnings import read_run_warnings

@@ -72,10 +72,8 @@ class DataDistribution:
         distances = list[float]()
         for labels in (client.labels for client in self.clients if any(client.labels.values())):
             count = sum(labels.values())
-            distance = (
-                fsum(abs(labels.get(k, 0) / count - n / total) for k, n in overall.items()) / 2
-            )
-            distances.append(distance * count)
+            gaps = (abs(labels.get(k, 0) / count - n / total) for k, n in overall.items())
+            distances.append(fsum(gaps) / 2 * count)
         return fsum(distances) / total
 
     def sentences(self) -> Iterator[str]:
@@ -90,11 +88,8 @@ class DataDistribution:
             )
             single = sum(len(+Counter(client.labels)) == 1 for client in self.clients)
             yield f"{single} clients have a single label." if single else ""
-        yield (
-            f"The common test set has {self.test} examples."
-            if self.test
-            else "There is no common test set."
-        )
+        test = f"The common test set has {self.test} examples."
+        yield test if self.test else "There is no common test set."
 
     def json(self) -> dict[str, Any]:
         """Return the distribution as JSON values."""
@@ -139,7 +134,7 @@ class DataDistribution:
             return bar_chart(title, [Bar(*each) for each in sums.items()], unit="examples")
         counts = {client.client: client.labels for client in self.clients}
         return bubble_chart(
-            title, counts, columns=self.labels, sums=sums, row="client", column="label"
+            title, counts, columns=self.labels, sums=sums, header=("client", "label")
         )
 
 

@@ -21,12 +21,11 @@ from fedplan.language.plan import Plan, Role
 from fedplan.language.resolution import Participants, phase_names
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Kind, Param, Params
-from fedplan.reports.exposure import plan_exposure
 from fedplan.reports.figures.drawing import ROLE_STYLES
 from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
 from fedplan.reports.memory import GPU_BYTES, MemoryEstimate, TrainingStep, estimate_memory
-from fedplan.reports.plan_warnings import RunWarning, plan_warnings, warnings_text
+from fedplan.reports.plan_warnings import RunWarning, plan_exposure, plan_warnings, warnings_text
 
 if TYPE_CHECKING:
     from torch import nn

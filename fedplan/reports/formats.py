@@ -16,7 +16,7 @@ from fedplan.federation.ledger.records import RoundRecord
 from fedplan.storage.logs import LogEntry
 
 if TYPE_CHECKING:  # `explain` loads no torch
-    from fedplan.studies.run_scores import RunScore, ScoreRules
+    from fedplan.studies.run_scores import ScoreKind, ScoreRules
 
 
 def millions(count: int) -> str:
@@ -84,13 +84,18 @@ def simulation_line(row: Mapping[str, float], rules: ScoreRules, spent: float | 
     `row` are the round's metrics, `spent` is the epsilon spent so far (None: no epsilon).
     """
     scores, rejected = rules.of_row(row), int(row["rejected"])
-    worst = f"{_score(scores.find('worst client')):>12}"
+
+    def number(*kinds: ScoreKind) -> str:
+        score = scores.find(*kinds)
+        return score.number if score else ""
+
     if rules.personal:
         personal = scores.find("personal")
         spread = f" ± {personal.std:.3f}" if personal and personal.std is not None else ""
-        columns = f"{_score(personal) + spread:>14}  {worst}  {_score(scores.find('global')):>6}"
+        columns = f"{number('personal') + spread:>14}  {number('worst client'):>12}"
+        columns += f"  {number('global'):>6}"
     else:
-        columns = f"{_score(scores.find('global', 'mean of clients')):>6}  {worst}"
+        columns = f"{number('global', 'mean of clients'):>6}  {number('worst client'):>12}"
     cells = (
         f"{int(row['round']):5d}",
         f"{row['loss']:6.3f}" if "loss" in row else "     -",
@@ -113,10 +118,6 @@ def sites_line(record: RoundRecord, row: Mapping[str, float], rules: ScoreRules)
         f"download {megabytes(record.download_bytes)} MB"
         + (f"  not aggregated: {rejected}" if rejected else "")
     )
-
-
-def _score(score: RunScore | None) -> str:
-    return score.number if score else ""
 
 
 LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red"}

@@ -97,8 +97,7 @@ def report_expiries(events: EventStream, folder: Path) -> None:
     try:
         expiries = certificate_expiries(folder)
     except FedplanError as error:
-        events.emit(Notice(CERTIFICATE, str(error)))
-        return
+        return events.emit(Notice(CERTIFICATE, str(error)))
     for name, when in expiries.items():
         left = when - datetime.now(UTC)
         if left < EXPIRY_NOTICE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings of a plan that runs as written and yet does not do what its author may think.
+"""Warnings of a plan: of what it does not do, and of what the server can read from its updates.
 
 Apart from `study_warnings`, which imports torch: `explain` of a plan does without it.
 """
@@ -10,14 +10,18 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from fedplan.language.coverage import overridden_steps, unreached_branches
-from fedplan.language.plan import Chain, Plan, Step, chain
+from fedplan.language.plan import Chain, Plan, Role, Step, chain
 from fedplan.language.predicates import Turn
-from fedplan.language.resolution import permitted_roles
-from fedplan.models.params import Params
+from fedplan.language.resolution import params_with_roles, permitted_roles
+from fedplan.models.params import Kind, Params
+
+if TYPE_CHECKING:
+    from fedplan.federation.agreement import Agreement
 
 
 @dataclass(frozen=True)
@@ -157,3 +161,35 @@ def warnings_text(warnings: Sequence[RunWarning]) -> list[Text]:
         lines.append(Text(f"- {each.text} ({each.code})", style="yellow"))
         lines.append(Text(f"  {each.remedy}"))
     return [Text(), *lines]
+
+
+NO_NOISE = "Without differential privacy"
+"""Start of the warning, unless the server adds the noise."""
+
+
+def plan_exposure(
+    plan: Plan, params: Params, *, why: str = NO_NOISE, seen: str = "each update"
+) -> str:
+    """Return a sentence on what a server learns from the shared parts; "" if nothing is shared."""
+    shared = params_with_roles(plan, params, Role.SHARE)
+    if not shared:
+        return ""
+    parts = ", ".join(kind for kind in Kind if any(p.kind is kind for p in shared))
+    has_tokens = any(p.kind is Kind.EMBED and len(p.shape) == 2 for p in shared)
+    tokens = ", and from embed every token" * has_tokens
+    return (
+        f"{why}, {seen} ({parts}) lets the server infer how many examples of each label a site "
+        f"has, and whether an example that it knows is among them{tokens}. Freezing or keeping "
+        "other parts does not hide this."
+    )
+
+
+def study_exposure(agreement: Agreement) -> str:
+    """Return `plan_exposure` of a study; "" if all that the server sees has noise."""
+    guarantee, secagg = agreement.guarantee, agreement.secagg
+    if guarantee is not None and (guarantee.unit == "example" or agreement.distributed_dp):
+        return ""
+    why = "Before the server adds its noise" if guarantee else NO_NOISE
+    seen = f"each sum of {secagg.min_contributors} or more sites"
+    sums = {"seen": seen} if secagg.active else {}
+    return plan_exposure(agreement.method.plan, agreement.params, why=why, **sums)

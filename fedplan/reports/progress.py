@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.events import CommittedRound, Event, RunStarted
 from fedplan.federation.ledger.status import RunState, RunStatus
 from fedplan.federation.ledger.stream import EventStream
@@ -35,11 +34,7 @@ from fedplan.runners.simulation import Simulation
 from fedplan.studies.experiment import outline_agreement
 from fedplan.studies.record import read_data_record
 from fedplan.studies.run import read_run
-from fedplan.studies.run_scores import (
-    CLIENT_TESTS,
-    COMMON_TEST,
-    score_rules,
-)
+from fedplan.studies.run_scores import CLIENT_TESTS, COMMON_TEST, score_rules
 from fedplan.studies.schema import Study
 
 
@@ -126,7 +121,9 @@ def run_with_progress(
             f"{sizes[0]} to {sizes[-1]} examples, seed {study.seed}, in {escape(str(folder))}"
             + "".join(f"\n{escape(note)}" for note in notes)
         )
-        _print_first_warnings(console, study, agreement, folder, strict=strict)
+        warnings = study_warnings(study, agreement, read_data_record(folder))
+        _print_warnings(console, warnings)
+        refuse_warnings(warnings if strict else (), NOTHING_RUN)
         console.print(f"\n[bold]{round_heading(rules)}[/bold]")
 
         def line(closed: CommittedRound) -> str:
@@ -153,27 +150,11 @@ def run_with_progress(
             console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
         end = "" if simulation.stopped else _end_text(events.status)
         console.print(f"{end}To check it: fedplan verify {folder}", markup=False)
-    return _print_last_warnings(console, folder)
+    return _print_warnings(console, read_run_warnings(folder))
 
 
-def _print_first_warnings(
-    console: Console,
-    study: Study,
-    agreement: Agreement,
-    folder: Path,
-    *,
-    strict: bool,
-) -> None:
-    """Print the warnings known before the first round; with `strict`, raise FedplanError if any."""
-    warnings = study_warnings(study, agreement, read_data_record(folder))
-    for text in warnings_text(warnings):
-        console.print(text, soft_wrap=True)
-    refuse_warnings(warnings if strict else (), NOTHING_RUN)
-
-
-def _print_last_warnings(console: Console, folder: Path) -> list[RunWarning]:
-    """Print and return the warnings of the run in a folder."""
-    warnings = read_run_warnings(folder)
+def _print_warnings(console: Console, warnings: list[RunWarning]) -> list[RunWarning]:
+    """Print and return warnings."""
     for text in warnings_text(warnings):
         console.print(text, soft_wrap=True)
     return warnings
@@ -207,7 +188,9 @@ def run_flower_with_progress(
         return sites_line(closed.record, closed.row, score_rules(read_run(folder)))
 
     console.print(f"{study.name}: study {study.full_digest[:12]}, in {folder}", markup=False)
-    _print_first_warnings(console, study, outline_agreement(study), folder, strict=strict)
+    warnings = study_warnings(study, outline_agreement(study), read_data_record(folder))
+    _print_warnings(console, warnings)
+    refuse_warnings(warnings if strict else (), NOTHING_RUN)
     try:
         with (
             start_monitoring(folder, metrics_port, server.absolute().parent) as events,
@@ -221,4 +204,4 @@ def run_flower_with_progress(
     if events.stop_text:
         end = f"Stopped after round {events.status.round}: {events.stop_text}."
     console.print(end, markup=False)
-    return _print_last_warnings(console, folder)
+    return _print_warnings(console, read_run_warnings(folder))

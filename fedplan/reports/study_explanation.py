@@ -23,8 +23,8 @@ from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.privacy.statement import PRIVACY_FILE, Expense, Statement
 from fedplan.reports.explanation import Explanation, explain
-from fedplan.reports.exposure import study_exposure
 from fedplan.reports.memory import OPTIMIZER_STATES, TrainingStep
+from fedplan.reports.plan_warnings import study_exposure
 from fedplan.reports.study_warnings import study_warnings
 from fedplan.storage.files import write_atomic
 from fedplan.studies.experiment import (

@@ -19,9 +19,9 @@ from fedplan.language.resolution import MAX_ROUNDS_CHECKED, Participants
 from fedplan.methods.phases import PlannedPhases
 from fedplan.models.params import Param
 from fedplan.reports.explanation import sort_params
-from fedplan.reports.exposure import study_exposure
 from fedplan.reports.forecasts import Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes
+from fedplan.reports.plan_warnings import study_exposure
 from fedplan.secagg.config import NO_DEFENCE
 from fedplan.sites.policy import Policy, site_in_study
 from fedplan.studies.experiment import outline_agreement, privacy_statement

@@ -18,7 +18,7 @@ from fedplan.errors import FedplanError, printable
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.figures.drawing import spreadsheet_safe
 from fedplan.reports.formats import TRAFFIC_LABELS, duration, megabytes
-from fedplan.reports.groups import group_by_seed
+from fedplan.reports.pages.facts import group_by_seed
 from fedplan.studies.run_scores import GLOBAL_PREFIXES, SPREAD_PREFIXES, ScoreKind, score_text
 from fedplan.sweeps.results import (
     ON_VALIDATION,

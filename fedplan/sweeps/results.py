@@ -20,7 +20,7 @@ from fedplan.federation.server import STUDY
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind
 from fedplan.reports.formats import millions
-from fedplan.reports.groups import differing_fields, study_fields
+from fedplan.reports.pages.facts import differing_fields, study_fields
 from fedplan.reports.study_explanation import read_privacy_statement
 from fedplan.studies.run import RunReader, read_consistently, read_run
 from fedplan.studies.run_scores import (

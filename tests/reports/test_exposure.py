@@ -18,7 +18,7 @@ from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.catalog import meta_model
 from fedplan.models.description import describe
 from fedplan.privacy.guarantee import Guarantee
-from fedplan.reports.exposure import study_exposure
+from fedplan.reports.plan_warnings import study_exposure
 from fedplan.secagg.config import SecAggConfig
 from fedplan.training.fit import TrainArguments
 

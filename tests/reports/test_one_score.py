@@ -11,8 +11,8 @@ import pytest
 from fedplan.data.metrics import METRICS, metric_spread
 from fedplan.data.tasks.kinds import TASK_KINDS
 from fedplan.federation.ledger.records import RoundRecord
-from fedplan.reports.evaluation import number, set_title
 from fedplan.reports.formats import round_heading, simulation_line, sites_line
+from fedplan.reports.pages.test_scores import number, set_title
 from fedplan.studies.run_scores import CLIENT_TESTS, COMMON_TEST, ScoreRules
 
 MEASURED = ("loss", "perplexity", "f1", *METRICS)

@@ -24,9 +24,15 @@ from fedplan.data.evaluation import evaluate_predictions, youden_threshold
 from fedplan.data.metrics import Metric, Predictions
 from fedplan.data.tasks.kinds import make_task
 from fedplan.federation.server import EVALUATION
-from fedplan.reports.evaluation import evaluation_lines, metric_rows, metric_title
 from fedplan.reports.pages.run_report import report_page
-from fedplan.reports.pages.test_scores import _class_table, _figures, _site_table
+from fedplan.reports.pages.test_scores import (
+    _class_table,
+    _figures,
+    _site_table,
+    evaluation_lines,
+    metric_rows,
+    metric_title,
+)
 from fedplan.runners.simulation import Simulation
 from fedplan.studies.evaluation import evaluate_run, predict_all
 from fedplan.studies.federation_sections import PrivacyConfig

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, fsum, log10, nan
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fedplan.errors import printable
 from fedplan.reports.figures.drawing import (
@@ -179,14 +179,13 @@ def small_multiples(
     *,
     marked: Mapping[str, str] | None = None,
     behind: Series | None = None,
-    x: str = "round",
     y: str = "",
     columns: int = 6,
 ) -> Drawing:
     """Return a chart with a panel per series, at most `columns` side by side, on common scales.
 
     `marked` maps names of series to a word for their panel; these series get another colour.
-    `behind` is a series drawn dashed in every panel. `x` and `y` name the columns of the CSV.
+    `behind` is a series drawn dashed in every panel. `y` names a column of the CSV.
     """
     columns = max(1, min(columns, len(series)))
     every = [*series, *([behind] if behind else [])]
@@ -200,9 +199,8 @@ def small_multiples(
         for number, each in enumerate(series):
             left = PANEL_LEFT + number % columns * (PANEL_WIDTH + PANEL_GAP)
             top = number // columns * step + PANEL_HEADER
-            ax, *_ = add_axes(
-                figure, left, height - top - PANEL_HEIGHT, width - left - PANEL_WIDTH, top
-            )
+            right, bottom = width - left - PANEL_WIDTH, height - top - PANEL_HEIGHT
+            ax, *_ = add_axes(figure, left, bottom, right, top)
             ax.grid(visible=False, axis="x")
             _scale(ax, "x", xs, whole=True)
             _scale(ax, "y", ys, count=3)
@@ -229,7 +227,7 @@ def small_multiples(
                 _dot(ax, place, level, text, color, **MARKERS[bool(word)], markersize=6.0)
 
     rows = [row[:3] for each in every for row in each.rows()]
-    return Drawing(title, width, height, draw, ("series", x, y or "value"), tuple(rows))
+    return Drawing(title, width, height, draw, ("series", "round", y or "value"), tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -417,12 +415,7 @@ def _line(ax: Axes, series: Series, color: str, **style: Any) -> None:
 
 
 def _write(
-    ax: Axes,
-    text: str,
-    at: Point,
-    offset: Point,
-    unit: Literal["axes fraction", "data"] = "axes fraction",
-    **style: Any,
+    ax: Axes, text: str, at: Point, offset: Point, unit: Any = "axes fraction", **style: Any
 ) -> None:
     """Write a text with its baseline `offset` pixels from a point of the axes or of the data."""
     ax.annotate(text, at, offset, unit, "offset points", annotation_clip=False, **style)

@@ -243,11 +243,8 @@ def spreadsheet_safe(value: object) -> object:
 
 def _svg_shapes(root: ElementTree.Element) -> Iterator[str]:
     """Yield the shapes of matplotlib's SVG, with classes for colours and titles for tips."""
-    markers = {
-        each.attrib["id"]: each.attrib["d"]
-        for each in root.iter()
-        if {"id", "d"} <= each.attrib.keys()
-    }
+    attributes = (each.attrib for each in root.iter())
+    markers = {each["id"]: each["d"] for each in attributes if {"id", "d"} <= each.keys()}
 
     def walk(element: ElementTree.Element, title: str) -> Iterator[str]:
         name, attributes = element.tag.rpartition("}")[2], dict(element.attrib)

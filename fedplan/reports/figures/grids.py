@@ -67,7 +67,6 @@ def cell_grid(
     rounds: int,
     legend: Mapping[str, str],
     row: str = "part",
-    x: str = "round",
     width: float = 960,
 ) -> Drawing:
     """Return a chart of rows of cells over rounds 1 to `rounds`; `legend` maps paints to texts."""
@@ -93,7 +92,7 @@ def cell_grid(
         for paint, text, at, y in keys:
             draw_box(ax, at, y, 12, 12, paint)
             ax.text(at + 18, y + 10, text, **SMALL)
-        ax.text(left - 8, top - 8, x, ha="right", **SMALL)
+        ax.text(left - 8, top - 8, "round", ha="right", **SMALL)
         for number in numbers:
             ax.text(left + (number - 0.5) * step, top - 8, str(number), ha="center", **SMALL)
         for place, line in enumerate(rows):
@@ -115,20 +114,19 @@ def bubble_chart(
     *,
     columns: Sequence[str],
     sums: Mapping[str, int],
-    row: str = "row",
-    column: str = "column",
-    width: float = 720,
+    header: tuple[str, str],
 ) -> Drawing:
     """Return a chart with a dot for each amount above 0; the dot's area shows the amount.
 
-    `amounts` are by row name, then by column name; `sums` are written at the ends of rows. If
-    column names are too long, the columns are numbered, and the names listed below.
+    `amounts` are by row name, then by column name; `sums` are written at the ends of rows. `header`
+    names both in the CSV. If column names are too long, the columns are numbered, and the names
+    listed below.
     """
     left = min(150.0, 18 + max((text_width(name) for name in amounts), default=0.0))
-    step = min(MAX_COLUMN, max(MIN_COLUMN, (width - left - SUM_WIDTH) / max(1, len(columns))))
+    step = min(MAX_COLUMN, max(MIN_COLUMN, (720 - left - SUM_WIDTH) / max(1, len(columns))))
     fits = all(text_width(name, 11) + 6 <= step for name in columns)
     top, end = (22.0 if columns else 4.0), left + len(columns) * step
-    width = max(width, end + SUM_WIDTH)
+    width = max(720, end + SUM_WIDTH)
     key = [] if fits else [f"{n} {name}" for n, name in enumerate(columns, 1)]
     lines, bottom = list(_wrap(key, width)), top + len(amounts) * ROW_HEIGHT
     largest = max((n for counts in amounts.values() for n in counts.values()), default=0) or 1
@@ -155,17 +153,11 @@ def bubble_chart(
 
     rows = [(name, each, n) for name, counts in amounts.items() for each, n in counts.items()]
     height = bottom + 16 * len(lines) + 8
-    return Drawing(title, width, height, draw, (row, column, "count"), tuple(rows))
+    return Drawing(title, width, height, draw, (*header, "count"), tuple(rows))
 
 
 def matrix_chart(
-    title: str,
-    names: Sequence[str],
-    counts: Sequence[Sequence[int]],
-    *,
-    row: str = "true class",
-    column: str = "predicted class",
-    width: float = 720,
+    title: str, names: Sequence[str], counts: Sequence[Sequence[int]], *, width: float = 720
 ) -> Drawing:
     """Return a chart of a square of counts; the shade is the share of its row, the diagonal framed.
 
@@ -202,13 +194,11 @@ def matrix_chart(
                 if text_width(text, size) <= step - GAP:
                     ax.text(x + (step - GAP) / 2, y + 15, text, ha="center", size=size)
 
-    rows = [
-        (names[i], names[j], amount)
-        for i, line in enumerate(counts)
-        for j, amount in enumerate(line)
-    ]
+    pairs = zip(names, counts, strict=True)
+    rows = [(true, *each) for true, line in pairs for each in zip(names, line, strict=True)]
     height = HEADER + len(names) * (ROW_HEIGHT + GAP)
-    return Drawing(title, width, height, draw, (row, column, "count"), tuple(rows))
+    columns = ("true class", "predicted class", "count")
+    return Drawing(title, width, height, draw, columns, tuple(rows))
 
 
 def _cell(ax: Axes, cell: GridCell, name: str, x: float, y: float, step: float) -> None:

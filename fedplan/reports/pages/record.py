@@ -62,13 +62,13 @@ def _settings(study: Study) -> Iterator[tuple[str, str]]:
     for section in ("", *(name for name in Study.model_fields if name in main.keys() - general)):
         values = flatten_fields(main[section] if section else general)
         kept = {k: v for k, v in values.items() if not f"{section}.{k}".startswith(OMITTED)}
-        texts = [f"{name} = {_shorten(str(value) or 'none')}" for name, value in kept.items()]
+        texts = list[str]()
+        for name, value in kept.items():
+            text = str(value) or "none"
+            shown = text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]} ..."
+            texts.append(f"{name} = {shown}")
         if texts:
             yield section or "study", "; ".join(texts)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]} ..."
 
 
 def _data_blocks(facts: RunFacts) -> Iterator[PageBlock]:
@@ -163,8 +163,7 @@ def _costs(facts: RunFacts) -> Iterator[tuple[str, str]]:
     if facts.snapshot.status.round_seconds is not None:
         yield "time per round (median)", duration(facts.snapshot.status.round_seconds)
     if not facts.client_level_dp:
-        yield "upload MB", megabytes(sum(record.upload_bytes for record in facts.rounds))
-        yield "download MB", megabytes(sum(record.download_bytes for record in facts.rounds))
+        yield from zip(("upload MB", "download MB"), map(megabytes, facts.traffic), strict=True)
 
 
 def _wall_seconds(facts: RunFacts) -> float:

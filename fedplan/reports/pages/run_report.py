@@ -138,11 +138,7 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
         rounds = f"{each.run.round} of {each.study.train.rounds}"
         scores = map(each.scores.find, labels)
         texts = (score.number if score else "" for score in scores)
-        traffic = (
-            sum(r.upload_bytes for r in each.rounds),
-            sum(r.download_bytes for r in each.rounds),
-        )
-        sizes = ("" if each.client_level_dp else megabytes(count) for count in traffic)
+        sizes = ("" if each.client_level_dp else megabytes(count) for count in each.traffic)
         rows.append((name, each.snapshot.state, rounds, *texts, *sizes))
     if rows:
         columns = ("run", "state", "rounds", *labels.values(), *TRAFFIC_LABELS)
@@ -196,12 +192,8 @@ def _audit_section(facts: RunFacts) -> PageSection:
         audit = audit_run(folder)
         faults, checked = list(audit.faults), audit.summary
         movement = "" if audit.unmoved else "every trained one moved, "
-    except FedplanError as error:
-        faults, checked, movement = (
-            [str(error)],
-            "",
-            "",
-        )  # a run that cannot be checked is not verified
+    except FedplanError as error:  # a run that cannot be checked is not verified
+        faults, checked, movement = [str(error)], "", ""
     if facts.client_level_dp:
         # The clients that were sampled, and their number, are a secret of the server.
         count = f"{len(faults)} in all: fedplan verify {folder} lists them"
@@ -273,11 +265,7 @@ def _numbers(facts: RunFacts) -> Iterator[tuple[str, str]]:
     for score in facts.scores.scores:
         yield f"{score.label} ({score.about})", score.number
     if not facts.client_level_dp and facts.rounds:
-        traffic = (
-            sum(record.upload_bytes for record in facts.rounds),
-            sum(record.download_bytes for record in facts.rounds),
-        )
-        yield from zip(TRAFFIC_LABELS, map(megabytes, traffic), strict=True)
+        yield from zip(TRAFFIC_LABELS, map(megabytes, facts.traffic), strict=True)
     if facts.agreement.guarantee is not None and facts.run.round:
         spent = facts.epsilon_spent
         promised = f"of {facts.agreement.guarantee.epsilon:g}"

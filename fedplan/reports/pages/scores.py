@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import isnan
 
 from fedplan.errors import FedplanError
-from fedplan.reports.evaluation import number
 from fedplan.reports.figures.charts import Series, line_chart, small_multiples
 from fedplan.reports.pages.facts import RunFacts, SeedGroup, group_runs
 from fedplan.reports.pages.page import PageFigure, PageSection
+from fedplan.reports.pages.test_scores import number
 from fedplan.reports.study_explanation import read_privacy_statement
 from fedplan.studies.run_scores import CLIENT_TESTS, COMMON_TEST, ScoreKind
 

@@ -166,15 +166,11 @@ def _forecast_uploads(facts: RunFacts) -> dict[str, tuple[float, float]]:
 
 def _rounds(facts: RunFacts, direction: str) -> Drawing:
     """Return a line chart of the mean bytes per turn by round; `direction` is "up" or "down"."""
-    means = [
-        (
-            record.round,
-            sum(t.upload_bytes if direction == "up" else t.download_bytes for t in turns)
-            / len(turns),
-        )
-        for record, turns in zip(facts.rounds, facts.turns, strict=True)
-        if turns
-    ]
+    means = list[tuple[int, float]]()
+    for record, turns in zip(facts.rounds, facts.turns, strict=True):
+        sizes = [t.upload_bytes if direction == "up" else t.download_bytes for t in turns]
+        if sizes:
+            means.append((record.round, sum(sizes) / len(sizes)))
     size, unit = byte_unit(max(count for _, count in means))
     return line_chart(
         f"{'Upload' if direction == 'up' else 'Download'} by round",
