@@ -264,14 +264,9 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
         names = ", ".join(run.clients)
         raise ConfigError(f"there is no client {client!r}; there are {names}")
     experiment = build_experiment(study)
-    if experiment.model_digest != run.agreement.start:
-        raise ConfigError(
-            f"the run started from the model {run.agreement.start}, but the study's model is now "
-            f"{experiment.model_digest}: restore the initial weights"
-        )
+    experiment.require_start(run.agreement.start)
     examples = run.identity.examples  # {} on a server of sites, which have the clients' states
-    changed = changed_examples(examples, experiment.data.digests) if examples else []
-    if changed:
+    if changed := changed_examples(examples, experiment.data.digests) if examples else []:
         raise ConfigError(
             f"{folder} holds a run on other examples of {', '.join(changed[:5])}: restore the data "
             "that it began with"

@@ -93,6 +93,14 @@ class Experiment:
         digests = join_digests(self.agreement.params, self.param_digests)
         return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
+    def require_start(self, start: str) -> None:
+        """Raise ConfigError if the digest of the initial model is not `start`, that of a run."""
+        if self.model_digest != start:
+            raise ConfigError(
+                f"the run started from the model {start}, but the study's model is now "
+                f"{self.model_digest}: restore the initial weights"
+            )
+
     @cached_property
     def pinned_agreement(self) -> Agreement:
         """The agreement with the digest of the initial model."""

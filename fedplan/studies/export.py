@@ -38,11 +38,7 @@ from fedplan.models.folder import SETTINGS, load_folder, save_folder
 from fedplan.models.values import is_quantized, set_values
 from fedplan.privacy.statement import PRIVACY_FILE
 from fedplan.storage.files import write_folder
-from fedplan.studies.experiment import (
-    Experiment,
-    build_experiment,
-    privacy_statement,
-)
+from fedplan.studies.experiment import Experiment, build_experiment, privacy_statement
 from fedplan.studies.federated_data import FederatedData
 from fedplan.studies.model_card import (
     CARD_FILE,
@@ -292,11 +288,10 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
         ),
     )
     study = run.study
-    experiment = (
-        _load_experiment(run)
-        if study.data.from_python
-        else _rebuild_experiment(study, run.agreement, run.labels)
-    )
+    if study.data.from_python:
+        experiment = _load_experiment(run)
+    else:
+        experiment = _rebuild_experiment(study, run.agreement, run.labels)
     initial = experiment.initial_values
     values = global_values(run.agreement, global_state, initial)
     if client:
@@ -313,6 +308,8 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     elif public and (own := client_score(run, client)):
         scores = [replace(own, kind="this client"), *scores]
     prefix = f"clients.{client}." if client else "global."
+    told = public and not study.aggregation.config.active
+    trained: dict[str, Any] = read_data_record(run.folder).get("train", {}) if told else {}
     card = ModelCard(
         study,
         run.agreement,
@@ -327,18 +324,10 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
             if name.startswith(prefix) and name.removeprefix(prefix) not in HIDDEN_COLUMNS
         },
         score_texts=tuple(replace(score, client="").text for score in scores),
-        train_examples=_train_examples(run) if public else 0,
+        train_examples=sum(int(each["examples"]) for each in trained.values()),
         private_names=private_names(study, names),
     )
     return _fill_model(experiment, values, card)
-
-
-def _train_examples(run: RunReader) -> int:
-    """Return the number of all clients' training examples; 0 if not known, or if it is hidden."""
-    if run.study.aggregation.config.active:
-        return 0
-    clients = read_data_record(run.folder).get("train", {})
-    return sum(int(client["examples"]) for client in clients.values())
 
 
 def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:
@@ -379,11 +368,7 @@ def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -
     experiment = build_experiment(study.model_copy(update={"data": DataSection(), "task": task}))
     if experiment.agreement.params != agreement.params:
         raise ConfigError("the study's model has other params than the run started from")
-    if experiment.model_digest != agreement.start:
-        raise ConfigError(
-            f"the run started from the model {agreement.start}, but the study's model is now "
-            f"{experiment.model_digest}: restore the initial weights"
-        )
+    experiment.require_start(agreement.start)
     return experiment
 
 

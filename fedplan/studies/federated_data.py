@@ -133,27 +133,20 @@ def load_federated_data(study: Study, site_table: tuple[str, Dataset] | None) ->
                 raise
             table, left_out = _leave_out_unfit(task, table)
             clients, task, overlap_notes = _prepare(study, task, table, common, site_table)
-        # Under differential privacy, counts of examples and empty clients are not revealed.
-        notes += (
-            [] if study.privacy else [*overlap_notes, *_drop_empty_clients(clients, site_table)]
-        )
+        if not study.privacy:  # else counts of examples and empty clients are not revealed
+            notes += [*overlap_notes, *_drop_empty_clients(clients, site_table)]
+    tested = {name: each for name, each in clients.items() if len(each.test)}
     return FederatedData(
         {name: examples.train for name, examples in clients.items()},
-        {name: each.test for name, each in clients.items() if len(each.test)},
+        {name: each.test for name, each in tested.items()},
         task.prepare(test) if test else None,
         task,
         tuple(notes),
         left_out,
         {name: each.validation for name, each in clients.items() if len(each.validation)},
         task.prepare(validation) if validation else None,
-        {
-            "": _groups(study, test),
-            **{name: each.test_groups for name, each in clients.items() if len(each.test)},
-        },
-        {
-            "": _row_numbers(test),
-            **{name: each.test_rows for name, each in clients.items() if len(each.test)},
-        },
+        {"": _groups(study, test), **{name: each.test_groups for name, each in tested.items()}},
+        {"": _row_numbers(test), **{name: each.test_rows for name, each in tested.items()}},
     )
 
 
@@ -300,14 +293,19 @@ def _load_tables(
     study: Study, site_rows: Dataset | None
 ) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], list[str]]:
     """Load the training, common test and common validation tables, or None; and notes."""
-    loaded = {
-        "training": _load_train_table(study, site_rows),
-        "test": _load_common_test(study),
-        "validation": _load_common_validation(study),
-    }
+    section, train = study.data, _load_train_table(study, site_rows)
+    test, validation = None, None
+    if section.test_path or section.test_split or section.test_filter:
+        path, conditions = section.test_path or section.path, section.test_filter
+        test = _load_common(study, path, section.test_split, conditions, "data.test_filter")
+        limit = section.max_test_examples
+        test = sample_rows(test, limit, seed=study.seed) if limit else test
+    if split := section.validation_split:
+        path = section.path or section.test_path
+        validation = _load_common(study, path, split, {}, "data.validation_split")
     tables: list[Dataset | None] = []
     notes = list[str]()
-    for kind, table in loaded.items():
+    for kind, table in (("training", train), ("test", test), ("validation", validation)):
         if table is not None and study.task.label_separator:
             table = split_labels(table, study.task.label, study.task.label_separator)
         if table is not None:
@@ -318,29 +316,8 @@ def _load_tables(
     return (train, test, validation), notes
 
 
-def _load_common_test(study: Study) -> Dataset | None:
-    """Load the common test set of a study; None if the study defines no common test set."""
-    section = study.data
-    if not (section.test_path or section.test_split or section.test_filter):
-        return None
-    path, limit = section.test_path or section.path, section.max_test_examples
-    table = _load_common(
-        study, path, section.test_split, section.test_filter, fields="data.test_filter"
-    )
-    return sample_rows(table, limit, seed=study.seed) if limit else table
-
-
-def _load_common_validation(study: Study) -> Dataset | None:
-    """Load the common validation set of a study; None if the study defines none."""
-    section = study.data
-    if not section.validation_split:
-        return None
-    path = section.path or section.test_path
-    return _load_common(study, path, section.validation_split, {}, fields="data.validation_split")
-
-
 def _load_common(
-    study: Study, path: str, split: str, conditions: Mapping[str, str | int], *, fields: str
+    study: Study, path: str, split: str, conditions: Mapping[str, str | int], fields: str
 ) -> Dataset:
     """Return the rows of a common set; DataError, which names its `fields`, if there are none."""
     if not path:

@@ -91,27 +91,13 @@ def build_meta_model(study: Study, task: Task, method: Method) -> nn.Module:
                 )
         return build_model(study, task, method)
     with no_progress_bars(), torch.device("meta"):
-        model = _build_bare_model(section, task)
+        of = f"{section.path or section.type!r} cannot be used for {task.kind}"
+        with _explain_errors(f"model: {of}"):
+            settings = {**section.config, **task.settings}
+            model = _new_model(section, task, settings, local_only=True)
         model = freeze_batch_norms(model) if section.freeze_batch_norm else model
         model = _add_study_adapter(study, task, model) if section.adapter else model
         return method.adapt(model) if method.adapt is not None else model
-
-
-def _build_bare_model(section: ModelSection, task: Task) -> nn.Module:
-    """Create the model of a [model] section for a task, without weights and adapters."""
-    import transformers
-
-    with _explain_errors(f"model: {section.path or section.type!r} cannot be used for {task.kind}"):
-        _require_model_settings(section, local_only=True)
-        settings = {**section.config, **task.settings}
-        config = (
-            load_pretrained(
-                transformers.AutoConfig, section.path, local_files_only=True, **settings
-            )
-            if section.path
-            else transformers.AutoConfig.for_model(section.type, **settings)
-        )
-        return _model_class(task).from_config(config).to(getattr(torch, section.dtype))
 
 
 def initial_expenses(
@@ -133,8 +119,14 @@ def initial_expenses(
         file = Path(name) / PRIVACY_FILE
         if is_hub_id(name) or (section.from_python and not Path(name).is_dir()):
             file = _hub_file(name, download=download and is_hub_id(name))
-        if file and file.is_file():
-            expenses += _read_expenses(file)
+        if file is None or not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise PrivacyError(f"{file} cannot be read: {error}") from error
+        if isinstance(content, dict) and HISTORY in content:  # else the file is of other origin
+            expenses += expenses_from_json(cast("dict[str, Any]", content)[HISTORY], str(file))
     return tuple(expenses)
 
 
@@ -148,17 +140,6 @@ def _hub_file(name: str, *, download: bool) -> Path | None:
     except OSError:  # no such file or repository, or no connection
         return None
     return Path(file) if file else None
-
-
-def _read_expenses(file: Path) -> tuple[Expense, ...]:
-    """Return the expenses in the PRIVACY_FILE of an export; empty for a file of other origin."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PrivacyError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or HISTORY not in content:
-        return ()
-    return expenses_from_json(cast("dict[str, Any]", content)[HISTORY], str(file))
 
 
 def add_method_adapter(model: nn.Module, task: Task, method: Method) -> nn.Module:
@@ -210,7 +191,6 @@ def _load_model(study: Study, task: Task) -> nn.Module:
     import transformers
 
     section = study.model
-    dtype = getattr(torch, section.dtype)
     if task.kind == "image-text":
         with _explain_errors("model: the image and text encoders cannot be loaded"):
             return load_dual_encoder(
@@ -223,7 +203,7 @@ def _load_model(study: Study, task: Task) -> nn.Module:
                 tokenizer=study.task.tokenizer,
             )
     if section.path:
-        return _load_pretrained_model(section, task, dtype)
+        return _load_pretrained_model(section, task, getattr(torch, section.dtype))
     types = list(transformers.CONFIG_MAPPING.keys())
     if section.type not in types:
         close = get_close_matches(section.type, types, n=1)
@@ -232,9 +212,7 @@ def _load_model(study: Study, task: Task) -> nn.Module:
     with _explain_errors(
         f"model.type: {section.type!r} cannot be created for {task.kind} with these settings"
     ):
-        _require_model_settings(section)
-        config = transformers.AutoConfig.for_model(section.type, **section.config, **task.settings)
-        return _model_class(task).from_config(config).to(dtype)
+        return _new_model(section, task, dict(**section.config, **task.settings))
 
 
 def _load_pretrained_model(section: ModelSection, task: Task, dtype: torch.dtype) -> nn.Module:
@@ -294,13 +272,7 @@ def _require_model_settings(section: ModelSection, *, local_only: bool = False) 
     # Others would be arguments of transformers itself, which a study from the network must not set.
     if not section.config:
         return
-    import transformers
-
-    config = (
-        load_pretrained(transformers.AutoConfig, section.path, local_files_only=local_only)
-        if section.path
-        else transformers.AutoConfig.for_model(section.type)
-    )
+    config = _load_config(section, local_only=local_only)
     accepted = {*config.to_dict(), *signature(type(config)).parameters, *config.attribute_map}
     if unknown := section.config.keys() - accepted - COMMON_SETTINGS:
         raise FedplanError(f"model.config: {config.model_type} has no setting {min(unknown)!r}")
@@ -317,6 +289,24 @@ def _explain_errors(context: str) -> Generator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FedplanError(f"{context}: {lines[0][:300]}") from error
+
+
+def _load_config(section: ModelSection, *, local_only: bool, **settings: Any) -> Any:
+    """Return the transformers configuration of `model.path` or `model.type`."""
+    from transformers import AutoConfig
+
+    if not section.path:
+        return AutoConfig.for_model(section.type, **settings)
+    return load_pretrained(AutoConfig, section.path, local_files_only=local_only, **settings)
+
+
+def _new_model(
+    section: ModelSection, task: Task, settings: dict[str, Any], *, local_only: bool = False
+) -> nn.Module:
+    """Create the model of a [model] section with these settings, new weights and no adapters."""
+    _require_model_settings(section, local_only=local_only)
+    config = _load_config(section, local_only=local_only, **settings)
+    return _model_class(task).from_config(config).to(getattr(torch, section.dtype))
 
 
 def _model_class(task: Task) -> Any:

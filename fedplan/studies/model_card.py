@@ -116,32 +116,23 @@ class ModelCard:
     def _about(self) -> str:
         owner = "One client's personal model" if self.personal else "The global model"
         after_rounds = f", after {self.round} rounds" if self.round else ""
+        train, count = self.study.train, self.train_examples
+        amount = f"{train.steps} steps" if train.steps else f"{train.epochs} epochs"
+        examples = f" They have {count:,} training examples in all." if count else ""
         return (
             f"# {self.study.name}\n\n{owner} of a federation, for {self.study.task.kind}"
             f"{after_rounds}. {self.clients} "
             "clients were asked to take part; their data stayed with them. "
             f"The {'adapter' if self.adapter else 'model'} was written by fedplan.\n\n"
-            f"{self._training()}\n\n"
-            f"Study `{self.study.digest}`, from the model `{self.agreement.start}`.\n"
-        )
-
-    def _training(self) -> str:
-        train = self.study.train
-        amount = f"{train.steps} steps" if train.steps else f"{train.epochs} epochs"
-        examples = f" They have {self.train_examples:,} training examples in all." * bool(
-            self.train_examples
-        )
-        return (
             f"In each round a client trains {amount} with learning rate {train.lr:g}, batch size "
-            f"{train.batch_size} and {train.optimizer}.{examples}"
+            f"{train.batch_size} and {train.optimizer}.{examples}\n\n"
+            f"Study `{self.study.digest}`, from the model `{self.agreement.start}`.\n"
         )
 
     def _plan(self) -> str:
         plan, params = self.agreement.method.plan, self.agreement.params
-        changed, initial = (
-            set(self.changed),
-            () if self.personal else untrained_params(self.agreement),
-        )
+        changed, initial = set(self.changed), untrained_params(self.agreement)
+        initial = () if self.personal else initial
         roles = {role: params_with_roles(plan, params, role) for role in ROLE_PHRASES}
         trained = {p for some in roles.values() for p in some}
         groups = {
@@ -167,14 +158,8 @@ class ModelCard:
         lines += [*(f"- {text}" for text in self.score_texts), ""]
         if self.scores:
             rows = [f"| {name} | {value:.4f} |" for name, value in sorted(self.scores.items())]
-            lines += [
-                "All metrics of this model:",
-                "",
-                "| metric | value |",
-                "|---|---|",
-                *rows,
-                "",
-            ]
+            header = ("All metrics of this model:", "", "| metric | value |", "|---|---|")
+            lines += [*header, *rows, ""]
         return "\n".join(lines)
 
     def _privacy(self) -> str:

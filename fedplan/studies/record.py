@@ -61,15 +61,12 @@ def data_record(study: Study, data: FederatedData) -> dict[str, Any]:
     for split, rows in common.items():
         content[split] = _split_record(task, summarize_examples(rows)) if rows is not None else None
     for split, clients in held_out.items():
-        summaries = {name: summarize_examples(rows) for name, rows in clients.items()}
-        content[split] = {} if private else _client_records(task, summaries)
+        shown = {} if private else clients
+        content[split] = {n: _split_record(task, summarize_examples(r)) for n, r in shown.items()}
     if not private:
-        content["train"] = _client_records(task, data.train_summaries)
+        summaries = data.train_summaries.items()
+        content["train"] = {name: _split_record(task, each) for name, each in summaries}
     return content
-
-
-def _client_records(task: Task, summaries: Mapping[str, ExamplesSummary]) -> dict[str, Any]:
-    return {name: _split_record(task, summary) for name, summary in summaries.items()}
 
 
 def _split_record(task: Task, summary: ExamplesSummary) -> dict[str, Any]:

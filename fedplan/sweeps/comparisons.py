@@ -439,10 +439,10 @@ def _score_notes(rows: Sequence[GroupComparison], score: str) -> list[str]:
     """Return sentences on scores of models with untrained params, and on scores without a test."""
     notes = list[str]()
     for row in rows if score.startswith(GLOBAL_PREFIXES) else ():
-        if kinds := row.group.first.untrained:
+        if kinds := row.group.first.rules.untrained:
             notes.append(
-                f"{row.group.label}: {score} is of a model whose {', '.join(kinds)} was never "
-                "trained, since each client keeps its own"
+                f"{row.group.label}: {score} is of a model whose {kinds} was never trained, since "
+                "each client keeps its own"
             )
     for row in rows:
         lows, highs = (row.group.scores(f"{score}_{end}").values() for end in ("low", "high"))

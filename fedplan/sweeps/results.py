@@ -29,7 +29,6 @@ from fedplan.studies.run_scores import (
     RunScores,
     ScoreRules,
     score_rules,
-    untrained_params,
 )
 from fedplan.studies.schema import Study
 from fedplan.sweeps.records import (
@@ -51,8 +50,7 @@ class RunResult:
     its last round or was stopped early by a rule. `metrics`: one row of numbers per round.
     `seconds`: `rounds` times the median duration of the last rounds; None if not known, as
     `epsilon_spent`. `directions`: whether higher is better, of the metrics that the task names.
-    `untrained`: kinds of params of the global model that were never trained, since each client has
-    its own. `score` and `curve` return a metric that may be shown under the run's privacy.
+    `score` and `curve` return a metric that may be shown under the run's privacy.
     """
 
     folder: Path
@@ -65,7 +63,6 @@ class RunResult:
     epsilon_spent: float | None
     directions: Mapping[str, bool]
     rules: ScoreRules
-    untrained: tuple[str, ...] = ()
 
     @property
     def upload_bytes(self) -> int | None:
@@ -137,7 +134,6 @@ def read_run_result(folder: Path) -> RunResult:
             metrics=run.metrics,
             seconds=round_seconds * run.round if round_seconds is not None else None,
             rules=score_rules(run),
-            untrained=tuple(dict.fromkeys(p.label for p in untrained_params(run.agreement))),
             epsilon_spent=spent,
             directions=run.directions,
         )
