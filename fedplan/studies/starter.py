@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -111,7 +112,9 @@ class _StudyDraft:
         names = [chosen] if is_one else chosen.split()
         self.input: str | list[str] = names if is_one and " " in chosen else chosen
         self.inputs = [schema.column(name) for name in names]
-        self.kind, label = options.task or self._task_without_label(), ""
+        # Conversations need no label column.
+        is_chat = self.inputs[0].kind == "conversation" or len(self.inputs) == 2
+        self.kind, label = options.task or "instruction" * is_chat, ""
         if not self.kind or task_class(self.kind).answer_kind != "tokens":
             lists = self.inputs[0].kind == "words"
             label = options.label or schema.label_column([*names, options.client], lists=lists)
@@ -135,12 +138,20 @@ class _StudyDraft:
                 )
         if self.label and schema.column(self.label).separator:
             self.missing[self.label] = 0  # an empty cell has no label
+        vision: Any = getattr(self.config, "vision_config", self.config)
+        self.image_size: Any = getattr(vision, "image_size", None)
         self._require_matching_model()
-
-    def _task_without_label(self) -> str:
-        """Return "instruction" for conversations, which need no label column; else ""."""
-        is_chat = self.inputs[0].kind == "conversation" or len(self.inputs) == 2
-        return "instruction" if is_chat else ""
+        self.label_values: tuple[str, ...] = ()
+        self.label_summary, self.common_label = "", ""
+        if self.label and task_class(self.kind).answer_kind in ("class", "labels"):
+            values, share = schema.column(self.label).values, schema.column(self.label).common
+            shown = f"{', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"
+            self.label_values, self.label_summary = values, f"{len(values)} values, {shown}"
+            if task_class(self.kind).answer_kind == "class" and share >= UNEQUAL:
+                self.common_label = f"{share:.0%} of rows have one label"
+        # Labels that look like a missing value, such as NA.
+        self.unknown = [v for v in self.label_values if v.strip().casefold() in UNKNOWN]
+        self.client_count = options.clients or max(2, min(10, schema.rows // MIN_EXAMPLES))
 
     def _infer_task(self, label: str) -> str:
         """Return the task kind that fits the input columns and the label column ("": no labels)."""
@@ -160,8 +171,7 @@ class _StudyDraft:
     def _require_matching_model(self) -> None:
         """Raise FedplanError if the model takes images and the data are texts, or vice versa."""
         has_images = self.kind.startswith("image")
-        takes_images = getattr(self._vision_config(), "image_size", None) is not None
-        if has_images != takes_images:
+        if has_images != (self.image_size is not None):
             content, accepted = ("images", "texts") if has_images else ("texts", "images")
             raise FedplanError(
                 f"column {self.inputs[0].name!r} of {self.schema.path} holds {content}, but the "
@@ -177,12 +187,12 @@ class _StudyDraft:
     @property
     def findings(self) -> list[str]:
         """Lines for the user on the dataset, the columns, the clients and the task."""
-        schema, labels = self.schema, self._label_summary()
+        schema, labels = self.schema, self.label_summary
         names = " ".join(column.name for column in self.inputs)
         lines = [f"{schema.path}: {schema.rows} training examples", f"input   {names}"]
         if self.label:
             lines.append(f"label   {self.label}" + (f": {labels}" if labels else ""))
-        at_random = f"{self._client_count()}, examples divided at random"
+        at_random = f"{self.client_count}, examples divided at random"
         division = f"by the column {self.client}" if self.client else at_random
         task = f"{self.kind}, scored by {task_class(self.kind).primary}"
         lines += [f"clients {division}", f"task    {task}"]
@@ -190,156 +200,113 @@ class _StudyDraft:
             lines.append(f"group   {self.group}: its rows stay together in every split")
         if missing := [f"{count} in {name!r}" for name, count in self.missing.items() if count]:
             lines.append(f"missing {', '.join(missing)}: these rows are left out")
-        if unknown := self._unknown_labels():
+        if self.unknown:
             lines.append(
-                f"caution {', '.join(map(repr, unknown))}: a class of its own here; if it means "
-                f"that {self.label!r} is not known, leave these rows out: see filter in "
+                f"caution {', '.join(map(repr, self.unknown))}: a class of its own here; if it "
+                f"means that {self.label!r} is not known, leave these rows out: see filter in "
                 f"{self.output}"
             )
-        if common := self._common_label():
+        if common := self.common_label:
             lines.append(f"caution {common}: accuracy says little, so other scores stand beside it")
         return lines
 
-    def _unknown_labels(self) -> list[str]:
-        """Return the labels that look like a missing value, such as NA."""
-        values = self.schema.column(self.label).values if self._label_summary() else ()
-        return [value for value in values if value.strip().casefold() in UNKNOWN]
-
-    def _common_label(self) -> str:
-        """Return a text on the label that most rows have, if they are so many; else ""."""
-        if not self._label_summary() or task_class(self.kind).answer_kind != "class":
-            return ""
-        column = self.schema.column(self.label)
-        return f"{column.common:.0%} of rows have one label" if column.common >= UNEQUAL else ""
-
-    def _label_summary(self) -> str:
-        """Return the number of labels and the first eight, or "" for tasks without classes."""
-        if not self.label or task_class(self.kind).answer_kind not in ("class", "labels"):
-            return ""
-        values = self.schema.column(self.label).values
-        return f"{len(values)} values, {', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"
-
-    def _client_count(self) -> int:
-        return self.options.clients or max(2, min(10, self.schema.rows // MIN_EXAMPLES))
-
     def text(self) -> str:
         """Return the text of the study file."""
-        learning_rate = NEW_WEIGHTS_LR if self.model in SHORT_NAMES else PRETRAINED_LR
-        method_and_train = [
-            "[method]",
-            _commented(f"name = {_to_toml(self.options.method)}", "list them: fedplan methods"),
-            "",
-            "[train]",
-            "rounds = 10",
-            _commented(f"lr = {learning_rate}", "learning rate of AdamW"),
-            "batch_size = 16",
-            _commented("epochs = 1", "passes over a client's examples in each round"),
-        ]
-        if self._common_label():
-            comment = "beside accuracy, which a common label makes high"
-            metrics = _commented('metrics = ["recall_macro", "auprc"]', comment)
-            method_and_train += ["", "[evaluate]", metrics]
-        parts = (self._head(), self._model(), self._task(), self._data(), method_and_train)
-        return "\n".join(line for part in parts for line in part) + "\n"
+        return "".join(f"{line}\n" for line in (*self._model(), *self._task(), *self._data()))
 
-    def _head(self) -> list[str]:
-        """Return the lines of the file's head: comments, name and seed."""
+    def _model(self) -> Iterator[str]:
+        """Yield the lines of the file's head, and of [model]: a path, or a type with a config."""
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(self.schema.path).stem).strip("-") or "study"
         file, dataset = _printable(self.output.name), _printable(Path(self.schema.path).name)
-        return [
-            f"# A study of {dataset}, written by `fedplan new study`.",
-            f"# Inspect it:  fedplan explain {file}; fedplan data {file}",
-            f"# Run it:      fedplan run {file} --output run",
-            f"name = {_to_toml(name)}",
-            _commented("seed = 0", "seed of all random choices"),
-            "",
-        ]
-
-    def _model(self) -> list[str]:
-        """Return the lines of [model]: a path, or a type with a config."""
+        yield f"# A study of {dataset}, written by `fedplan new study`."
+        yield f"# Inspect it:  fedplan explain {file}; fedplan data {file}"
+        yield f"# Run it:      fedplan run {file} --output run"
+        yield f"name = {_to_toml(name)}"
+        yield _commented("seed = 0", "seed of all random choices")
+        yield "\n[model]"
         if self.model not in SHORT_NAMES:
-            path = _commented(
-                f"path = {_to_toml(self._relative_path(self.model))}", "a folder, or hub:org/name"
-            )
-            return ["[model]", path, ""]
+            path = f"path = {_to_toml(self._relative_path(self.model))}"
+            yield _commented(path, "a folder, or hub:org/name")
+            return
         kind, _, settings = SHORT_NAMES[self.model]
-        own = {k: v for k, v in settings.items() if k != "num_labels"}
-        return [
-            "[model]",
-            f"# {self.model} with new weights; for pretrained ones, set path instead.",
-            f"type = {_to_toml(kind)}",
-            *([f"config = {_to_toml(own)}"] if own else []),
-            "",
-        ]
+        yield f"# {self.model} with new weights; for pretrained ones, set path instead."
+        yield f"type = {_to_toml(kind)}"
+        if own := {k: v for k, v in settings.items() if k != "num_labels"}:
+            yield f"config = {_to_toml(own)}"
 
-    def _task(self) -> list[str]:
-        """Return the lines of [task].
+    def _task(self) -> Iterator[str]:
+        """Yield the lines of [task].
 
         max_length is the smallest of LENGTHS that is at least 1.5 times the words of a long text
         (95th percentile), and at most the model's limit.
         """
-        lines = ["[task]", f"kind = {_to_toml(self.kind)}", f"input = {_to_toml(self.input)}"]
+        yield f"\n[task]\nkind = {_to_toml(self.kind)}\ninput = {_to_toml(self.input)}"
         if self.label:
-            lines.append(_commented(f"label = {_to_toml(self.label)}", self._label_summary()))
-            if self._common_label():
+            yield _commented(f"label = {_to_toml(self.label)}", self.label_summary)
+            if self.common_label:
                 comment = "rare labels count more in the loss"
-                lines.append(_commented('# class_weights = "balanced"', comment))
+                yield _commented('# class_weights = "balanced"', comment)
             if separator := self.schema.column(self.label).separator:
                 comment = "between the labels of a cell; an empty cell has none"
-                lines.append(_commented(f"label_separator = {_to_toml(separator)}", comment))
+                yield _commented(f"label_separator = {_to_toml(separator)}", comment)
         if self.kind.startswith("image"):
-            size: Any = self._vision_config().image_size
+            size = self.image_size
             pixels = int(size[0] if isinstance(size, list | tuple) else size)
-            lines.append(_commented(f"image_size = {pixels}", "input size of the model, in pixels"))
+            yield _commented(f"image_size = {pixels}", "input size of the model, in pixels")
         else:
             limit = int(getattr(self.config, "max_position_embeddings", None) or LENGTHS[-1])
             text_length = max(column.length for column in self.inputs)
             choices = [length for length in LENGTHS if length >= 1.5 * text_length]
             length = min(choices[0] if choices else LENGTHS[-1], limit)
-            comment = "tokens per example; longer texts are truncated"
-            lines.append(_commented(f"max_length = {length}", comment))
-        return [*lines, ""]
+            yield _commented(
+                f"max_length = {length}", "tokens per example; longer texts are truncated"
+            )
 
-    def _vision_config(self) -> Any:
-        return getattr(self.config, "vision_config", self.config)
-
-    def _data(self) -> list[str]:
-        """Return the lines of [data]: dataset, common test set, and the partition among clients."""
+    def _data(self) -> Iterator[str]:
+        """Yield the lines of [data], with the partition among clients, and of all that follows."""
         schema = self.schema
-        lines = ["[data]", f"path = {_to_toml(self._relative_path(schema.path))}"]
-        lines += [f"split = {_to_toml(schema.train)}"] if schema.train else []
-        if unknown := self._unknown_labels():
-            labels = [value for value in schema.column(self.label).values if value not in unknown]
+        yield f"\n[data]\npath = {_to_toml(self._relative_path(schema.path))}"
+        if schema.train:
+            yield f"split = {_to_toml(schema.train)}"
+        if self.unknown:
+            labels = [value for value in self.label_values if value not in self.unknown]
             kept = f"# filter = {_to_toml({self.label: labels})}"
-            lines.append(_commented(kept, f"without {', '.join(unknown)}"))
+            yield _commented(kept, f"without {', '.join(self.unknown)}")
         if schema.test:
-            comment = "the common test set: never trained on"
-            lines.append(_commented(f"test_split = {_to_toml(schema.test)}", comment))
+            test = f"test_split = {_to_toml(schema.test)}"
+            yield _commented(test, "the common test set: never trained on")
         else:
-            lines += [
-                "# No common test set: each client is tested on its own examples. To have one,",
-                '# name another file: test_path = "test.csv"',
-            ]
+            yield "# No common test set: each client is tested on its own examples. To have one,"
+            yield '# name another file: test_path = "test.csv"'
         if self.client:
             count = MAX_CLIENTS if schema.column(self.client).distinct > MAX_CLIENTS else 0
-            lines += [
-                _commented('partition = "column"', "one client per value of a column"),
-                f"partition_column = {_to_toml(self.client)}",
-                _commented(f"num_clients = {count}", "those with the most examples; 0: all"),
-            ]
+            yield _commented('partition = "column"', "one client per value of a column")
+            yield f"partition_column = {_to_toml(self.client)}"
+            yield _commented(f"num_clients = {count}", "those with the most examples; 0: all")
         else:
             one_label = task_class(self.kind).answer_kind == "class"
             if not one_label or self.kind == "token-classification":
-                lines.append(_commented('partition = "iid"', "at random, in about equal parts"))
+                yield _commented('partition = "iid"', "at random, in about equal parts")
             else:
-                lines.append(_commented('partition = "dirichlet"', "at random, with skewed labels"))
-                lines.append(_commented("alpha = 0.5", "the smaller, the more clients differ"))
-            lines.append(f"num_clients = {self._client_count()}")
+                yield _commented('partition = "dirichlet"', "at random, with skewed labels")
+                yield _commented("alpha = 0.5", "the smaller, the more clients differ")
+            yield f"num_clients = {self.client_count}"
         if self.group:
             comment = "rows with the same value are on one side of every split"
-            lines.append(_commented(f"group = {_to_toml(self.group)}", comment))
+            yield _commented(f"group = {_to_toml(self.group)}", comment)
         comment = "fraction of its examples that a client is tested on"
-        return [*lines, _commented("holdout_fraction = 0.2", comment), ""]
+        yield _commented("holdout_fraction = 0.2", comment)
+        yield "\n[method]"
+        yield _commented(f"name = {_to_toml(self.options.method)}", "list them: fedplan methods")
+        learning_rate = NEW_WEIGHTS_LR if self.model in SHORT_NAMES else PRETRAINED_LR
+        yield "\n[train]\nrounds = 10"
+        yield _commented(f"lr = {learning_rate}", "learning rate of AdamW")
+        yield "batch_size = 16"
+        yield _commented("epochs = 1", "passes over a client's examples in each round")
+        if self.common_label:
+            comment = "beside accuracy, which a common label makes high"
+            yield "\n[evaluate]"
+            yield _commented('metrics = ["recall_macro", "auprc"]', comment)
 
     def _relative_path(self, path: str) -> str:
         if is_hub_id(path) and not Path(path).exists():
