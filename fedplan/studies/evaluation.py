@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from fedplan.studies.federated_data import FederatedData
 from fedplan.studies.record import write_record
 from fedplan.studies.run import read_run
 from fedplan.studies.run_scores import untrained_kinds
-from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.schema import ConfigError, Study, read_json_object
 from fedplan.tensors.named import Tensors
 
 COMMON = ""
@@ -238,15 +237,7 @@ def write_evaluation(server: Server, predictions: RunPredictions | None) -> None
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
     """Return the tables in a run's folder, {} if there are none; ConfigError if unreadable."""
-    file = folder / EVALUATION
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error}; run: fedplan evaluate {folder}"
-        ) from error
+    return read_json_object(folder / EVALUATION, f"run: fedplan evaluate {folder}")
 
 
 def evaluate_run(folder: Path, client: str = "") -> RunPredictions:

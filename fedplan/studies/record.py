@@ -19,7 +19,7 @@ from fedplan.storage.append_log import AppendLog, DamagedLog, head_file, read_he
 from fedplan.storage.files import write_if_changed
 from fedplan.storage.logs import utc_now
 from fedplan.studies.federated_data import FederatedData
-from fedplan.studies.schema import ConfigError, Study
+from fedplan.studies.schema import ConfigError, Study, read_json_object
 from fedplan.tensors.devices import DeviceError, device_description, resolve_device
 
 DATA_FILE, ENVIRONMENT_FILE = "data.json", "environment.jsonl"
@@ -77,12 +77,12 @@ def _split_record(task: Task, summary: ExamplesSummary) -> dict[str, Any]:
 
 def read_data_record(folder: Path) -> dict[str, Any]:
     """Return the content of a run's data file; empty for a run of an older version."""
-    return dict(_read_json(folder / DATA_FILE) or {})
+    return read_json_object(folder / DATA_FILE)
 
 
 def read_initial_scores(folder: Path) -> Row:
     """Return the scores of the starting model, as in the row of a round; may be empty."""
-    scores: dict[str, Any] = _read_json(folder / INITIAL_SCORES_FILE) or {}
+    scores = read_json_object(folder / INITIAL_SCORES_FILE)
     return join_scores([{"round": 0}], [{**scores, "round": 0}])[0]
 
 
@@ -138,13 +138,10 @@ def environment_faults(folder: Path) -> list[str]:
         counted, lines = read_head(file).lines, len(read_sessions(folder))
     except DamagedLog as error:
         return [str(error)]
-    names = f"{ENVIRONMENT_FILE} or {head_file(file).name}"
     # A kill may leave one line that the head does not count yet.
-    return (
-        []
-        if lines and counted and lines - counted in (0, 1)
-        else [f"{names} is lost: restore it from a backup"]
-    )
+    if lines and counted and lines - counted in (0, 1):
+        return []
+    return [f"{file.name} or {head_file(file).name} is lost: restore it from a backup"]
 
 
 def environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -176,12 +173,3 @@ def require_same_environment(folder: Path, study: Study) -> None:
             f"{folder} has run in another environment ({'; '.join(changes)}): restore that, or "
             "resume without --same-environment"
         )
-
-
-def _read_json(file: Path) -> Any:
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}; restore it from a backup") from error

@@ -177,19 +177,19 @@ class RunReader:
     @cached_property
     def metrics(self) -> Metrics:
         """One row of numbers per round: loss, bytes, and evaluation metrics."""
-        return join_scores(ledger_rows(self.records), map(_parse_score_line, self._score_lines))
+        scores = (cast("dict[str, Any]", parse_line(line)) for line in self._score_lines)
+        return join_scores(ledger_rows(self.records), scores)
 
     @cached_property
     def failure(self) -> str:
         """Why the rounds so far have no result; "" if they have, or if privacy hides clients."""
-        hidden = self.study.privacy is not None and self.study.privacy.unit == "client"
-        return "" if hidden else run_failure(self.metrics)
+        return "" if self.study.client_level_dp else run_failure(self.metrics)
 
     @cached_property
     def last_scores(self) -> Row:
         """The round and metrics of the last evaluation, without reading the ledger; or nothing."""
         for line in reversed(self._score_lines):
-            scores = _parse_score_line(line)
+            scores = cast("dict[str, Any]", parse_line(line))
             row = join_scores([{"round": scores["round"]}], [scores])[0]
             if len(row) > 1:  # else attention shifts alone
                 return row
@@ -227,16 +227,13 @@ class RunReader:
 
     def request_names(self, client: str, after: int = 0) -> set[str]:
         """Return the names of a client's requests in the rounds after `after`, up to `round`."""
-        return {
-            self.agreement.request_name(number, client)
-            for number in range(after + 1, self.round + 1)
-        }
+        rounds = range(after + 1, self.round + 1)
+        return {self.agreement.request_name(number, client) for number in rounds}
 
     def journal(self, client: str) -> Journal:
         """Return a client's journal, opened read-only; it may be one turn ahead of `round`."""
-        optional = not self.agreement.clients_keep_state
         folder = client_state_folder(self.folder, client)
-        return Journal(folder, read_only=True, optional=optional)
+        return Journal(folder, read_only=True, optional=not self.agreement.clients_keep_state)
 
     def require_current(self) -> None:
         """Raise RunAdvanced if the run has committed another round since it was opened."""
@@ -298,11 +295,9 @@ class RunReader:
             faults.append(f"{RUN_FILE} names another run than the global model's checkpoint")
         if identity.study != self.study.digest:
             faults.append(f"{RUN_FILE} names another study than the one in the folder")
-        start = hashlib.sha256(identity.digests.encode()).hexdigest()[:16]
-        if identity.start != start:
-            faults.append(
-                f"{RUN_FILE} has an initial-model digest that differs from its param digests"
-            )
+        if identity.start != hashlib.sha256(identity.digests.encode()).hexdigest()[:16]:
+            text = "has an initial-model digest that differs from its param digests"
+            faults.append(f"{RUN_FILE} {text}")
         return faults
 
     def _require_round(self) -> None:
@@ -327,11 +322,8 @@ def read_run(folder: Path | str) -> RunReader:
             f"{folder} is not the folder of a run: there is no {STUDY} in it; name the folder that "
             "`fedplan run --output` has written"
         )
-    return (
-        RunReader(folder, checkpoint.number, checkpoint.meta)
-        if checkpoint
-        else RunReader(folder, 0, {})
-    )
+    number, meta = (checkpoint.number, checkpoint.meta) if checkpoint else (0, {})
+    return RunReader(folder, number, meta)
 
 
 def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
@@ -342,11 +334,6 @@ def read_consistently(folder: Path, read: Callable[[RunReader], T]) -> T:
         except RunAdvanced:
             continue
     return read(read_run(folder))
-
-
-def _parse_score_line(line: bytes) -> dict[str, Any]:
-    """Return the evaluation of one round from a line of the metrics file."""
-    return cast("dict[str, Any]", parse_line(line))
 
 
 def claim_run_folder(folder: Path, study: Study, experiment: Experiment) -> FolderLock:

@@ -166,11 +166,8 @@ class ScoreRules:
 
     def of_run(self, rows: Sequence[Mapping[str, float]]) -> RunScores:
         """Return the scores of the last round that was evaluated."""
-        every = (self.of_row(row) for row in reversed(rows))
-        return next(
-            (each for each in every if each.scores),
-            RunScores(self.metric, self.higher_is_better, 0),
-        )
+        every = map(self.of_row, reversed(rows))
+        return next((each for each in every if each.scores), self.of_row({}))
 
     def client_column(self, row: Mapping[str, float], client: str) -> str:
         """Return the name of the metric of a client in a row; "" if there is none."""
@@ -220,7 +217,8 @@ class ScoreRules:
         before, after = pattern.format("\0", self.metric).split("\0")
         value, name = row[column], ""
         for key, score in row.items():
-            if key.startswith(before) and key.endswith(after) and _is_same(score, value):
+            same = score == value or (isnan(score) and isnan(value))
+            if same and key.startswith(before) and key.endswith(after):
                 name = key[len(before) : -len(after)]
                 break
         return RunScore("worst client", self.metric, value, column, CLIENT_TESTS, client=name)
@@ -236,10 +234,6 @@ def score_text(value: float) -> str:
 def _interval(row: Mapping[str, float], column: str) -> tuple[float, float] | None:
     low, high = row.get(f"{column}_low"), row.get(f"{column}_high")
     return None if low is None or high is None else (low, high)
-
-
-def _is_same(one: float, other: float) -> bool:
-    return one == other or (isnan(one) and isnan(other))
 
 
 def personal_params(agreement: Agreement) -> Params:
@@ -271,15 +265,9 @@ def untrained_note(kinds: str) -> str:
 
 def score_rules(run: RunReader) -> ScoreRules:
     """Return how to read the scores of a run."""
-    metric, private = run.primary, run.study.privacy is not None
-    higher = run.higher_is_better(metric) is not False
-    return ScoreRules(
-        metric,
-        higher,
-        is_personal(run.agreement),
-        names_clients=not private,
-        untrained=untrained_kinds(run.agreement),
-    )
+    higher, agreement = run.higher_is_better(run.primary) is not False, run.agreement
+    names_clients, untrained = run.study.privacy is None, untrained_kinds(agreement)
+    return ScoreRules(run.primary, higher, is_personal(agreement), names_clients, untrained)
 
 
 def run_scores(run: RunReader) -> RunScores:

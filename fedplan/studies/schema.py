@@ -81,6 +81,14 @@ class ConfigError(FedplanError):
     code = "settings"
 
 
+def read_json_object(file: Path, remedy: str = "restore it from a backup") -> dict[str, Any]:
+    """Return the JSON object in a file, {} without the file; raise ConfigError if unreadable."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; {remedy}") from error
+
+
 class Study(Section):
     """The settings of one study, as in a study file; frozen, and validated when it is created.
 
@@ -127,10 +135,9 @@ class Study(Section):
     @property
     def digest(self) -> str:
         """32 hex digits of SHA-256 over the fields that affect training, and plug-ins' code."""
-        fields = _without_later(
-            self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
-        )
-        text = json.dumps(fields, sort_keys=True) + code_fingerprints(named_objects(self))
+        binding = self.model_dump(mode="json", exclude=PATH_FIELDS | NON_BINDING_FIELDS)
+        text = json.dumps(_without_later(binding), sort_keys=True)
+        text += code_fingerprints(named_objects(self))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
@@ -229,8 +236,12 @@ class Study(Section):
                 'evaluate.keep_best = "personal" reveals metrics of clients, which the privacy '
                 "guarantee does not cover: leave it out, or use a common test set"
             )
-        if section.on_clients and self.hides_clients:
-            self._validate_score_counts()
+        if section.on_clients and self.hides_clients and not has_score_counts(self.task.kind):
+            raise ValueError(
+                "evaluate.on_clients: with privacy or secure aggregation the sites send counts of "
+                f"right and wrong predictions, and a task of kind {self.task.kind!r} has no such "
+                "counts: leave it out, or use a common test set"
+            )
         if section.on_clients and not (self.data.holdout_fraction or self.data.from_python):
             raise ValueError(
                 "evaluate.on_clients needs held-out examples of the clients: raise "
@@ -245,25 +256,14 @@ class Study(Section):
                 "the privacy guarantee does not cover it: leave it out, or name public examples "
                 "by data.validation_split"
             )
-        divides_by_label = (
-            self.data.partition in ("dirichlet", "pathological") or self.data.clients_per_value > 1
-        )
-        if self.privacy and self.data.group and divides_by_label:
+        by_label = self.data.partition in ("dirichlet", "pathological")
+        by_label = by_label or self.data.clients_per_value > 1
+        if self.privacy and self.data.group and by_label:
             raise ValueError(
                 "data.group: by the labels of a group, one example would decide where others are, "
                 'which [privacy] excludes: use data.partition = "iid" or "column"'
             )
         return self
-
-    def _validate_score_counts(self) -> None:
-        """Raise ValueError if the task has no score counts, which clients send for metrics."""
-        kind = self.task.kind
-        if not has_score_counts(kind):
-            raise ValueError(
-                "evaluate.on_clients: with privacy or secure aggregation the sites send counts of "
-                f"right and wrong predictions, and a task of kind {kind!r} has no such counts: "
-                "leave it out, or use a common test set"
-            )
 
     @model_validator(mode="after")
     def _validate_sites(self) -> Study:
@@ -356,16 +356,13 @@ def study_from_dict(values: dict[str, Any]) -> Study:
     Raises ConfigError with one line for each invalid field. If a name, for example of a plug-in, is
     unknown, the error's `code` is `UnknownName.code`.
     """
-    faults = list[str]()
-    for section, value in values.items():
-        if fault := unserializable_reason(value):
-            faults.append(f"{section}: {fault}")
-    if not faults:
-        try:
-            return Study.model_validate(values)
-        except ValidationError as error:
-            raise config_error(Study, error) from error
-    raise ConfigError("invalid study file:\n  " + "\n  ".join(faults))
+    reasons = {section: unserializable_reason(value) for section, value in values.items()}
+    if faults := [f"{section}: {reason}" for section, reason in reasons.items() if reason]:
+        raise ConfigError("invalid study file:\n  " + "\n  ".join(faults))
+    try:
+        return Study.model_validate(values)
+    except ValidationError as error:
+        raise config_error(Study, error) from error
 
 
 def config_error(schema: type[BaseModel], error: ValidationError) -> ConfigError:

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fedplan.storage.files import make_folder, write_atomic, write_if_changed
 from fedplan.studies.run import SWEEP_FILE
-from fedplan.studies.schema import ConfigError
+from fedplan.studies.schema import ConfigError, read_json_object
 
 FINISHED_FILE, FAILURES_FILE = "finished.json", "failures.json"
 """In a sweep's folder: the finished trials, and the failed ones."""
@@ -92,7 +92,7 @@ def start_sweep_folder(folder: Path, spec: SweepSpec) -> None:
 
 def read_sweep_spec(folder: Path) -> SweepSpec:
     """Return the specification of the sweep in a folder; raise ConfigError if unreadable."""
-    fields = _read_json(folder / SWEEP_FILE)
+    fields = read_json_object(folder / SWEEP_FILE)
     try:
         if any(type(digest) is not str for digest in dict(fields["runs"]).values()):
             raise TypeError("runs must map names to digests")
@@ -107,7 +107,7 @@ def read_trial_results(file: Path) -> dict[str, TrialResult]:
     Empty without the file. Raises ConfigError if it cannot be read.
     """
     try:
-        return {name: TrialResult(**fields) for name, fields in _read_json(file).items()}
+        return {name: TrialResult(**fields) for name, fields in read_json_object(file).items()}
     except TypeError as error:
         raise ConfigError(
             f"{file} cannot be read: {error}; delete it, and the trials are resumed"
@@ -132,14 +132,3 @@ def write_trial_results(folder: Path, results: Mapping[str, TrialResult]) -> Non
     write_atomic(folder / FINISHED_FILE, json.dumps(finished, indent=1) + "\n")
     if failed or (folder / FAILURES_FILE).exists():
         write_atomic(folder / FAILURES_FILE, json.dumps(failed, indent=1) + "\n")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty without a file; raise ConfigError if unreadable."""
-    try:
-        value: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} cannot be read: it contains no JSON object")
-    return cast("dict[str, Any]", value)
