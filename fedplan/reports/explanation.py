@@ -63,16 +63,16 @@ class PartRow:
         """Return the coloured role in a stage; `SHARE 4/12` if scores choose 4 of 12 blocks."""
         role = stage.permitted[self.params[0]]
         best = stage.choosing_step(self.params[0])
-        if best is None:
-            return Text(role.name, style=ROLE_STYLES[role])
-        blocks = len({p.block_id for p in stage.permitted if p.block_id and best.part.holds(p)})
-        return Text(f"{role.name} {best.count}/{blocks}", style=ROLE_STYLES[role])
+        text = role.name
+        if best is not None:
+            blocks = {p.block_id for p in stage.permitted if p.block_id and best.part.holds(p)}
+            text += f" {best.count}/{len(blocks)}"
+        return Text(text, style=ROLE_STYLES[role])
 
     def upload_bytes(self, stage: StageForecast, wire_cost: WireCost) -> int:
         """Return the bytes of the row that a client uploads per round, for the heaviest blocks."""
-        return sum(
-            wire_cost.upload_bytes(p) for p in self.params if stage.heaviest[p] is Role.SHARE
-        )
+        shared = (p for p in self.params if stage.heaviest[p] is Role.SHARE)
+        return sum(map(wire_cost.upload_bytes, shared))
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,8 @@ class Explanation:
         than = f"{percent(abs(saved))} {'less' if saved >= 0 else 'more'} than share()"
         if client.upload_range[0] < client.upload_range[1]:
             than = f"{'at least' if saved >= 0 else 'at most'} {than}"
-        up, down = (
-            most if least == most else f"{least} to {most}"
-            for least, most in (
-                map(megabytes, r) for r in (client.upload_range, client.download_range)
-            )
-        )
+        ranges = (map(megabytes, r) for r in (client.upload_range, client.download_range))
+        up, down = (most if least == most else f"{least} to {most}" for least, most in ranges)
         return Text(
             f"\nOver {rounds} rounds a client uploads {up} MB, {than}, and downloads {down} MB, "
             f"{megabytes(client.first_download)} MB of it in its first round.\n"
@@ -324,12 +320,7 @@ def explain(
 
         model = describe(model)
     forecasts = forecast(
-        plan,
-        model,
-        rounds=rounds,
-        phases=phases,
-        participants=participants,
-        wire_cost=wire_cost,
+        plan, model, rounds=rounds, phases=phases, participants=participants, wire_cost=wire_cost
     )
     unknown = [name for name in phase_names(plan) if name not in (phases or {})]
     turns = planned_turns(plan, rounds, phases or {}, unknown, participants)
@@ -410,14 +401,18 @@ def explain_plan(
     if method:
         from fedplan.reports.study_explanation import explain_method
 
+        values = dict[str, object]()
+        for text in settings:
+            name, equals, value = text.partition("=")
+            if not name or not equals:
+                raise FedplanError(f"--setting takes NAME=VALUE, for example rank=8, not {text!r}")
+            try:
+                values[name] = json.loads(value)
+            except ValueError:
+                values[name] = value
+        head = (task, labels)
         return explain_method(
-            model,
-            method,
-            dict(map(_parse_setting, settings)),
-            rounds=rounds,
-            dtype=dtype,
-            head=(task, labels),
-            step=step,
+            model, method, values, rounds=rounds, dtype=dtype, head=head, step=step
         )
     if not plan:
         raise FedplanError(f"give a plan for {model}, for example 'share()', or name a study.toml")
@@ -429,14 +424,3 @@ def explain_plan(
         phase_rounds[name] = int(after)
     params = params_of(model, task=task, labels=labels, dtype=dtype)
     return explain(parse(plan), params, rounds=rounds, phases=phase_rounds, step=step)
-
-
-def _parse_setting(text: str) -> tuple[str, object]:
-    """Split a text NAME=VALUE into name and value, which is decoded from JSON or stays a string."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise FedplanError(f"--setting takes NAME=VALUE, for example rank=8, not {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

@@ -188,11 +188,8 @@ class _TurnRoles:
     @cached_property
     def shared(self) -> ParamSets:
         """The params that are shared for certain, and all that may be shared."""
-        certain, permitted = (
-            frozenset(p for p in roles if roles[p] is Role.SHARE)
-            for roles in (self.certain, self.permitted)
-        )
-        return certain, permitted
+        certain = frozenset(p for p, role in self.certain.items() if role is Role.SHARE)
+        return certain, frozenset(p for p, role in self.permitted.items() if role is Role.SHARE)
 
     @cached_property
     def global_params(self) -> frozenset[Param]:
@@ -309,12 +306,8 @@ class _Forecaster:
         stages = tuple(self._stage(name, turns) for (name, _), turns in turns_by_stage.items())
         uploads = {number: stage.upload_range for stage in stages for number in stage.rounds}
         rounds = [each for name, each in self.turns(turn) if not name]
-        return ClientForecast(
-            client_class,
-            stages,
-            tuple(uploads[t.round] for t in rounds),
-            tuple(self._downloads(rounds)),
-        )
+        by_round = tuple(uploads[t.round] for t in rounds)
+        return ClientForecast(client_class, stages, by_round, tuple(self._downloads(rounds)))
 
     def _downloads(self, turns: list[Turn]) -> Iterator[ByteRange]:
         """Yield the least and most bytes that a client downloads in each turn, by round."""
@@ -336,9 +329,8 @@ class _Forecaster:
                 # The blocks that scores chose in the last round come back, changed by the server.
                 chosen = (before.shared[1] - before.shared[0]) & now.global_params
                 outdated = {p for p in chosen if last_updates[0].get(p, 0) < turn.round - 1}
-                least += self._chosen_range(
-                    before.steps, outdated, partial(self._download_bytes, now)
-                )[0]
+                size = partial(self._download_bytes, now)
+                least += self._chosen_range(before.steps, outdated, size)[0]
             yield least, most
             for copy, last in zip(copies, reversed(last_updates), strict=True):
                 copy.record_turn(roles, turn.round, last)
@@ -358,13 +350,11 @@ class _Forecaster:
         trained = self._range(roles, lambda role: role.is_trained, lambda p: p.numel)
         states = self._range(roles, lambda role: role.is_trained, lambda p: ADAM_STATES * p.nbytes)
         upload = self._range(roles, lambda role: role is Role.SHARE, self.wire_cost.upload_bytes)
-        downloads = [
-            [
-                sum(self._download_bytes(roles, p) for p in updated & roles.global_params)
-                for updated in self.updated_params(turn)
-            ]
-            for turn in turns
-        ]
+
+        def nbytes(updated: frozenset[Param]) -> int:
+            return sum(self._download_bytes(roles, p) for p in updated & roles.global_params)
+
+        downloads = [tuple(map(nbytes, self.updated_params(turn))) for turn in turns]
         # If scores choose the blocks with the most bytes to upload, the roles are the heaviest.
         sizes = dict.fromkeys((p.block_id for p in self.params if p.block_id), 0.0)
         for p in roles.shared[1] - roles.shared[0]:

@@ -79,13 +79,7 @@ def draw_roles(figures: Sequence[RoleFigure], output: Path) -> None:
             at += text_width(text, 11) + 28
 
     title = "; ".join(figure.title for figure in figures)
-    rows = [
-        (grid.figure.title, param.key, role.name)
-        for grid in grids
-        for param, role in grid.roles.items()
-    ]
-    columns = ("figure", "param", "role")
-    Drawing(title, WIDTH, height, draw, columns, tuple(rows)).save(output)
+    Drawing(title, WIDTH, height, draw).save(output)
 
 
 class _Grid:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import fsum, isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fedplan.audits.ledger import Movement
 from fedplan.errors import FedplanError
@@ -92,18 +92,11 @@ def _plan_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     if facts.snapshot.live or facts.client_level_dp or not any(facts.turns):
         roster = {} if facts.client_level_dp else facts.roster
         return planned_warnings(facts.study, facts.agreement, roster)
-    turns = [
-        Turn(turn.round, turn.client, turn.phase, turn.traits)
-        for turns in facts.turns
-        for turn in turns
-    ]
-    return plan_warnings(
-        facts.agreement.method.plan,
-        facts.agreement.params,
-        turns,
-        setting=setting_text(facts.study),
-        phase_fields=phase_fields(facts.study),
-    )
+    every = (turn for turns in facts.turns for turn in turns)
+    turns = [Turn(turn.round, turn.client, turn.phase, turn.traits) for turn in every]
+    plan, params = facts.agreement.method.plan, facts.agreement.params
+    fields, setting = phase_fields(facts.study), setting_text(facts.study)
+    return plan_warnings(plan, params, turns, setting=setting, phase_fields=fields)
 
 
 def _movement_warnings(facts: RunFacts) -> Iterator[RunWarning]:
@@ -138,12 +131,9 @@ def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     """Yield warnings of training losses: of each client's first, highest and last, the means."""
     agreement, remedy = facts.agreement, f"Lower {_lower_lr(facts.study)}"
     visible = agreement.guarantee is None and not agreement.secagg.active
-    not_finite = [
-        turn
-        for turns in facts.turns
-        for turn in turns
-        if visible and facts.study.has_central_data and turn.steps and turn.loss is None
-    ]
+    visible = visible and facts.study.has_central_data
+    turns = [turn for turns in facts.turns for turn in turns]
+    not_finite = [turn for turn in turns if visible and turn.steps and turn.loss is None]
     if not_finite:
         first = not_finite[0]
         text = (
@@ -152,8 +142,9 @@ def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
         )
         yield RunWarning("loss-not-finite", text, remedy)
     by_client = dict[str, list[float]]()
-    for turn in (turn for turns in facts.turns for turn in turns if turn.loss is not None):
-        by_client.setdefault(turn.client, []).append(cast("float", turn.loss))
+    for turn in turns:
+        if turn.loss is not None:
+            by_client.setdefault(turn.client, []).append(turn.loss)
     losses = list(by_client.values())
     if not losses:
         return
@@ -266,11 +257,8 @@ def _score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[RunW
 
 def _no_score_warnings(facts: RunFacts, record: Mapping[str, Any]) -> Iterator[RunWarning]:
     """Yield a warning if the last round has no score, where the data of clients is not recorded."""
-    if (
-        record.get("train")
-        or record.get("common_test")
-        or facts.run.round < facts.study.train.rounds
-    ):
+    unfinished = facts.run.round < facts.study.train.rounds
+    if record.get("train") or record.get("common_test") or unfinished:
         return
     remedy = "Give a common test set, as by data.test_path"
     if facts.study.data.from_python:

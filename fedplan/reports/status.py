@@ -139,17 +139,11 @@ class RunSnapshot:
             error = ""
             if site.error and site.error != site.state:  # else the state shows the error already
                 error = f"{site.error.partition(' (')[0]}, {time_ago(site.error_at)}"
-            table.add_row(
-                Text(name),
-                Text(site.state, style=STATE_STYLES.get(site.state, "")),
-                time_ago(site.since) if site.since else "",
-                str(site.round or "-"),
-                *(
-                    megabytes(count) if count else "-"
-                    for count in (site.upload_bytes, site.download_bytes)
-                ),
-                Text(error),
-            )
+            state = Text(site.state, style=STATE_STYLES.get(site.state, ""))
+            since = time_ago(site.since) if site.since else ""
+            traffic = (site.upload_bytes, site.download_bytes)
+            sizes = (megabytes(count) if count else "-" for count in traffic)
+            table.add_row(Text(name), state, since, str(site.round or "-"), *sizes, Text(error))
         if more := sites[MAX_SITES:]:
             table.add_row(f"and {len(more)} more: --json lists all")
         return counts, table
@@ -189,11 +183,13 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
         status = RunStatus(
             study=run.study.name, rounds=rounds, state=state, reason=reason, round=run.round
         )
+    elif status.state in LIVE and status.driver.alive is False:
+        state, status = (
+            DEAD,
+            replace(status, reason=""),
+        )  # whatever it waited for, nobody tries again
     else:
-        died = status.state in LIVE and status.driver.alive is False
-        state = DEAD if died else status.state
-        if died:  # whatever it waited for, nobody tries again
-            status = replace(status, reason="")
+        state = status.state
     scores = run_scores(run)
     status = replace(status, primary_metric=scores.metric)  # unset before round 1
     return RunSnapshot(folder, status, state, run.round, scores)
@@ -239,9 +235,8 @@ def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
         with suppress(RunAdvanced):  # a round was closed while the folder was read: read again
             run = read_run(folder)
             rules = score_rules(run)
-            rows = [row for row in run.metrics if row["round"] > after]
             records = {each.round: each for each in run.records if isinstance(each, RoundRecord)}
-            for row in rows:
+            for row in (row for row in run.metrics if row["round"] > after):
                 number = int(row["round"])
                 if run.study.has_central_data:
                     spent = status.epsilon_spent if number == status.round else None

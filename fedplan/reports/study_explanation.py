@@ -72,23 +72,22 @@ def explain_experiment(
         wire_cost=agreement.wire_cost,
         step=_training_step(study, agreement.params),
     )
-    forecast = replace(
-        explanation.forecast, notes=(*explanation.forecast.notes, *experiment.data.notes)
-    )
-    explanation = replace(explanation, forecast=forecast)
+    notes = (*explanation.forecast.notes, *experiment.data.notes)
+    device = resolve_device(AUTO).type if study.device == AUTO else study.device
     record = data_record(study, experiment.data)
-    warnings = tuple(study_warnings(study, agreement, record, roster))
-    exposure = study_exposure(agreement)
-    on_gpu = study.device != "cpu" and (study.device != AUTO or resolve_device(AUTO).type != "cpu")
-    explanation = replace(explanation, warning=exposure, warnings=warnings, on_gpu=on_gpu)
+    explanation = replace(
+        explanation,
+        forecast=replace(explanation.forecast, notes=notes),
+        warning=study_exposure(agreement),
+        warnings=tuple(study_warnings(study, agreement, record, roster)),
+        on_gpu=device != "cpu",
+    )
     return explanation, privacy_statement(study)
 
 
 def full_participation(study: Study, guarantee: Guarantee | None) -> bool:
     """Whether every client takes part in every round: no sampling by the study or for privacy."""
-    sampled = (
-        guarantee is not None and guarantee.unit == "client" and guarantee.sampling_rate is not None
-    )
+    sampled = guarantee and guarantee.unit == "client" and guarantee.sampling_rate is not None
     return make_participation(study) == Participation() and not sampled
 
 
@@ -113,10 +112,8 @@ def explain_method(
     else:
         adapted = describe(resolved.adapt(meta_model(model, task=task, num_labels=labels)))
         # peft holds adapters over 16-bit weights in float32.
-        adapter_dtype = dtype if ITEMSIZE.get(dtype, 0) >= 4 else "float32"
-        params = tuple(
-            replace(p, dtype=adapter_dtype if p.kind is Kind.ADAPTER else dtype) for p in adapted
-        )
+        wide = dtype if ITEMSIZE.get(dtype, 0) >= 4 else "float32"
+        params = tuple(replace(p, dtype=wide if p.kind is Kind.ADAPTER else dtype) for p in adapted)
     cost = Agreement("explained", params, resolved, TrainArguments()).wire_cost
     phase_rule = resolved.phase_rule
     phases = phase_rule.after if isinstance(phase_rule, PlannedPhases) else None

@@ -75,23 +75,14 @@ def planned_warnings(
     study: Study, agreement: Agreement, roster: Mapping[str, Mapping[str, str]]
 ) -> Iterator[RunWarning]:
     """Yield the warnings of a study's plan over all planned rounds; no roster if not known."""
-    method = agreement.method
-    rule = method.phase_rule
+    plan, rule = agreement.method.plan, agreement.method.phase_rule
     planned = dict(rule.after) if isinstance(rule, PlannedPhases) else dict[str, int]()
-    turns = planned_turns(
-        method.plan,
-        study.train.rounds,
-        planned,
-        [name for name in phase_names(method.plan) if name not in planned],
-        Participants(roster) if roster else None,
-    )
-    yield from plan_warnings(
-        method.plan,
-        agreement.params,
-        turns,
-        phases=planned,
-        setting=setting_text(study),
-        phase_fields=phase_fields(study),
+    unknown = [name for name in phase_names(plan) if name not in planned]
+    participants = Participants(roster) if roster else None
+    turns = planned_turns(plan, study.train.rounds, planned, unknown, participants)
+    fields, setting = phase_fields(study), setting_text(study)
+    return plan_warnings(
+        plan, agreement.params, turns, phases=planned, setting=setting, phase_fields=fields
     )
 
 

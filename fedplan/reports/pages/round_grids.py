@@ -25,17 +25,13 @@ ROLE_LEGEND = {
     ROLE_PAINTS[Role.FREEZE]: "F frozen: not trained, the same for all clients",
     ROLE_PAINTS[Role.HOLD]: "H held: frozen, personal",
 }
-AGGREGATED, LATE, DROPPED, REFUSED, FAILED, REJECTED = (
-    *("aggregated", "late", "dropped"),
-    *("refused", "failed", "rejected"),
-)
 OUTCOMES = {
-    AGGREGATED: ("good", "✓"),
-    LATE: ("warn", "L"),
-    DROPPED: ("grid", "D"),
-    REFUSED: ("bad", "R"),
-    FAILED: ("bad", "F"),
-    REJECTED: ("bad", "X"),
+    "aggregated": ("good", "✓"),
+    "late": ("warn", "L"),
+    "dropped": ("grid", "D"),
+    "refused": ("bad", "R"),
+    "failed": ("bad", "F"),
+    "rejected": ("bad", "X"),
 }
 """The paint and letter of each outcome of a turn."""
 OUTCOME_LEGEND = {
@@ -88,29 +84,26 @@ def participation_section(facts: RunFacts) -> PageSection:
     if not facts.rounds:
         return PageSection(title)
     if facts.client_level_dp:
-        text = (
-            "Not shown: client-level differential privacy protects who was sampled and took part."
-        )
-        return PageSection(title, (text,))
+        text = "client-level differential privacy protects who was sampled and took part."
+        return PageSection(title, (f"Not shown: {text}",))
     outcomes = dict[str, dict[int, str]]({client: {} for client in facts.roster})
     for record in facts.rounds:
         for client in record.aggregated:
-            outcomes.setdefault(client, {})[record.round] = AGGREGATED
+            outcomes.setdefault(client, {})[record.round] = "aggregated"
         for client, why in record.rejected.items():
             outcomes.setdefault(client, {})[record.round] = turn_outcome(why)
     counts = {client: Counter(rounds.values()) for client, rounds in outcomes.items()}
     total = sum(counts.values(), Counter[str]())
     texts = ", ".join(f"{total[outcome]} {outcome}" for outcome in OUTCOMES if total[outcome])
-    missing = {client: each.total() - each[AGGREGATED] for client, each in counts.items()}
+    missing = {client: each.total() - each["aggregated"] for client, each in counts.items()}
     most_missing = set(sorted(outcomes, key=lambda client: -missing[client])[:MAX_CLIENTS])
     rows = list[GridRow]()
-    for client in outcomes:
-        if client in most_missing:
-            cells = (
-                GridCell(first, last, ((OUTCOMES[outcome][0], 1.0),), outcome, OUTCOMES[outcome][1])
-                for first, last, outcome in round_spans(outcomes[client])
-            )
-            rows.append(GridRow(client, tuple(cells)))
+    for client in [each for each in outcomes if each in most_missing]:
+        cells = list[GridCell]()
+        for first, last, outcome in round_spans(outcomes[client]):
+            paint, letter = OUTCOMES[outcome]
+            cells.append(GridCell(first, last, ((paint, 1.0),), outcome, letter))
+        rows.append(GridRow(client, tuple(cells)))
     some = f"The {MAX_CLIENTS} of {len(outcomes)} clients that were missing most often. "
     caption = (some if len(outcomes) > MAX_CLIENTS else "") + BLANK
     figure = _grid_figure(
@@ -123,12 +116,12 @@ def participation_section(facts: RunFacts) -> PageSection:
 def turn_outcome(why: str) -> str:
     """Return the outcome of a turn that was not aggregated, from the reason `why` in the ledger."""
     if why == "late" or why.startswith("late, and "):
-        return LATE
+        return "late"
     if why == "dropped" or why.startswith(("no answer", "not requested")):
-        return DROPPED
+        return "dropped"
     if why.startswith("refused"):
-        return REFUSED
-    return FAILED if why.startswith("failed") else REJECTED
+        return "refused"
+    return "failed" if why.startswith("failed") else "rejected"
 
 
 def _grid_figure(
@@ -213,7 +206,7 @@ def _reasons(facts: RunFacts) -> Iterator[PageBlock]:
         f"{client}: {reason}"
         for record in facts.rounds
         for client, reason in record.rejected.items()
-        if turn_outcome(reason) not in (LATE, DROPPED)
+        if turn_outcome(reason) not in ("late", "dropped")
     )
     if reasons:
         items = [f"{text} ({times} times)" for text, times in reasons.most_common(MAX_REASONS)]
