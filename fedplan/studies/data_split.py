@@ -39,11 +39,9 @@ def task_columns(task: Task) -> list[str]:
 
 
 def split_rows(study: Study, task: Task, table: Dataset, site: str = "") -> dict[str, ClientRows]:
-    """Return the rows of each client by name.
+    """Return the rows of each client by name; equal rows, and all of a group, are on one side.
 
-    Equal rows, and with `data.group` all rows of a group, are on the same side. `site`: name of the
-    only client, which gets all rows; without it, the study's partition divides the rows among
-    clients.
+    `site`: name of the only client, which gets all rows.
     """
     section, seed = study.data, study.seed
     digests = example_digests(table, task_columns(task))
@@ -84,11 +82,10 @@ def split_rows(study: Study, task: Task, table: Dataset, site: str = "") -> dict
 def drop_incomplete(
     study: Study, table: Dataset, kind: str = "training"
 ) -> tuple[Dataset, list[str]]:
-    """Drop the rows of a table without a value in a column of inputs, labels or clients.
+    """Drop the rows without a value in a column of inputs, labels or clients; return notes, too.
 
-    Returns the table and notes for the user; `kind` names the rows. With privacy all rows are kept:
-    how many are incomplete would be revealed. Raises DataError for an unknown column, or if no row
-    is left.
+    With privacy all rows are kept: how many are incomplete would be revealed. Raises DataError for
+    an unknown column, or if no row is left.
     """
     task, section = study.task, study.data
     columns = [*task.input_columns, *([task.label] if task.label else [])]

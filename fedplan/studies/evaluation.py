@@ -39,9 +39,8 @@ COMMON = ""
 class RunPredictions:
     """Predictions of a run's models: by model ("global", "personal") and client, or COMMON.
 
-    `test` are on test examples, `validation` on those of which thresholds are chosen. `groups` are
-    the groups of test examples, by client, and `rows` their rows in the dataset's file, if known.
-    `untrained`: kinds of params of the global model that have their initial values.
+    `validation` are on the examples of which thresholds are chosen. `groups` are those of test
+    examples, by client, and `rows` their rows in the dataset's file, if known.
     """
 
     task: Task
@@ -104,10 +103,8 @@ class RunPredictions:
     def write_csv(self, file: Path) -> int:
         """Write a row for each test prediction, and return the number of rows.
 
-        Columns: client ("" for the common test set), model, example, row (the number of its row in
-        the dataset's file, from 1; "" if not known), truth, predicted, and the probability of each
-        label, as `p(label)`. Labels of one example are joined by "|". Raises
-        ConfigError for a language task without generated texts.
+        Row numbers of the dataset's file begin at 1. Labels of one example are joined by "|".
+        Raises ConfigError for a language task without generated texts.
         """
         task = self.task
         if task.answer_kind == "tokens" and next(iter(self.test.values())).texts is None:
@@ -180,9 +177,8 @@ def predict_all(
 ) -> RunPredictions | None:
     """Predict all test and validation examples with the global and the personal models.
 
-    Personal models are left out if the study does not evaluate them, or if all of them equal the
-    global one; without `personal_values` the common sets alone are predicted. Changes the values of
-    `model`. None if there is no test example, or for `absence_reason`.
+    Personal models are left out if they are not evaluated or equal the global one. Changes the
+    values of `model`. None if there is no test example, or for `absence_reason`.
     """
     task, params = data.task, agreement.trainable
     common = {"test": data.common_test, "validation": data.common_validation}

@@ -189,8 +189,7 @@ def require_study_from_files(study: Study) -> None:
 def outline_agreement(study: Study) -> Agreement:
     """Return the agreement of a study from the names and shapes of the model's params alone.
 
-    Loads no data, and weights only where `build_meta_model` needs them. Raises FedplanError if the
-    plan does not match the model.
+    Loads no data. Raises FedplanError if the plan does not match the model.
     """
     require_study_from_files(study)
     task = load_federated_data(study.model_copy(update={"data": DataSection()}), None).task
@@ -277,9 +276,8 @@ def make_scoring(
 ) -> EvalConfig:
     """Return when the models of a study are evaluated, and which metric selects the best round.
 
-    `at_sites`: the clients are sites, which score their validation examples only with
-    `evaluate.on_clients`. Raises ConfigError if `evaluate.keep_best` names models without scores on
-    validation examples, or if clients have such examples in a study with privacy.
+    Raises ConfigError if `evaluate.keep_best` names models without scores on validation examples,
+    or if clients have such examples in a study with privacy.
     """
     section, task = study.evaluate, data.task
     if study.privacy and data.client_validations:
@@ -365,10 +363,9 @@ def _method_from_section(section: MethodSection) -> Method:
 
 
 def make_agreement(study: Study, params: Params, method: Method | None = None) -> Agreement:
-    """Return the agreement (the settings fixed before round 1) of a study for a model's params.
+    """Return the agreement of a study, or of another `method`, for a model's params.
 
-    `method` replaces the method of the study. Raises FedplanError if the method cannot keep the
-    study's privacy guarantee.
+    Raises FedplanError if the method cannot keep the study's privacy guarantee.
     """
     guarantee = privacy_guarantee(study)
     agreed_method = method or make_method(study)

@@ -382,10 +382,9 @@ def _drop_empty_clients(
 
 
 def _find_labels(study: Study, tables: list[Dataset]) -> list[str | int]:
-    """Return the labels in the study, or else the labels in the tables; empty for other tasks.
+    """Return the labels in the study, or else those in the tables; empty for other tasks.
 
-    Under differential privacy, only class names of a table's schema are used, not values of rows;
-    raises DataError if there are none.
+    Under differential privacy only class names of a schema; DataError if there are none.
     """
     column, labels = study.task.label, study.task.labels
     if labels or not column or task_class(study.task.kind).answer_kind not in ("class", "labels"):

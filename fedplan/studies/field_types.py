@@ -117,10 +117,9 @@ def code_fingerprints(plugins: Iterable[NamedObject[Any]]) -> str:
 
 
 def named_objects(study: Study) -> list[NamedObject[Any]]:
-    """Return the object of each name in a study that affects training: task, optimizer, method.
+    """Return the object of each name in a study that affects training, also of base methods.
 
-    Includes the method's probe, training loop, server optimizer and client hooks, also of base
-    methods. Imports plug-ins; raises UnknownName if one is missing.
+    Imports plug-ins; raises UnknownName if one is missing.
     """
     kind = "" if study.task.kind == CUSTOM_KIND else study.task.kind
     named: list[tuple[Registry[Any], str]] = [

@@ -113,12 +113,10 @@ class InMemoryInputs:
         )
 
     def make_study(self, *, sections: Mapping[str, Section | None], **fields: Any) -> Study:
-        """Return the study that describes these inputs.
+        """Return the study of these inputs, with further `sections`, and `fields` such as `seed`.
 
-        `sections`: further sections by name, None for the defaults. `fields`: at the top of the
-        study, such as `name` and `seed`. The study has digests of the code of model class, task and
-        method, so that changed code gives another study digest; model values and data are not in
-        the study. Raises ConfigError if a section is invalid.
+        It has digests of the code of model class, task and method, but not of model values or data.
+        Raises ConfigError if a section is invalid.
         """
         values = dict[str, dict[str, Any]](clients={})
         for name, section in sections.items():

@@ -58,8 +58,8 @@ COMMON_SETTINGS = frozenset(
 def build_model(study: Study, task: Task, method: Method) -> nn.Module:
     """Load or create a study's model; add the layer map, the adapter and the method's layers.
 
-    New weights are drawn from the study's seed; the global random state is restored. May download
-    from the Hub. Raises FedplanError if the model cannot be built, or not for the task.
+    New weights are drawn from the study's seed. May download from the Hub. Raises FedplanError if
+    the model cannot be built, or not for the task.
     """
     section = study.model
     with no_progress_bars(), fork_rng_state(seed=seeds.seed(study.name, "model", study.seed)):
@@ -76,9 +76,8 @@ def build_model(study: Study, task: Task, method: Method) -> nn.Module:
 def build_meta_model(study: Study, task: Task, method: Method) -> nn.Module:
     """Build the model of a study on the meta device, with the layers that the method adds.
 
-    Downloads nothing. A dual encoder, a saved adapter or a layer map in the study needs the
-    weights: then the real model is built on the CPU. Raises FedplanError if such weights are on the
-    Hub, or if the model cannot be built for the task.
+    Downloads nothing; a model of which the weights are needed is built on the CPU. Raises
+    FedplanError if these are on the Hub, or if the model cannot be built for the task.
     """
     section, adapter = study.model, study.model.adapter
     saved_adapter = adapter.path if adapter else ""
@@ -105,9 +104,8 @@ def initial_expenses(
 ) -> tuple[Expense, ...]:
     """Return what the initial model of a study has cost in privacy, by the PRIVACY_FILE beside it.
 
-    Looks in the folders and Hub repositories of model and adapter, and for an in-memory `model` in
-    those that transformers loaded it from; empty without the file. `download`: whether the file may
-    be fetched from the Hub. Raises a PrivacyError if a file of an export was changed.
+    Looks where model and adapter are from, also an in-memory `model`. `download`: whether the file
+    may be fetched. Raises a PrivacyError if a file of an export was changed.
     """
     section = study.model
     adapter = section.adapter.path if section.adapter else ""

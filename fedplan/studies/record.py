@@ -110,8 +110,7 @@ def current_environment(study: Study) -> dict[str, Any]:
 def record_session(folder: Path, study: Study, runner: str, committed: int) -> None:
     """Append a session to a run's environment file, and log a warning if its environment is new.
 
-    `runner`: "local", "pool", "ray" or "flower". `committed`: the rounds before this session; if
-    these are all rounds of the study, nothing is written. Raises DamagedLog if the file was edited.
+    Nothing is written after the last round. Raises DamagedLog if the file was edited.
     """
     if committed >= study.train.rounds:
         return

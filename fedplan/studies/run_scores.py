@@ -133,11 +133,11 @@ class RunScores:
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """How to read the scores of a run from its rows; see `score_rules`.
+    """How to read the scores of a run by the task's primary metric; see `score_rules`.
 
-    `metric`, `higher_is_better`: the task's primary metric and its direction. `personal`: whether
-    the plan keeps or holds params. `names_clients`: whether scores of single clients may be shown.
-    `untrained`: kinds of params that the global model has with their initial values.
+    `personal`: whether the plan keeps or holds params. `names_clients`: whether scores of single
+    clients may be shown. `untrained`: kinds of params that the global model has with their initial
+    values.
     """
 
     metric: str

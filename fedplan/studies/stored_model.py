@@ -112,11 +112,11 @@ class ModelValues(nn.Module):
 
 
 def store_model(model: nn.Module, task: Task, folder: Path) -> None:
-    """Store a model in a folder of its own, which is created or replaced, with its task.
+    """Store a model with its task in a folder of its own, which is created or replaced.
 
-    The tokenizer or image processor of the task is stored, too; of a CustomTask nothing is. Of
-    packed (quantized) weights only the origin is stored: the folder or Hub id from which
-    transformers loaded the model. Raises StoreError if the folder cannot be written.
+    The tokenizer or image processor of the task is stored, too; of packed (quantized) weights only
+    the origin: the folder or Hub id that they were loaded from. Raises StoreError if the folder
+    cannot be written.
     """
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)

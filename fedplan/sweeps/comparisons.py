@@ -70,13 +70,10 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """One group of runs, compared with the baseline group.
+    """One group of runs, compared with the baseline group, which itself has only a score.
 
-    `score`: the mean score over the group's seeds. `difference`: the mean difference from the
-    baseline over the common seeds, None without any. `p`: p-value of the paired t test on these
-    differences; `p_holm`: corrected for the number of groups; None if not defined. `differences`:
-    sentences on fields and roles that differ from the baseline. The baseline itself has only a
-    score.
+    `score` is the mean over the group's seeds, `difference` that over the common seeds. `p` is of
+    the paired t test, `p_holm` corrected for the number of groups; None if not defined.
     """
 
     group: RunGroup
@@ -215,11 +212,10 @@ class Comparison:
         return any(row.group.mean_of("epsilon_spent") is not None for row in self.rows)
 
     def csv(self) -> str:
-        """Return the tables as CSV with a header line, and a line for each group and metric.
+        """Return the tables as CSV, with a line for each group and metric; unknown values are "".
 
-        Numbers are not rounded, sizes in bytes, times in seconds; unknown values are empty. An
-        interval is three columns: the mean, and both ends. Further scores are behind them: `global`
-        of runs that are compared by their personal models.
+        Numbers are not rounded, sizes in bytes, times in seconds. An interval is three columns: the
+        mean, and both ends.
         """
         rows = list[dict[str, Any]]()
         tables = self.json()

@@ -40,8 +40,7 @@ def sweep_with_progress(
 ) -> Sweep:
     """Run or resume a sweep, and print a line for each trial and a progress bar to the terminal.
 
-    `study`, `settings`, `seeds`, `parallel`: as of `sweep`. `folder`: the sweep's folder, by
-    default `sweeps/` and the study's name. Raises as `sweep`; Ctrl-C raises SystemExit(130).
+    Raises as `sweep`; Ctrl-C raises SystemExit(130).
     """
     console, time_left = Console(highlight=False, soft_wrap=True), _TimeLeftColumn()
     sweep_folder = folder or Path("sweeps") / read_base_study(study).with_changes({}).name

@@ -40,11 +40,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """The specification of a sweep, as stored in its folder.
-
-    `settings`: the values to try, by dotted field. `seeds`: the seeds. `runs`: the digest of each
-    trial's study, by trial name.
-    """
+    """The specification of a sweep: values by field, seeds, and study digests by trial name."""
 
     settings: dict[str, list[Any]]
     seeds: list[int]

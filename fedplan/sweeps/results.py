@@ -174,10 +174,8 @@ def choose_scores(name: str, results: Sequence[RunResult]) -> list[str]:
     """Return the metrics to compare the runs by: `name` if given, else those that lead their plans.
 
     Plans that keep or hold params are compared by the mean of the personal models, others by the
-    global model, and both kinds together by both metrics. If not all runs have a leading metric, it
-    is the first that all have: of the personal models, of the global model, or the loss. A score on
-    validation examples is preferred to the same one on test examples, if all runs have it. Raises
-    FedplanError if `name`, or all of these, are missing in some of the `results`.
+    global model, else by the first metric that all have. A score on validation examples is
+    preferred. Raises FedplanError if all of these are missing in some of the `results`.
     """
     primaries = sorted({result.rules.metric for result in results})
     personal, overall = (
@@ -227,11 +225,7 @@ def describe_study_differences(base: Study, other: Study) -> list[str]:
 
 @dataclass(frozen=True)
 class RoleHistory:
-    """The roles of a run's params by kind of param and round.
-
-    `roles`: by kind, then by round, a role in words: "shared", or "partly shared and partly kept"
-    if params of the kind, or clients, have several roles. `sizes`: number of param values by kind.
-    """
+    """The roles of a run's params in words by kind and round, and the size of each kind."""
 
     roles: Mapping[Kind, Mapping[int, str]]
     sizes: Mapping[Kind, int]

@@ -43,11 +43,7 @@ LOG_FILE = "processes.log"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The outcome of a sweep: the results of the trials that ran, by trial name.
-
-    `folder`: the sweep's folder, with a run folder for each trial. `names`: all trials, also the
-    ones that did not run.
-    """
+    """The outcome of a sweep: the names of all trials, and the results of those that ran."""
 
     folder: Path
     names: tuple[str, ...]
@@ -74,11 +70,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepEvent:
-    """The end of one trial, and the progress of the sweep.
-
-    `name`, `result`: of the trial. `ended` of `total` trials have ended; `seconds_left`: estimated
-    time until all have. `run_scores`: of the trial's last evaluation; None for a failed trial.
-    """
+    """The end of one trial of a sweep, its scores unless it failed, and the sweep's progress."""
 
     name: str
     result: TrialResult
@@ -184,12 +176,11 @@ def run_trials(
     on_trial_end: Callable[[SweepEvent], None] = lambda _: None,
     on_start: Callable[[SweepProgress], None] = lambda _: None,
 ) -> Sweep:
-    """Run all unfinished trials, each in a subfolder of the trial's name, and return all results.
+    """Run all unfinished trials, each in a subfolder of its name, as of `sweep`.
 
-    Locks the folder against other sweeps, then writes `spec`, if given. A finished trial without a
-    subfolder is run again. Results are written after each trial. `parallel`, `on_start` and
-    `on_trial_end`: as of `sweep`. Raises ConfigError if the folder has another sweep, StoreError if
-    another process has the lock.
+    Locks the folder, then writes `spec`, if given. A finished trial without a subfolder is run
+    again. Raises ConfigError if the folder has another sweep, StoreError if another process has the
+    lock.
     """
     make_folder(folder)
     with ExitStack() as stack:

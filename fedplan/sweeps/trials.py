@@ -69,11 +69,7 @@ def parse_setting(text: str) -> Setting:
 def parse_settings(
     settings: Mapping[str, Sequence[Any]] | Iterable[str] | None,
 ) -> tuple[Setting, ...]:
-    """Return the settings of a sweep.
-
-    `settings`: a mapping from dotted fields to values, or texts of `--set`; None gives none. Raises
-    ConfigError if a setting is invalid, or if a field is set twice.
-    """
+    """Return the settings of a sweep from a mapping or texts of `--set`; ConfigError if invalid."""
     if isinstance(settings, Mapping):
         by_field = cast("Mapping[str, Sequence[Any]]", settings)
         parsed = [Setting(field, tuple(values)) for field, values in by_field.items()]
