@@ -11,14 +11,13 @@ from math import fsum, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, printable
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import RoundRecord, TurnRecord
 from fedplan.language.resolution import Participants, phase_names
 from fedplan.methods.phases import PlannedPhases
 from fedplan.reports.figures.charts import Series, mean_series
-from fedplan.reports.figures.drawing import replace_control_chars
 from fedplan.reports.forecasts import Forecast, forecast
 from fedplan.reports.status import RunSnapshot, run_snapshot
 from fedplan.reports.study_explanation import full_participation, read_privacy_statement
@@ -236,7 +235,7 @@ def _names(firsts: Sequence[Member]) -> list[str]:
         for texts in ([s.name for s, _, _ in firsts], [folder.name for _, _, folder in firsts]):
             short = all(len(text) <= MAX_PLAN_LENGTH for text in texts)
             if short and all(texts) and len(set(texts)) == len(texts):
-                return [replace_control_chars(text) for text in texts]
+                return [printable(text) for text in texts]
     namings: tuple[Callable[[Member], str], ...] = (
         lambda each: _label(study_fields(each[0]), each[1], fields) or each[0].name,
         lambda each: each[0].name,
@@ -244,7 +243,7 @@ def _names(firsts: Sequence[Member]) -> list[str]:
         lambda each: str(each[2]),
     )
     for naming in namings:
-        texts = [replace_control_chars(naming(each)) for each in firsts]
+        texts = [printable(naming(each)) for each in firsts]
         names = [t if len(t) <= MAX_NAME_LENGTH else f"{t[: MAX_NAME_LENGTH - 1]}…" for t in texts]
         if all(names) and len(set(names)) == len(names):
             return names
