@@ -84,6 +84,7 @@ from .schema import (
     flatten_fields,
     parse_toml,
     parse_toml_value,
+    read_json_object,
     read_study,
     read_study_values,
     resolve_paths,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -83,7 +83,7 @@ class Experiment:
         return digest_initial_model(self.model, self.agreement.params, self.initial_values)
 
     @property
-    def param_digests(self) -> dict[str, str]:
+    def param_digests(self) -> Mapping[str, str]:
         """The digest of each param's initial value, by param key."""
         return self.initial_model.short_digests
 
