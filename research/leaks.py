@@ -38,12 +38,13 @@ from attacks.membership import (
 )
 from attacks.shadows import MAX_EXAMPLES, Cohort, Seen, flatten
 from attacks.token_recovery import first_round_changes, train_by_dp_sgd
+from noisy_means import aggregate
 
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.params import Kind, Param
 from fedplan.privacy.accounting.accountant import Release, calibrate
-from fedplan.privacy.mechanisms.gaussian import GaussianMechanism, aggregate
+from fedplan.privacy.mechanisms.gaussian import GaussianMechanism
 from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 from research.bench.facts import facts_of

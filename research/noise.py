@@ -38,7 +38,7 @@ SIGMA = 2.0**47 * 1.2
 
 def box_muller(count: int, sigma: float) -> Floats:
     """Rounded Gaussian numbers by Box and Muller's method; number i pairs with i + count / 2."""
-    words = NoiseStream.fresh().words(count).reshape(2, -1) >> np.uint64(11)
+    words = NoiseStream(os.urandom(32)).words(count).reshape(2, -1) >> np.uint64(11)
     first, second = (torch.from_numpy(each.view(np.int64)).double() * 2.0**-53 for each in words)
     radius, angle = (1 - first).log().mul(-2).sqrt(), second * (2 * math.pi)
     values = torch.cat([radius * angle.cos(), radius * angle.sin()])
@@ -47,7 +47,7 @@ def box_muller(count: int, sigma: float) -> Floats:
 
 def exact(count: int, sigma: float) -> Floats:
     """Rounded Gaussian numbers of the package."""
-    return NoiseStream.fresh().rounded_gaussian((count,), sigma, 1.0).numpy()
+    return NoiseStream(os.urandom(32)).rounded_gaussian((count,), sigma, 1.0).numpy()
 
 
 def impossible(noise: Floats, sigma: float) -> int:

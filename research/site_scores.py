@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def noisy_sum(counts: list[Counts], stddev: float) -> Counts:
     """Return the sum of the sites' counts, to each of which the site has added noise."""
     total = np.zeros_like(counts[0])
     for each in counts:
-        noise = NoiseStream.fresh().rounded_gaussian((len(each),), stddev, 1.0)
+        noise = NoiseStream(os.urandom(32)).rounded_gaussian((len(each),), stddev, 1.0)
         total += each + noise.numpy().astype(np.int64)
     return total
 

@@ -19,11 +19,4 @@ from .mechanisms.clipping import CLIPPING_NORMS, capped_weight
 from .mechanisms.gaussian import Change, GaussianMechanism
 from .mechanisms.noise import derive_key, load_or_create_secret, read_secret
 from .mechanisms.vote import make_ballot
-from .statement import (
-    HISTORY,
-    PRIVACY_FILE,
-    SPENT,
-    Expense,
-    Statement,
-    expenses_from_json,
-)
+from .statement import HISTORY, PRIVACY_FILE, SPENT, Expense, Statement, expenses_from_json

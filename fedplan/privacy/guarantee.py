@@ -67,9 +67,8 @@ class Guarantee:
     def round_events(self, round: int, name: str) -> dict[str, Event]:
         """Privacy events of one round for a client or example that takes part, by release name.
 
-        The key `name` is the main release (one noisy sum, or the DP-SGD steps of one turn). In a
-        voting round the key `vote_name(name)` comes first. Raises a PrivacyError for settings that
-        cannot be accounted for.
+        The key `name` is the main release (one noisy sum, or the DP-SGD steps of one turn); that of
+        a vote, `vote_name(name)`, comes first.
         """
         # Examples are sampled anew for each step and for the vote. Clients are sampled once a
         # round, for both the vote and the sum: charged separately, the sum may claim its sampling
@@ -96,17 +95,11 @@ class Guarantee:
         return {evaluation_name(name): Release(noise)} if noise else {}
 
     def forecast_epsilon(self, rounds: int) -> float:
-        """Epsilon after `rounds` rounds for a unit that takes part in all of them.
-
-        Counts score counts after the last of these rounds, too.
-        """
+        """Epsilon after `rounds` rounds, and score counts, for a unit that takes part in all."""
         return epsilon(self._events(rounds), self.delta)
 
     def with_calibrated_noise(self, rounds: int) -> Guarantee:
-        """Copy with the smallest noise multiplier that keeps `rounds` rounds within epsilon.
-
-        Counts a unit that takes part in all rounds. Raises a PrivacyError as `calibrate` does.
-        """
+        """Copy with the smallest noise multiplier that keeps `rounds` rounds within epsilon."""
 
         def events(noise: float) -> list[Event]:
             return replace(self, noise_multiplier=noise)._events(rounds)
@@ -123,10 +116,7 @@ class Guarantee:
 
     @property
     def text(self) -> str:
-        """All fields in one line, for server and clients to compare.
-
-        Without score counts their two fields are left out.
-        """
+        """All fields in one line, without those of score counts if there are none."""
         settings = asdict(self)
         if not self.evaluation_noise_multiplier:
             del settings["evaluation_noise_multiplier"], settings["evaluate_every"]

@@ -91,8 +91,7 @@ class Guard:
     def require_affordable_round(self, round: int, name: str) -> None:
         """Raise a PrivacyError if the budget does not cover a round's releases. Writes nothing.
 
-        round, name: number and name of the round. A release counts as paid if a charge has its
-        name; other content under the same name is checked when it is released.
+        A release counts as paid if a charge has its name; its content is checked at the release.
         """
         paid = {charge.name for charge in self.budget.charges}
         events = self.guarantee.round_events(round, name).items()
@@ -117,10 +116,8 @@ class Guard:
         """Make the Gaussian mechanism of one round of client-level DP.
 
         shared: a tensor of the right shape and dtype for each name that any client may send.
-        clients: size of the roster; the divisor is this times the sampling rate.
-        clipping_norm: the norm of this round; 0: the guarantee's.
-        noise_shares: number of clients that together add the whole noise; 0: the server adds all
-        noise. Raises a PrivacyError as GaussianMechanism does.
+        clients: size of the roster. clipping_norm: 0 is the guarantee's. noise_shares: number of
+        clients that together add the whole noise; 0: the server adds all noise.
         """
         guarantee = self.guarantee
         return GaussianMechanism(
@@ -162,11 +159,7 @@ class ServerGuard(Guard):
     def release_votes(
         self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, name: str
     ) -> dict[T, float]:
-        """Charge a vote as `vote_name(name)`; return the noisy number of clients for each block.
-
-        ballots: one per client, at most `k` different ones of `blocks` each; other ballots are
-        ignored. name: of the round. Raises a PrivacyError if the budget does not allow the vote.
-        """
+        """Charge a vote as `vote_name(name)`; return the noisy number of clients by block."""
         ballots = list(ballots)
         content = str(sorted(sorted(map(repr, ballot)) for ballot in ballots))
         vote = NoisyVote(k, self.guarantee.vote_noise_multiplier)
@@ -177,10 +170,8 @@ class ServerGuard(Guard):
     ) -> dict[str, Tensor]:
         """Charge a round as `name`, then return the noisy mean of the clipped changes in `total`.
 
-        mechanism: the one that summed `total`; round: number of the round. within: with adaptive
-        clipping, a text with the numbers of unclipped and of all clients: the charge pays for the
-        next clipping norm too, and the text is part of its digest. Raises a PrivacyError if the
-        budget does not allow the round.
+        within: with adaptive clipping, a text with the numbers of unclipped and of all clients: the
+        charge pays for the next clipping norm too, and the text is part of its digest.
         """
         digest = mechanism.digest(total, self._secret, name)
         if self.guarantee.clipping_quantile:
@@ -207,9 +198,8 @@ class ServerGuard(Guard):
     ) -> float:
         """Adaptive clipping norm of the next round; 0.0 if the guarantee sets no quantile.
 
-        mechanism, total: of the current round; within: number of the `cohort` clients with an
-        unclipped change; name: the round's, decides the noise together with sum and numbers.
-        Charges nothing: `release_mean` has paid.
+        within: number of the `cohort` clients with an unclipped change. The noise follows from
+        `name`, sum and numbers. Charges nothing: `release_mean` has paid.
         """
         quantile = self.guarantee.clipping_quantile
         if not quantile:
@@ -234,10 +224,9 @@ class ClientGuard(Guard):
     ) -> list[int]:
         """Charge score counts as `evaluation_name(name)`; return them with integer noise.
 
-        counts: by cell, of all examples. sensitivity: L2 norm of the counts of one example. name:
-        of the turn. content: digest of everything that the counts depend on: the same content has
-        the same noise. Raises a PrivacyError if the guarantee has no noise for score counts, or the
-        budget does not allow them.
+        sensitivity: L2 norm of the counts of one example. content: digest of everything that the
+        counts depend on: the same content has the same noise. Raises a PrivacyError if the
+        guarantee or the budget does not cover them.
         """
         release = evaluation_name(name)
         event = self.guarantee.evaluation_events(name).get(release)
@@ -263,11 +252,10 @@ class ClientGuard(Guard):
     ) -> dict[Block, float]:
         """Charge a vote as `vote_name(name)`; return the noisy number of examples for each block.
 
-        inputs: model, examples and blocks. Examples are sampled at the guarantee's rate, by the
-        secret and `name`; each one votes for the `k` blocks of its highest scores by `probe`. name:
-        of the turn. content: digest of everything that the scores depend on. report_fault: called
-        with the last exception of an example's probe; such an example has no vote; None raises the
-        exception. Raises a PrivacyError if the budget does not allow the vote.
+        Examples are sampled at the guarantee's rate, by the secret and `name`; each one votes for
+        the `k` blocks of its highest scores by `probe`. content: digest of everything that the
+        scores depend on. report_fault: called with the last exception of an example's probe; such
+        an example has no vote; None raises the exception.
         """
         # The noise depends on `content`: by the counts alone, equal bytes would tell that two
         # counts are equal. The sample depends on the name: votes of one name are charged as sums
@@ -304,13 +292,12 @@ class ClientGuard(Guard):
     ) -> Fit:
         """Charge a turn (a client's work in a round) as `name`; return the fit that trains it.
 
-        round: number of the round. content: digest of everything that the turn depends on
-        (examples, values, settings). The noise of DP-SGD follows from the secret, `name` and
-        `content`, as the charge does: the same turn of the same run draws the same noise again.
-        trial, report_fault: as in `train_dp_sgd`. With `report_fault`, a fit that raises an
-        exception runs again without examples, so that an answer of noise alone leaves; what this
-        raises does not depend on examples. Call the fit once. Raises a PrivacyError
-        if the budget does not allow the turn.
+        content: digest of everything that the turn depends on (examples, values, settings). The
+        noise of DP-SGD follows from the secret, `name` and `content`, as the charge does: the same
+        turn of the same run draws the same noise again. trial, report_fault: as in `train_dp_sgd`.
+        With `report_fault`, a fit that raises an exception runs again without examples, so that an
+        answer of noise alone leaves; what this raises does not depend on examples. Call the fit
+        once.
         """
         guarantee = self.guarantee
         charge = self._charge(round, name, content)
@@ -348,10 +335,7 @@ class ClientGuard(Guard):
 
 
 class DistributedGuard(Guard):
-    """A client's guard for distributed DP: `noisy_share` adds a share of the noise to its update.
-
-    The sum is by secure aggregation, so the server never sees a sum without noise.
-    """
+    """A client's guard for distributed DP: `noisy_share`, of a sum that hides single shares."""
 
     def require_charged(self, name: str) -> None:
         """Raise a PrivacyError if no charge has this name, though its masked input was sent."""
@@ -371,10 +355,8 @@ class DistributedGuard(Guard):
     ) -> ExactSum:
         """Charge a round as `name`; return this client's clipped change plus a share of the noise.
 
-        mechanism: of the round, with noise_shares; round: the round's number. Another attempt at
-        the round, with another `terms_digest` (of secure aggregation) and the same change, adds no
-        charge and has other noise. The same arguments give the same bits. Raises a PrivacyError if
-        the budget does not allow the round.
+        Another attempt at the round, with another `terms_digest` (of secure aggregation) and the
+        same change, adds no charge and has other noise. The same arguments give the same bits.
         """
         # One charge is enough: at most one attempt's sum is ever unmasked.
         clipped = mechanism.clipped_sum(change)

@@ -125,14 +125,12 @@ def expenses_from_json(data: object, file: str) -> tuple[Expense, ...]:
 
 @dataclass(frozen=True)
 class Statement:
-    """Privacy statement of a run: the guarantee, and the epsilon spent so far.
+    """Privacy statement of a run: the guarantee, and the epsilon spent so far. Made by `of`.
 
-    rounds: rounds of the whole run.
     epsilon_spent: the largest epsilon of all privacy budgets (the server's one, or one per client).
-    charges: the run's entries in the privacy budget with this epsilon, as JSON.
-    noise_shares: with distributed DP, a text on how much noise each client adds, else "".
-    earlier: expenses that come in addition: those of the initial model, and of the other runs of a
-    sweep. Make one with `of`; `json` and `text` give the two forms for readers.
+    charges: the run's entries in the privacy budget with this epsilon, as JSON. noise_shares: with
+    distributed DP, a text on how much noise each client adds, else "". earlier: expenses that come
+    in addition: those of the initial model, and of the other runs of a sweep.
     """
 
     guarantee: Guarantee
@@ -153,10 +151,9 @@ class Statement:
     ) -> Statement:
         """Make the statement of a run from the privacy budget files in and below `folder`.
 
-        Without a folder or files nothing is spent. rounds, noise_shares: as the fields. run: prefix
-        of the names of this run's charges, in files with charges of many runs. Reads only. Raises a
-        PrivacyError if a file is damaged or of another unit, or if a charge of the run, in any of
-        the files, is not one that the guarantee promises.
+        run: prefix of the names of this run's charges, in files with charges of many runs. Raises a
+        PrivacyError if a file is damaged or of another unit, or if a charge of the run is not one
+        that the guarantee promises.
         """
         cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)
         spent, charges = 0.0, list[Charge]()
@@ -187,8 +184,7 @@ class Statement:
     def total(self) -> Expense | None:
         """The run's expense and all earlier ones of the same unit, added; None if there are none.
 
-        Plain addition holds whatever the runs have in common. A client-level epsilon says nothing
-        of single examples, nor an example-level one of clients: those are not added.
+        A client-level epsilon says nothing of single examples, nor an example-level one of clients.
         """
         same = [each for each in self.earlier if each.unit == self.guarantee.unit]
         if not same:
@@ -271,10 +267,7 @@ class Statement:
         return f"by number of examples, at most {cap}" if cap else "equal weights"
 
     def json(self) -> dict[str, Any]:
-        """Contents of a run's `privacy.json`, as a JSON object.
-
-        Raises a PrivacyError if dp-accounting is not installed.
-        """
+        """Contents of a run's `privacy.json`; raises a PrivacyError without dp-accounting."""
         guarantee, total = self.guarantee, self.total
         return {
             "unit": guarantee.unit,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +43,7 @@ from neighbours import (
     tables_of,
     write_table,
 )
+from noisy_means import aggregate
 from torch import Tensor
 
 from fedplan.data.examples import Examples
@@ -49,7 +51,6 @@ from fedplan.data.tables import load_table
 from fedplan.privacy.accounting.accountant import epsilon
 from fedplan.privacy.dpsgd.fit import DPSGDConfig, NoisyGradients
 from fedplan.privacy.mechanisms.clipping import clip_change
-from fedplan.privacy.mechanisms.gaussian import aggregate
 from fedplan.privacy.mechanisms.noise import NoiseStream, grid_step
 from fedplan.studies.federated_data import load_federated_data
 from fedplan.studies.schema import read_study
@@ -282,7 +283,7 @@ def released(case: Case, seen: Seen, count: int) -> Draws:
         else:
             total = torch.from_numpy(_summed(case, seen))
             private = DPSGDConfig(CLIP, NOISE, BATCH, 1.0, 1)
-            drawn = _Drawn(private, NoiseStream.fresh()).release(total.expand(size, -1))
+            drawn = _Drawn(private, NoiseStream(os.urandom(32))).release(total.expand(size, -1))
             found.append(drawn.double().numpy())
     return np.concatenate(found)
 

@@ -306,7 +306,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_version_names_accountant_and_library() -> None:
-    assert accountant_version("pld").startswith("PLD of dp-accounting 0.")
+    assert accountant_version().startswith("PLD of dp-accounting 0.")
 
 
 EVENTS = st.one_of(

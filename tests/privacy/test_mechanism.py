@@ -21,6 +21,7 @@ from epsilon_bounds import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noisy_means import aggregate
 from often import often
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from fedplan.privacy.mechanisms.clipping import (
     clip_change,
     global_norm,
 )
-from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism, aggregate
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 from fedplan.privacy.mechanisms.noise import NoiseStream, grid_step
 from fedplan.tensors.sums import ExactSum, SumError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 from importlib.metadata import version as installed_version
 from math import expm1, fsum, isfinite, log, log1p, sqrt
@@ -45,10 +45,7 @@ class Release:
 
 @dataclass(frozen=True)
 class DPSGDSteps:
-    """Event: `steps` steps of DP-SGD, each on a new Poisson sample of a client's examples.
-
-    sampling_rate: of each step. Raises a PrivacyError for values out of range.
-    """
+    """Event: `steps` steps of DP-SGD, each on a new Poisson sample of a client's examples."""
 
     noise_multiplier: float
     sampling_rate: float
@@ -67,10 +64,7 @@ _KINDS: dict[str, type[Event]] = {"gaussian": Release, "dp_sgd": DPSGDSteps}
 
 @dataclass(frozen=True)
 class Charge:
-    """An entry of the privacy budget: an event, the name of the release it pays for, and a digest.
-
-    digest: keyed digest of the release's content, or "".
-    """
+    """An entry of the budget: an event, its release's name, and a keyed digest of this or ""."""
 
     event: Event
     name: str
@@ -89,9 +83,8 @@ def combined_noise(*noise_multipliers: float) -> float:
 def composed_events(charges: Iterable[Charge]) -> list[Event]:
     """Events of all charges: the DP-SGD steps, then one release per name and sampling rate.
 
-    Releases charged under one name, also with different digests, are over one cohort: they become
-    one release, with the noise multiplier of `combined_noise`. Raises a PrivacyError if this noise
-    multiplier is out of NOISE_MULTIPLIERS.
+    Releases under one name, also with different digests, are over one cohort: they become one
+    release by `combined_noise`. Raises a PrivacyError if that cannot be accounted for.
     """
     steps, noises = list[Event](), dict[tuple[str, float | None], list[float]]()
     for charge in charges:
@@ -176,36 +169,36 @@ _PURPOSE = "accounting for sampling"
 
 @dataclass(frozen=True)
 class _Composition:
-    """Counts of events: `plain` Gaussians by noise, `sampled` ones by (noise, sampling rate)."""
+    """The Gaussian sums that events add up to.
 
-    plain: Counter[float] = field(default_factory=Counter[float])
-    sampled: Counter[tuple[float, float]] = field(default_factory=Counter[tuple[float, float]])
+    gaussian: noise multiplier of one sum that costs as much as all that are not sampled, 0.0
+    without any; sampled: (noise multiplier, sampling rate, count) of the others, sorted.
+    """
+
+    gaussian: float
+    sampled: tuple[tuple[float, float, int], ...]
 
     @staticmethod
     def of(events: Iterable[Event]) -> _Composition:
         """Count the sums of events, of which a DP-SGD event has many; plain without sampling."""
-        composition = _Composition()
+        plain, sampled = Counter[float](), Counter[tuple[float, float]]()
         for event in events:
             count = event.steps if isinstance(event, DPSGDSteps) else 1
             if event.sampling_rate is None or event.sampling_rate == 1:
-                composition.plain[event.noise_multiplier] += count
+                plain[event.noise_multiplier] += count
             else:
-                composition.sampled[event.noise_multiplier, event.sampling_rate] += count
-        return composition
-
-    @property
-    def gaussian(self) -> float | None:
-        """Noise multiplier of one Gaussian that costs as much as all plain ones; None without."""
-        precision = fsum(count / noise**2 for noise, count in self.plain.items())
-        return 1 / sqrt(precision) if precision else None
+                sampled[event.noise_multiplier, event.sampling_rate] += count
+        precision = fsum(count / noise**2 for noise, count in plain.items())
+        counts = tuple((*setting, count) for setting, count in sorted(sampled.items()))
+        return _Composition(1 / sqrt(precision) if precision else 0.0, counts)
 
 
 def epsilon(events: Iterable[Event], delta: float, accountant: str = "pld") -> float:
     """Upper bound of epsilon of all events together, at `delta`; 0.0 without events.
 
     accountant: "pld" (tight; falls back to RDP for very large epsilons) or "rdp". Raises a
-    PrivacyError for a delta that is no float in (0, 1), for another accountant, and if
-    dp-accounting, needed for sampled events and for "rdp", is not installed.
+    PrivacyError for a delta that is no float in (0, 1), and if dp-accounting, needed for sampled
+    events and for "rdp", is not installed.
     """
     if accountant not in ACCOUNTANTS:
         raise PrivacyError(f"there is no accountant {accountant!r}: pld and rdp there are")
@@ -215,10 +208,7 @@ def epsilon(events: Iterable[Event], delta: float, accountant: str = "pld") -> f
     if accountant == "rdp":
         return _epsilon_by_rdp(composition, delta)
     if composition.sampled:
-        plain, sampled = (
-            tuple(sorted(each.items())) for each in (composition.plain, composition.sampled)
-        )
-        return _epsilon_by_pld(plain, sampled, delta)
+        return _epsilon_by_pld(composition, delta)
     return _gaussian_epsilon(composition.gaussian, delta) if composition.gaussian else 0.0
 
 
@@ -231,10 +221,9 @@ def calibrate(
 ) -> float:
     """Smallest noise multiplier, to 0.01 %, for which events have an epsilon of at most `target`.
 
-    make_events: maps a noise multiplier to the events, whose epsilon must not grow with the noise;
-    delta, accountant: as in `epsilon`. The result is above NOISE_MULTIPLIERS[0]. Raises a
-    PrivacyError if the target is not positive and finite, if the result would be above
-    NOISE_MULTIPLIERS[1], and as `epsilon` does.
+    make_events: maps a noise multiplier to the events, whose epsilon must not grow with the noise.
+    Raises a PrivacyError for a target that is not positive and finite, or needs a noise multiplier
+    above NOISE_MULTIPLIERS[1], and as `epsilon` does.
     """
     if not target > 0 or not isfinite(target):
         raise PrivacyError(f"the target epsilon is {target!r}: give a number above 0")
@@ -256,10 +245,10 @@ def calibrate(
     return high
 
 
-def accountant_version(accountant: str = "pld") -> str:
+def accountant_version() -> str:
     """Name of the accountant with the version of dp-accounting, which must be installed."""
     import_extra("dp_accounting", _PURPOSE)
-    return f"{accountant.upper()} of dp-accounting {installed_version('dp-accounting')}"
+    return f"PLD of dp-accounting {installed_version('dp-accounting')}"
 
 
 def _gaussian_epsilon(noise: float, delta: float) -> float:
@@ -291,25 +280,19 @@ def _epsilon_by_rdp(composition: _Composition, delta: float) -> float:
     accountant = import_extra("dp_accounting.rdp", _PURPOSE).RdpAccountant()
     if composition.gaussian:
         accountant.compose(events.GaussianDpEvent(composition.gaussian))
-    for (noise, rate), count in sorted(composition.sampled.items()):
+    for noise, rate, count in composition.sampled:
         sampled = events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(noise))
         accountant.compose(sampled, count)
-    return (
-        float(accountant.get_epsilon(delta)) if composition.gaussian or composition.sampled else 0.0
-    )
+    is_empty = not (composition.gaussian or composition.sampled)
+    return 0.0 if is_empty else float(accountant.get_epsilon(delta))
 
 
 @lru_cache(256)
-def _epsilon_by_pld(
-    plain: tuple[tuple[float, int], ...],
-    sampled: tuple[tuple[tuple[float, float], int], ...],
-    delta: float,
-) -> float:
-    """Epsilon of counts, as sorted tuples; by RDP if losses are wide or overflow."""
+def _epsilon_by_pld(composition: _Composition, delta: float) -> float:
+    """Epsilon by privacy loss distributions; by RDP if losses are wide or overflow."""
     # Cached: all clients of a simulation account for the same events at every turn.
-    composition = _Composition(Counter(dict(plain)), Counter(dict(sampled)))
     distributions = import_extra("dp_accounting.pld.privacy_loss_distribution", _PURPOSE)
-    gaussians = [(noise, rate, count) for (noise, rate), count in sampled]
+    gaussians = list(composition.sampled)
     if composition.gaussian:
         gaussians.append((composition.gaussian, 1.0, 1))
     # Grid step for an error of about PRECISION, which grows as the number of events times the
@@ -332,7 +315,7 @@ def _epsilon_by_pld(
     total = distributions.identity(interval)
     if composition.gaussian:
         total = total.compose(make_loss(composition.gaussian))
-    for (noise, rate), count in sampled:
+    for noise, rate, count in composition.sampled:
         distribution = make_loss(noise, sampling_prob=rate)
         total = total.compose(distribution.self_compose(count) if count > 1 else distribution)
     with np.errstate(over="ignore"):  # an overflow becomes infinite, and RDP is used

@@ -39,7 +39,7 @@ class Budget:
 
     Call `charge` before each release. The constructor reads the file; the first charge creates it.
     limit: largest epsilon of all charges at `delta`; None: no limit.
-    unit: unit of privacy; a file of the other unit is refused. accountant: "pld" or "rdp".
+    unit: unit of privacy; a file of the other unit is refused.
     cap: a further limit, on the charges whose name starts with `cap.name_prefix` (those of a run);
     a new charge counts towards the cap whatever its name.
     Several processes may use one file, whose folder must exist: each charge locks the file. Raises
@@ -53,7 +53,6 @@ class Budget:
         delta: float,
         limit: float | None = None,
         unit: Unit = "client",
-        accountant: str = "pld",
         cap: EpsilonCap | None = None,
     ) -> None:
         if unit not in get_args(Unit):
@@ -61,8 +60,8 @@ class Budget:
         if limit is not None and not limit > 0:
             raise PrivacyError(f"the limit is {limit!r}: give an epsilon above 0, or None")
         self.file, self.delta, self.limit = file, delta, limit
-        self.unit, self.accountant, self.cap = unit, accountant, cap
-        epsilon([], delta, accountant)  # refuses a wrong delta or accountant
+        self.unit, self.cap = unit, cap
+        epsilon([], delta)  # refuses a wrong delta
         self._log = AppendLog(file, chained=True)
         self._entries: list[dict[str, Any]] = []
         self._charges: list[Charge] = []
@@ -86,22 +85,16 @@ class Budget:
     def epsilon_spent_under(self, cap: EpsilonCap, *more: Charge) -> float:
         """Epsilon of the charges under a cap, and of `more`, at the cap's delta."""
         charges = [each for each in self._refresh() if each.name.startswith(cap.name_prefix)]
-        return epsilon(composed_events([*charges, *more]), cap.delta, self.accountant)
-
-    @property
-    def epsilon_left(self) -> float | None:
-        """The limit minus epsilon spent; None without a limit."""
-        return None if self.limit is None else self.limit - self.epsilon_spent()
+        return epsilon(composed_events([*charges, *more]), cap.delta)
 
     def charge(self, event: Event, name: str, *, digest: str = "") -> None:
         """Append a charge for a release to the file and sync. Release only after this returns.
 
-        name: of the release; digest: of the released content. If the file has an equal charge
-        (event, name and digest), nothing is appended: the same bytes are released again. Another
-        digest under the same name is charged again. Raises a PrivacyError, with no charge added, if
-        the limit or cap would be passed or the name has a charge of another event; also if the file
-        cannot be written, was changed or has lost charges. Raises StoreError if the folder is
-        locked by another process for 60 s, or cannot be locked.
+        If the file has an equal charge (event, name and digest), nothing is appended: the same
+        bytes are released again. Another digest under the same name is charged again. Raises a
+        PrivacyError, with no charge added, if the limit or cap would be passed, the name has a
+        charge of another event, or the file cannot be written, was changed or has lost charges.
+        Raises StoreError if the folder is locked by another process for 60 s.
         """
         charge = Charge(event, name, digest)
         try:
@@ -125,14 +118,13 @@ class Budget:
             raise PrivacyError(f"{error}; nothing is released") from error
 
     def _epsilon_with(self, *more: Charge) -> float:
-        return epsilon(composed_events([*self._refresh(), *more]), self.delta, self.accountant)
+        return epsilon(composed_events([*self._refresh(), *more]), self.delta)
 
     def require_affordable(self, *due: Charge) -> float | None:
         """Raise a PrivacyError if charges that are still due would pass the cap or the limit.
 
         Writes nothing; due charges that are in the file already are ignored. Returns epsilon of all
-        charges and the due ones at `delta`. Returns None if this epsilon was not computed: without
-        a limit, or if nothing is due and no epsilon has been computed before.
+        charges and the due ones, or None if it was not computed.
         """
         due = tuple(each for each in due if each not in self._refresh())
         if not due:

@@ -48,13 +48,11 @@ class GhostClippingError(PrivacyError):
 class DenseFactor:
     """Per-example gradients of a dense layer's weight, held as layer inputs and output gradients.
 
-    activations: the layer's inputs, [examples, tokens, inputs].
-    backprops: gradients of the loss in the layer's outputs, [examples, tokens, outputs].
-    output_dim: the weight's dimension of outputs: 0 as in nn.Linear, 1 as in Conv1D of GPT-2.
-    trained_outputs: indices of the trained outputs, which `backprops` is restricted to; None: all.
-    As every Factor: `squared_norms` and `term_norm_sums` (upper bounds of the norms) give one
-    float64 per example, `select` restricts to some examples, `add_weighted_sum` adds to a total in
-    place.
+    activations, backprops: [examples, tokens, inputs or outputs]. output_dim: the weight's
+    dimension of outputs: 0 as in nn.Linear, 1 as in Conv1D of GPT-2. trained_outputs: indices of
+    the trained outputs, which `backprops` is restricted to; None: all. As every Factor:
+    `squared_norms` and `term_norm_sums` (upper bounds of the norms) give one float64 per example,
+    `select` restricts to some examples, `add_weighted_sum` adds to a total in place.
     """
 
     activations: Tensor
@@ -88,10 +86,7 @@ class DenseFactor:
         return (_norms(self.activations) * _norms(self.backprops)).sum(1)
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """Add each example's gradient times the example's weight to `total`, in place.
-
-        weights: [examples]; total: float64, of the shape of the layer's weight.
-        """
+        """Add each example's gradient times the example's weight to a float64 total, in place."""
         token_weights = weights.repeat_interleave(self.backprops.shape[1])[:, None]
         sides = (self.backprops.flatten(0, 1), self.activations.flatten(0, 1), token_weights)
         chunks = (cast("tuple[Tensor, ...]", side.split(_CHUNK)) for side in sides)
@@ -116,7 +111,6 @@ class EmbeddingFactor:
     backprops: Tensor
 
     def select(self, chosen: Tensor) -> EmbeddingFactor:
-        """Restrict to some examples, by index or mask."""
         return EmbeddingFactor(self.ids[chosen], self.backprops[chosen])
 
     def squared_norms(self) -> Tensor:
@@ -125,11 +119,9 @@ class EmbeddingFactor:
         return torch.stack([_sum_by_rows((b @ b.T) * (i[:, None] == i)) for i, b in pairs])
 
     def term_norm_sums(self) -> Tensor:
-        """Upper bound of each gradient's norm: the sum of the norms of its terms, one per token."""
         return _norms(self.backprops).sum(1)
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """Add each example's gradient times the example's weight to a float64 total, in place."""
         weighted = (self.backprops.double() * weights[:, None, None]).flatten(0, 1)
         total.index_add_(0, self.ids.flatten(), weighted)
 
@@ -137,19 +129,14 @@ class EmbeddingFactor:
 @final
 @dataclass(frozen=True)
 class FullGradients:
-    """Per-example gradients of a small tensor, written out, with the methods of every Factor.
-
-    gradients: [examples, *shape of the tensor].
-    """
+    """Per-example gradients of a small tensor, [examples, *shape], with a Factor's methods."""
 
     gradients: Tensor
 
     def select(self, chosen: Tensor) -> FullGradients:
-        """Restrict to some examples, by index or mask."""
         return FullGradients(self.gradients[chosen])
 
     def squared_norms(self) -> Tensor:
-        """Squared norm of each example's gradient, in float64."""
         return self.gradients.flatten(1).double().square().sum(1)
 
     def term_norm_sums(self) -> Tensor:
@@ -157,7 +144,6 @@ class FullGradients:
         return self.squared_norms().sqrt()
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """Add each example's gradient times the example's weight to a float64 total, in place."""
         total.add_((weights @ self.gradients.flatten(1).double()).view(total.shape))
 
 
@@ -166,11 +152,7 @@ Factor = DenseFactor | EmbeddingFactor | FullGradients
 
 
 def merge_factors(factors: Sequence[Factor]) -> tuple[Factor, ...]:
-    """Merge the factors of one tensor's uses in the model; returns at most one of each type.
-
-    Dense and embedding factors are concatenated along the tokens, full gradients are summed. A
-    single factor is returned as is.
-    """
+    """Merge the factors of one tensor's uses in the model; returns at most one of each type."""
     if len(factors) == 1:
         return tuple(factors)
     dense = [f for f in factors if isinstance(f, DenseFactor)]
@@ -194,8 +176,7 @@ def squared_norm_bounds(factors: tuple[Factor, ...]) -> Tensor:
 
     The gradient is the sum of the factors, as `add_weighted_sum` computes it with its rounding.
     Returns [examples], float64, on the CPU. Raises a GhostClippingError for several factors, unless
-    they are a dense weight (all outputs trained, output_dim 0) and an embedding table, in this
-    order, that share the tensor.
+    they are a dense weight and an embedding table that share the tensor.
     """
     norm_sums = torch.stack([factor.term_norm_sums().cpu() for factor in factors]).sum(0)
     squares = torch.stack([factor.squared_norms().cpu() for factor in factors]).sum(0)

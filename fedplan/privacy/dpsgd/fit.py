@@ -104,13 +104,13 @@ class DPSGDConfig:
         return DPSGDSteps(self.noise_multiplier, self.sampling_rate, self.steps)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DPSGDStats:
-    """Counts of one fit. Only `steps` is public; the rest must not leave the client.
+    """Counts of one fit so far. Only `steps` is public; the rest must not leave the client.
 
-    examples: examples sampled, over all steps; clipped: clipped gradients among them; non_finite:
-    gradients left out because they were not finite; failed: examples left out because of an
-    exception. slow_reason: why examples ran one by one; "" if ghost clipping worked throughout.
+    examples: sampled, over all steps; clipped: clipped gradients among them; non_finite, failed:
+    left out for a gradient that is not finite, or an exception. slow_reason: why examples ran one
+    by one; "" if ghost clipping worked throughout.
     """
 
     steps: int = 0
@@ -131,10 +131,8 @@ def dp_sgd(
 ) -> Fit:
     """Make a fit function that trains the SHARE and KEEP params of a job by DP-SGD.
 
-    config: clipping, noise and sampling; noise: secure random source of the noise; uniform: secure
-    random source of the samples of examples and of the seed; trial, report_fault: as in
-    `train_dp_sgd`. Charge `config.event` to a privacy budget before each fit: the fit does not. The
-    fit is `train_dp_sgd`, without its counts.
+    Charge `config.event` to a privacy budget before each fit: the fit, `train_dp_sgd`, does not.
+    noise, uniform: secure random sources, of the noise, and of the samples and the seed.
     """
 
     def fit(job: Job) -> FitResult:
@@ -173,17 +171,12 @@ def require_train_arguments(train_arguments: TrainArguments) -> None:
 
 
 def require_dp_sgd(
-    model: nn.Module,
-    roles: Roles,
-    examples: Examples,
-    loss: Loss,
-    train_arguments: TrainArguments,
+    model: nn.Module, roles: Roles, examples: Examples, loss: Loss, train_arguments: TrainArguments
 ) -> None:
     """Raise an error if DP-SGD cannot train the SHARE and KEEP params of a model.
 
-    Tries the model on a few `examples`. The outcome is visible, so call this before any charge, at
-    a site with made-up examples and initial values. Raises as `require_train_arguments` and
-    `require_private_training`; model and random state are as before.
+    The outcome is visible, so call this before any charge, at a site with made-up examples and
+    initial values. Raises as `require_train_arguments` and `require_private_training`.
     """
     require_train_arguments(train_arguments)
     with trainable(model, roles):
@@ -203,15 +196,13 @@ def train_dp_sgd(
     """Train a job's SHARE and KEEP params in place by DP-SGD; return (result, counts).
 
     Steps and batch size are of `config`; optimizer, lr, schedule, weight decay, max_grad_norm (of
-    the noisy gradient), bf16 and gradient checkpointing are of the job. noise, uniform: as in
-    `dp_sgd`. trial: examples to test ghost clipping on; at a site no private ones, since a test
-    with the server's values would be a release; None: the job's. report_fault: called once at the
-    end if examples were left out, because of an exception or a gradient that is not finite; None
-    raises the exception of an example instead.
-    Gradient changes of the job, as of FedProx, apply to noisy gradients. The result's loss is nan.
-    Leaves the model in eval mode, and the global random state unchanged. Without trained params the
-    result has 0 steps, and the model is unchanged. Charges no privacy budget. Does not check that
-    model and loss treat examples apart: `require_dp_sgd` does, before the first charge.
+    the noisy gradient), bf16 and gradient checkpointing are of the job. trial: examples to test
+    ghost clipping on; at a site no private ones, since a test with the server's values would be a
+    release; None: the job's. report_fault: called once at the end if examples were left out,
+    because of an exception or a gradient that is not finite; None raises the exception of an
+    example instead. Gradient changes of the job, as of FedProx, apply to noisy gradients. The
+    result's loss is nan; without trained params it has 0 steps. Charges no privacy budget. Does not
+    check that model and loss treat examples apart: `require_dp_sgd` does, before the first charge.
     Raises a PrivacyError for unsupported settings, devices without float64, and random sources of a
     wrong shape or dtype.
     """
@@ -247,9 +238,9 @@ def train_dp_sgd(
             stepper.step(lambda: adjust_gradients(params, job))
         job.model.eval()
     result = FitResult(
-        loss=nan, steps=noisy.steps, lr_sum=job.train_arguments.lr * stepper.factor_sum
+        loss=nan, steps=config.steps, lr_sum=job.train_arguments.lr * stepper.factor_sum
     )
-    stats = noisy.stats()
+    stats = noisy.stats
     if report_fault is not None and stats.failed + stats.non_finite:
         fault = PrivacyError(
             f"{stats.failed} of {stats.examples} sampled examples failed and {stats.non_finite} "
@@ -261,13 +252,11 @@ def train_dp_sgd(
 
 
 class NoisyGradients:
-    """Gradients of DP-SGD for one fit: call `write_gradients` once per step, `stats` at the end.
+    """Gradients of DP-SGD for one fit: call `write_gradients` once per step; counted in `stats`.
 
-    objective: model, examples and loss; config: clipping, noise and divisor; params: the trained
-    params, which get `.grad`; noise: source of rounded Gaussian noise. slow_reason: why examples
-    run one by one; "" for ghost clipping. contain: leave out an example that raises an exception,
-    instead of raising it.
-    steps: number of gradients written so far; first_error: the first exception of an example.
+    params: the trained params, which get `.grad`. slow_reason: why examples run one by one; "" for
+    ghost clipping. contain: leave out an example that raises an exception, instead of raising it.
+    first_error: the first exception of an example.
     """
 
     def __init__(
@@ -281,37 +270,37 @@ class NoisyGradients:
         contain: bool = False,
     ) -> None:
         self._objective, self._config, self._noise = objective, config, noise
-        self._params = dict(params.named_parameters())
-        self.slow_reason, self.first_error = slow_reason, cast("Exception | None", None)
+        self._params, self.stats = dict(params.named_parameters()), DPSGDStats()
+        self.stats.slow_reason, self.first_error = slow_reason, cast("Exception | None", None)
         self._leave_out = self._count_failure if contain else None
-        self.steps = self._examples = self._clipped = self._non_finite = self._failed = 0
 
     def _count_failure(self, error: Exception) -> None:
-        self._failed += 1
+        self.stats.failed += 1
         self.first_error = self.first_error or error
 
     def write_gradients(self, indices: Tensor) -> None:
         """Set `.grad` of each param to the noisy mean of clipped gradients, and update the counts.
 
-        indices: the examples of the step; if empty, the gradient is noise alone. If ghost clipping
-        fails, this and all later microbatches run one example at a time.
+        Without `indices` of examples the gradient is noise alone. If ghost clipping fails, this and
+        all later microbatches run one example at a time.
         """
         config = self._config
         stddev = config.noise_multiplier * config.max_grad_norm
         step = grid_step(stddev or config.max_grad_norm)
         clipped = ClippedSum(self._objective.tensors, config.max_grad_norm, step)
-        for microbatch in [indices] if self.slow_reason else self._microbatches(indices):
-            if self.slow_reason or not self._add_ghost_clipped(microbatch, clipped):
+        stats = self.stats
+        for microbatch in [indices] if stats.slow_reason else self._microbatches(indices):
+            if stats.slow_reason or not self._add_ghost_clipped(microbatch, clipped):
                 add_clipped_one_by_one(self._objective, microbatch, clipped, self._leave_out)
         sums = clipped.sums
         for trained in self._objective.tensors:
             for key, total in trained.views(sums[trained.name]).items():
                 self._params[key].grad = self._noisy(total, stddev, step).to(self._params[key])
-        self.steps += 1
-        self._examples += len(indices)
+        stats.steps += 1
+        stats.examples += len(indices)
         too_long = clipped.norms.isfinite() & (clipped.norms > clipped.max_grad_norm)
-        self._clipped += int(too_long.sum())
-        self._non_finite += clipped.non_finite
+        stats.clipped += int(too_long.sum())
+        stats.non_finite += clipped.non_finite
 
     def _microbatches(self, indices: Tensor) -> list[Tensor]:
         """Split the examples of a step into microbatches; one if an example cannot be read."""
@@ -328,7 +317,7 @@ class NoisyGradients:
         try:
             add_ghost_clipped(self._objective, microbatch, clipped)
         except GhostClippingError as error:
-            self.slow_reason = str(error)
+            self.stats.slow_reason = str(error)
             return False
         except Exception:  # one by one, the example that fails is found and left out
             if self._leave_out is None:
@@ -343,23 +332,9 @@ class NoisyGradients:
             total = total + _require_shape(noise, tuple(total.shape)).to(total.device)
         return total / self._config.expected_batch_size
 
-    def stats(self) -> DPSGDStats:
-        """The counts so far."""
-        return DPSGDStats(
-            self.steps,
-            self._examples,
-            self._clipped,
-            self._non_finite,
-            self._failed,
-            self.slow_reason,
-        )
-
 
 def _microbatches(examples: Examples, indices: Tensor, most: int) -> Iterator[Tensor]:
-    """Split indices into microbatches of texts of equal length, from short to long.
-
-    A text of more than _MAX_TOKENS tokens is alone.
-    """
+    """Split indices into microbatches of texts of equal length; too long a text is alone."""
     # No padding: the server's values could make a gradient depend on it, so that one example would
     # change what the others add.
     if not len(indices):

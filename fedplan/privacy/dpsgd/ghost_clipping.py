@@ -33,11 +33,11 @@ from fedplan.tensors.devices import eval_mode, fork_rng_state, model_device
 def per_example_losses(objective: Objective, batch: Mapping[str, Tensor], count: int) -> Tensor:
     """Loss of each of the `count` examples of a batch, by one run of the objective's model.
 
-    Calls the loss on the batch and then on each example, under the objective's autocast. Returns a
-    tensor [count] that is attached to the autograd graph. Raises a GhostClippingError if a tensor
-    of the batch has no row per example, if the loss of the batch calls the model not exactly once,
-    if the loss of an example calls the model with other tensors than the example's rows, or if the
-    model returns neither tensor, mapping nor tuple.
+    Calls the loss on the batch and then on each example. Returns a tensor [count] that is attached
+    to the autograd graph. Raises a GhostClippingError if a tensor of the batch has no row per
+    example, if the loss of the batch calls the model not exactly once, or that of an example with
+    other tensors than the example's rows, or if the model returns neither tensor, mapping nor
+    tuple.
     """
     if not all(_has_rows(tensor, count) for tensor in batch.values()):
         raise GhostClippingError("a batch holds tensors without a row for each example")
@@ -137,10 +137,9 @@ _TOLERANCE = 1e-4
 def add_ghost_clipped(objective: Objective, indices: Tensor, into: ClippedSum) -> None:
     """Add the clipped gradients of the examples at `indices` to a sum, by one backward pass.
 
-    into: the sum, changed in place. Each added gradient has a norm of at most `into.max_grad_norm`
-    in exact arithmetic, for any model, dtype and autocast; a gradient that is not finite adds
-    nothing. Raises a GhostClippingError, with the sum unchanged, if the objective's model or loss
-    does not support ghost clipping.
+    Each added gradient has a norm of at most `into.max_grad_norm` in exact arithmetic, for any
+    model, dtype and autocast; a gradient that is not finite adds nothing. Raises a
+    GhostClippingError, with the sum unchanged, if model or loss does not support ghost clipping.
     """
     factors = gradient_factors(objective, indices)
     squares = torch.zeros(len(indices), dtype=torch.float64)
@@ -159,8 +158,8 @@ def add_ghost_clipped(objective: Objective, indices: Tensor, into: ClippedSum) -
 def gradient_factors(objective: Objective, indices: Tensor) -> dict[str, tuple[Factor, ...]]:
     """Factors of the per-example gradients of the examples at `indices`, by tensor name.
 
-    Runs one forward and backward pass of the objective's model. Tensors without a gradient are left
-    out. Raises a GhostClippingError if the model or loss does not support ghost clipping.
+    Tensors without a gradient are left out. Raises a GhostClippingError if the model or loss does
+    not support ghost clipping.
     """
     count = len(indices)
     with record_layer_calls(objective, count) as calls:
@@ -184,8 +183,7 @@ def why_not_ghost_clipping(objective: Objective) -> str:
 
     Refuses an objective without examples, gradient checkpointing and layer drop. Then compares
     ghost clipping with one-by-one gradients on two and on three examples, without autocast and
-    dropout, and one example's loss in two batches. The model is unchanged afterwards. An exception
-    of ghost clipping becomes the reason.
+    dropout, and one example's loss in two batches. An exception of ghost clipping is a reason.
     """
     # Tensors of zeros, such as new adapters, would hide the gradients of others from the
     # comparison, and are filled meanwhile.

@@ -34,10 +34,9 @@ _TOLERANCE = 1e-2
 class LayerCall:
     """One recorded call of a layer on a batch of `count` examples.
 
-    module: the layer; args, kwargs, output: of the call, the output with a row, or rows, per
-    example.
-    tensors: the layer's trained tensors, by attribute name ("weight", "bias").
-    Once the loss's gradient in the output is known, `factors` gives the per-example gradients.
+    output: with a row, or rows, per example. tensors: the layer's trained tensors, by attribute
+    name ("weight", "bias"). Once the loss's gradient in the output is known, `factors` gives the
+    per-example gradients.
     """
 
     module: nn.Module
@@ -50,8 +49,8 @@ class LayerCall:
     def factors(self, backprop: Tensor, objective: Objective) -> Iterator[tuple[str, Factor]]:
         """Yield (name in the model, per-example gradients) of each trained tensor of the layer.
 
-        backprop: gradient of the loss in the output; objective: sets autocast if the layer must run
-        again. Raises a GhostClippingError for a layer that is not supported.
+        backprop: gradient of the loss in the output. Raises a GhostClippingError for a layer that
+        is not supported.
         """
         factors = _layer_factors(self, backprop, objective)
         for attribute, trained in self.tensors.items():
@@ -62,10 +61,10 @@ class LayerCall:
 def record_layer_calls(objective: Objective, count: int) -> Generator[list[LayerCall]]:
     """Record all calls of the objective's layers with trained tensors while the context is open.
 
-    Yields a list that is filled in the order of calls. Batches must have `count` examples; an
-    output of one row is expanded to a row per example. Raises a GhostClippingError on entering if a
-    module with an nn.ModuleList inside holds a trained tensor of its own, and in the model's
-    forward if a layer's output has no row per example.
+    Yields a list that is filled in the order of calls; an output of one row is expanded to a row
+    per example. Raises a GhostClippingError on entering if a module with an nn.ModuleList inside
+    holds a trained tensor of its own, and in the model's forward if a layer's output has no row per
+    example.
     """
     calls = list[LayerCall]()
 
@@ -216,7 +215,7 @@ def example_row(value: Any, i: int, count: int) -> Any:
     """Row `i` of a tensor of `count` rows, as a tensor of one row.
 
     A tensor of one row, or a value that is no tensor, is returned unchanged. Raises a
-    GhostClippingError for a tensor with another number of rows.
+    GhostClippingError for another number of rows.
     """
     if not isinstance(value, Tensor) or (value.dim() and len(value) == 1):
         return value

@@ -52,10 +52,7 @@ class TrainedTensor:
 
 
 def trained_tensors(model: nn.Module, roles: Roles) -> tuple[TrainedTensor, ...]:
-    """Tensors of a model with at least one trained param, in the order of `named_parameters`.
-
-    roles: the role of each param in a turn (a client's work in a round).
-    """
+    """Tensors of a model with at least one trained param, in the order of `named_parameters`."""
     params: dict[str, list[Param]] = {}
     for param in roles:
         params.setdefault(param.name, []).append(param)
@@ -70,10 +67,9 @@ def trained_tensors(model: nn.Module, roles: Roles) -> tuple[TrainedTensor, ...]
 
 @dataclass(frozen=True)
 class Objective:
-    """A model with the trained tensors, examples and loss of one fit.
+    """A model with the trained tensors, examples and loss of one fit; on the model's device.
 
-    loss: maps model and batch to a scalar; dtype: of autocast, None for no autocast. `batch` and
-    `batch_loss` take indices of examples and run on the model's device.
+    loss: maps model and batch to a scalar; dtype: of autocast, None for no autocast.
     """
 
     model: nn.Module
@@ -104,14 +100,11 @@ class Objective:
 class ClippedSum:
     """A running sum of clipped per-example gradients, in steps of a grid.
 
-    tensors: the tensors to sum gradients of; max_grad_norm: the norm that `clip_factors` clips to.
-    step: the grid step, a power of two; 0: 2**-27 of max_grad_norm or more.
-    totals: the sum for each tensor in steps, float64, by name, zero at first; callers add clipped
-    gradients in place. Whole steps add up exactly, to 2**53.
-    sums: the totals rounded to whole steps, times `step`. Frozen rows may hold anything: read a sum
-    by `TrainedTensor.views`.
-    norms: norms before clipping, appended by `clip_factors`; a non-finite gradient must add
-    nothing.
+    step: the grid step, a power of two; 0: 2**-27 of max_grad_norm or more. totals: the sum for
+    each tensor in steps, float64, by name, zero at first; callers add clipped gradients in place.
+    Whole steps add up exactly, to 2**53. norms: before clipping, appended by `clip_factors`; a
+    non-finite gradient must add nothing. Frozen rows may hold anything: read a sum by
+    `TrainedTensor.views`.
     """
 
     def __init__(
@@ -138,8 +131,7 @@ class ClippedSum:
     def clip_factors(self, squared_norms: Tensor) -> Tensor:
         """Factors that clip gradients of these squared norms, and turn them into steps.
 
-        At most 1 / step; 0 for a non-finite norm. Appends the norms to `norms`. Returns float64 on
-        the CPU; does not change `totals`.
+        At most 1 / step; 0 for a non-finite norm. Appends the norms to `norms`. Float64 on the CPU.
         """
         norms = squared_norms.double().cpu().sqrt()
         self.norms = torch.cat([self.norms, norms])
@@ -156,9 +148,8 @@ def add_clipped_one_by_one(
 ) -> None:
     """Add the clipped gradient of each example at `indices` to a sum, by one backward pass each.
 
-    into: the sum, changed in place; an example with a gradient that is not finite adds nothing.
-    leave_out: called with an exception of an example, which then adds nothing; None raises it.
-    `.grad` of the objective's model is not touched, and its buffers are restored.
+    An example with a gradient that is not finite adds nothing. leave_out: called with an exception
+    of an example, which then adds nothing; None raises it. Buffers are restored.
     """
     # One example must not decide whether others are added: a failure is that of one example alone.
     leaves = [trained.tensor for trained in objective.tensors]
@@ -187,10 +178,7 @@ def add_clipped_one_by_one(
 def gradients_or_none(
     output: Tensor, inputs: Sequence[Tensor], output_grad: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of an output in `inputs`, one each; None for an input that the output ignores.
-
-    output_grad: gradient of the loss in the output; None if the output is a scalar loss.
-    """
+    """Gradients of an output in `inputs`; None for an input that the output ignores."""
     if not output.requires_grad:
         return (None,) * len(inputs)
     return torch.autograd.grad(output, inputs, output_grad, allow_unused=True)
@@ -206,10 +194,9 @@ def squared_norm(tensor: Tensor) -> Tensor:
 def require_private_training(objective: Objective) -> None:
     """Raise a PrivacyError if DP-SGD cannot train an objective's model with its loss.
 
-    Call this once, before any charge, with examples and values that are not private: its outcome
-    is visible. Raises as `require_independent_examples` in training mode, whatever a gradient of
-    one of a few examples raises, and a PrivacyError if such a gradient has other bits after that of
-    the longest example, with the same seed. Restores the model's mode, buffers and the random
+    Call this once, before any charge, with examples and values that are not private: its outcome is
+    visible. Raises as `require_independent_examples` in training mode, whatever a gradient raises,
+    and a PrivacyError if a gradient depends on earlier examples. Restores mode, buffers and random
     state.
     """
     modes = {module: module.training for module in objective.model.modules()}
@@ -230,15 +217,15 @@ def require_independent_examples(objective: Objective) -> None:
 
     Raised for batch norm in training mode, for int8 layers, for a buffer that a forward pass
     changes, and if the loss of up to three examples of one length is neither in the range of their
-    single losses (a mean) nor about their sum. Losses that are not finite pass; without examples
-    only the layers are checked. Restores the model's mode and the random state.
+    single losses (a mean) nor about their sum. Losses that are not finite pass.
     """
     # A mixed example would have no gradient of its own to clip. Examples of one length: padding
     # may change a loss by rounding.
     _require_no_batch_statistics(objective)
-    indices = same_length_examples(objective.examples)
-    if not len(indices):
+    lengths = _text_lengths(objective.examples)
+    if not len(lengths):
         return
+    indices = (lengths == lengths.mode().values).nonzero().flatten()[:3]
     _require_unchanged_buffers(objective, indices)
     with eval_mode(objective.model), torch.no_grad():
         singles = cast("tuple[Tensor, ...]", indices.split(1))
@@ -275,22 +262,20 @@ def _require_no_batch_statistics(objective: Objective) -> None:
             )
 
 
-def same_length_examples(examples: Examples) -> Tensor:
-    """Indices of up to three of the first 1,000 examples, all of the most common length."""
+def _text_lengths(examples: Examples) -> Tensor:
+    """Numbers of tokens of the first 1,000 examples; zeros without an attention mask."""
     first = torch.arange(min(1000, len(examples)))
     if not len(first) or "attention_mask" not in examples.batch(first[:1]):
-        return first[:3]
-    lengths = examples.batch(first)["attention_mask"].flatten(1).sum(1)
-    return first[lengths == lengths.mode().values][:3]
+        return torch.zeros_like(first)
+    return examples.batch(first)["attention_mask"].flatten(1).sum(1)
 
 
 def probe_examples(examples: Examples) -> Tensor:
     """Indices of up to three of the first 1,000 examples: shortest, longest and median text."""
-    first = torch.arange(min(1000, len(examples)))
-    if not len(first) or "attention_mask" not in examples.batch(first[:1]):
-        return first[:3]
-    order = examples.batch(first)["attention_mask"].flatten(1).sum(1).argsort(stable=True)
-    return order[[0, -1, len(order) // 2]] if len(order) > 2 else order
+    lengths = _text_lengths(examples)
+    order = lengths.argsort(stable=True)
+    has_texts = len(order) > 2 and bool(lengths.any())
+    return order[[0, -1, len(order) // 2]] if has_texts else order[:3]
 
 
 def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
@@ -315,12 +300,9 @@ def _require_repeatable_gradients(objective: Objective) -> None:
     shorter one and then a longer one, and a model may forget what it remembers when it sees a short
     one.
     """
-    first = torch.arange(min(1000, len(objective.examples)))
-    if not len(first):
+    sizes = _text_lengths(objective.examples)
+    if not len(sizes):
         return
-    sizes = torch.zeros_like(first)
-    if "attention_mask" in objective.examples.batch(first[:1]):
-        sizes = objective.examples.batch(first)["attention_mask"].flatten(1).sum(1)
     order = sizes.argsort(stable=True)
     below = max(int((sizes < sizes.max()).sum()) - 1, 0)
     probes = [order[place] for place in sorted({0, len(order) // 2, below, len(order) - 1})]

@@ -25,11 +25,7 @@ _CHUNK = 2**14
 
 
 class ClippedChange(NamedTuple):
-    """Result of `clip_change`.
-
-    values: the clipped change, float64; factor: the number that the change was multiplied by;
-    within: whether the original norm was within the clipping norm.
-    """
+    """A clipped change in float64, its factor, and whether the norm was within the limit."""
 
     values: dict[str, Tensor]
     factor: float
@@ -41,9 +37,8 @@ def clip_change(
 ) -> ClippedChange:
     """Scale a change, as one vector over all tensors, to a norm of at most `clipping_norm`.
 
-    weight: from 0 to 1, a further factor. Returns new tensors; `change` is unchanged. Raises a
-    PrivacyError for a norm or weight out of range, for tensors that are not floating-point and for
-    numbers that are not finite.
+    weight: from 0 to 1, a further factor. Returns new tensors. Raises a PrivacyError for a norm or
+    weight out of range, and as `global_norm`.
     """
     require_clipping_norm(clipping_norm)
     if not 0 <= weight <= 1:
@@ -66,10 +61,7 @@ def capped_weight(examples: int, cap: int) -> float:
 
 
 def global_norm(change: Mapping[str, Tensor]) -> float:
-    """L2 norm of a change over all its tensors, in float64; 0.0 without any.
-
-    Does not overflow. Raises a PrivacyError for numbers that are not finite or not floating-point.
-    """
+    """L2 norm over all tensors, in float64; a PrivacyError for numbers that are not finite."""
     peak = 0.0
     for name, tensor in change.items():
         if not tensor.is_floating_point():
@@ -132,10 +124,9 @@ class AdaptiveClipping:
     ) -> AdaptiveClipping:
         """Make a copy with the clipping norm of the next round. Charges nothing.
 
-        within: number of the `cohort` clients with a change within the current norm.
-        divisor: the public (expected) size of a cohort, by which the noisy sum is divided.
-        name: name of the round; content: digest of its sum. The noise follows from both, from
-        `secret` and from the counts.
+        within: number of the `cohort` clients with a change within the current norm. divisor: the
+        public (expected) size of a cohort. The noise follows from `secret`, the round's `name`, the
+        digest of its sum (`content`) and the counts.
         """
         words = (content, within, cohort, self.noise_multiplier.hex())
         source = NoiseStream.for_release(secret, f"{name}: within the bound", *words)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -20,11 +20,7 @@ from torch import Tensor
 from fedplan.errors import PrivacyError
 from fedplan.privacy.accounting.accountant import Release
 from fedplan.privacy.mechanisms.clipping import clip_change, require_clipping_norm
-from fedplan.privacy.mechanisms.noise import (
-    NoiseStream,
-    derive_key,
-    grid_step,
-)
+from fedplan.privacy.mechanisms.noise import NoiseStream, derive_key, grid_step
 from fedplan.tensors.sums import GRID, MAX_VALUE, ExactSum
 
 Change = Mapping[str, Tensor]
@@ -100,9 +96,9 @@ class GaussianMechanism:
     def add(self, total: ExactSum, change: Change, *, weight: float = 1.0) -> bool:
         """Clip one client's change and add it to `total`; return whether clipping was not needed.
 
-        weight: from 0 to 1, multiplies the clipped change. Tensors that the change lacks count as
-        zeros. Raises a PrivacyError, with `total` unchanged, for a tensor that is not in the public
-        set or has another shape, for numbers that are not finite and for a weight out of range.
+        weight: from 0 to 1, multiplies the clipped change. Raises a PrivacyError, with `total`
+        unchanged, for a tensor that is not in the public set or has another shape, and as
+        `clip_change`.
         """
         for name, tensor in change.items():
             if name not in self.public_shapes:
@@ -123,17 +119,11 @@ class GaussianMechanism:
         return total
 
     def release(self, total: ExactSum, secret: bytes, name: str) -> dict[str, Tensor]:
-        """Return `total` plus noise, divided by `divisor`, by tensor name. Charge `event` first.
-
-        `total` is unchanged. The same sum, secret and name give the same bits.
-        """
+        """Return the noisy mean of `total`, always with the same bits. Charge `event` first."""
         return self.divide(self.add_noise(total, secret, name))
 
     def add_noise(self, total: ExactSum, secret: bytes, name: str, *content: bytes) -> ExactSum:
-        """Return a new sum: `total` plus noise of `share_stddev` on every public coordinate.
-
-        The noise follows from the secret, the name, `content` and the bits of `total`.
-        """
+        """Return a new sum: `total` plus noise of `share_stddev` on every public coordinate."""
         # Added in whole grid steps, as one more sender: no rounding depends on the sum.
         source = NoiseStream.for_release(secret, name, *content, self._digest(total))
         noisy = ExactSum()
@@ -172,16 +162,3 @@ class GaussianMechanism:
         for name in sorted(tensors):
             digest.update(tensors[name].numpy().tobytes())
         return digest.digest()
-
-
-def aggregate(
-    mechanism: GaussianMechanism, changes: Iterable[Change], secret: bytes, name: str
-) -> dict[str, Tensor]:
-    """Clip and sum all changes by a mechanism, and return the noisy mean by tensor name.
-
-    Charges nothing. secret, name: decide the noise, as in `GaussianMechanism.release`.
-    """
-    total = ExactSum()
-    for change in changes:
-        mechanism.add(total, change)
-    return mechanism.release(total, secret, name)

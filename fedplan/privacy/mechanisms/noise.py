@@ -36,9 +36,9 @@ def load_or_create_secret(
     """Read the secret in a file; if there is no file, write a new random secret first.
 
     encryption: encrypts the file's content; None: plain bytes, with a checksum. used_by: a file
-    whose content follows from the secret: if it exists, no new secret is written. The folder must
-    exist. Creation is atomic: of several processes, all get the same secret. Raises a PrivacyError
-    if the file cannot be written, is lost, and as `read_secret` does.
+    whose content follows from the secret: if it exists, no new secret is written. Creation is
+    atomic: of several processes, all get the same secret. Raises a PrivacyError if the file cannot
+    be written, is lost, and as `read_secret` does.
     """
     try:
         if not file.exists() and used_by is not None and used_by.exists():
@@ -89,8 +89,7 @@ def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
 def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
     """Derive a 32-byte key for one purpose: HMAC-SHA256 of the words under the secret.
 
-    Each word goes in with type and length: different lists give different keys. Raises a
-    PrivacyError if the secret has not 32 bytes.
+    Each word goes in with type and length: different lists give different keys.
     """
     if len(secret) != SECRET_SIZE:
         raise PrivacyError(
@@ -115,7 +114,7 @@ def grid_step(stddev: float) -> float:
 class NoiseStream:
     """A stream of cryptographically secure random numbers: AES-256 in counter mode under a key.
 
-    key: 32 bytes; make a stream with `fresh` or `for_release`. Each call goes on where the last
+    key: 32 bytes; make a stream with `for_release`. Each call goes on where the last
     ended. Independent of the seeds of numpy and torch. Raises a PrivacyError if `cryptography` is
     not installed.
     """
@@ -125,11 +124,6 @@ class NoiseStream:
         counter = ciphers.modes.CTR(bytes(16))
         self._stream = ciphers.Cipher(ciphers.algorithms.AES(key), counter).encryptor()
         self._key, self._calls = key, 0
-
-    @staticmethod
-    def fresh() -> NoiseStream:
-        """Stream under a new random key: its numbers cannot be drawn again."""
-        return NoiseStream(os.urandom(SECRET_SIZE))
 
     @staticmethod
     def for_release(secret: bytes, name: str, *content: str | int | bytes) -> NoiseStream:

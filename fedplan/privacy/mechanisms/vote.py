@@ -41,10 +41,7 @@ def count_ballots(ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int)
 
 
 def is_voting_round(round: int, period: int) -> bool:
-    """Whether a vote is held in a round: in round 1, and every `period` rounds after it.
-
-    Raises a PrivacyError for a period below 1.
-    """
+    """Whether a vote is held in a round: in the first, and every `period` rounds after it."""
     if period < 1:
         raise PrivacyError(f"the period is {period!r}: give a number of rounds, 1 or more")
     return round % period == 1 % period
@@ -54,10 +51,8 @@ def is_voting_round(round: int, period: int) -> bool:
 class NoisyVote:
     """A vote on blocks with Gaussian noise on the counts; its sensitivity is sqrt(k).
 
-    k: most blocks in a ballot.
-    noise_multiplier: stddev of the noise divided by the sensitivity.
-    sampling_rate: probability that a ballot is cast; None: no sampling is claimed.
-    Charge `event` with `digest`, then call `release`.
+    A ballot has at most `k` blocks; `sampling_rate` None: no sampling is claimed. Charge `event`
+    with `digest`, then call `release`.
     """
 
     # Gumbel noise would need no delta, but its epsilons would add up; this composes as a Gaussian.
@@ -81,8 +76,7 @@ class NoisyVote:
     ) -> dict[T, float]:
         """Noisy count of each block. Charge `event` first: this charges nothing.
 
-        The noise follows from the secret, the vote's name, the counts and `content`, a digest of
-        everything that the ballots depend on. The same arguments give the same bits.
+        content: digest of everything that the ballots depend on. Same arguments give the same bits.
         """
         source = NoiseStream.for_release(secret, name, content, *self._words(counts))
         noise = source.rounded_gaussian((len(counts),), self.stddev, COUNT_GRID_STEP)

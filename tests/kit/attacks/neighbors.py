@@ -10,9 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 from epsilon_bounds import gaussian_lower_bound, lower_bound, release_rows, sample_releases
+from noisy_means import aggregate
 
 from fedplan.privacy.accounting.accountant import epsilon
-from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism, aggregate
+from fedplan.privacy.mechanisms.gaussian import Change, GaussianMechanism
 
 DELTA = 1e-5
 """Delta of the claimed epsilon and of its lower bounds."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
@@ -91,7 +92,7 @@ def train_by_dp_sgd(method: Method, epsilon: float, steps: int, examples: int) -
     if isfinite(epsilon):
         noise = calibrate(epsilon, DELTA, lambda noise: [DPSGDSteps(noise, 1.0, steps)])
     config = DPSGDConfig(1.0, noise, expected_batch_size=examples, sampling_rate=1.0, steps=steps)
-    source = NoiseStream.fresh()
+    source = NoiseStream(os.urandom(32))
     fit = dp_sgd(config, noise=source.rounded_gaussian, uniform=source.uniform)
 
     def replace_fit(_: Fit) -> Fit:
