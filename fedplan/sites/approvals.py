@@ -58,10 +58,7 @@ class Offer:
 
 
 class Inbox:
-    """The studies offered to a site, one JSON file each, named by digest.
-
-    Code that a study names may be imported from the packages in `allow` only.
-    """
+    """Studies offered to a site, one JSON file each; their code is of packages in `allow` only."""
 
     def __init__(self, state_folder: Path, allow: Sequence[str] = ()) -> None:
         self.folder, self.allow = state_folder / INBOX_FOLDER, tuple(allow)
@@ -139,10 +136,7 @@ class Inbox:
 
 @dataclass(frozen=True)
 class Approval:
-    """A valid approval of a study; `time` is UTC in ISO 8601, `policy` the policy's digest.
-
-    `approver` is a user name, or RULE_APPROVER if the policy approved without a person.
-    """
+    """A valid approval of a study, at a UTC time, by a user or RULE_APPROVER, and its policy."""
 
     study_digest: str
     approver: str
@@ -213,10 +207,7 @@ class Approvals:
         ).with_code("not-approved")
 
     def find_approval(self, study: Study) -> Approval | None:
-        """Return the approval of a study if valid under the present policy, else None.
-
-        Whether a run has used the approval is not checked.
-        """
+        """Return the approval of a study, used or not, if valid under the present policy."""
         digest = self._digest(study)
         entry = self._last_decision_entry(digest)
         if entry is None or entry["decision"] != APPROVED or self.violations(study):
@@ -228,10 +219,9 @@ class Approvals:
     def record_offer(self, study: Study, *, server: str = "") -> None:
         """Put an offered study into the inbox, and record the offer if this is the first.
 
-        Also approves the study by rule, if the policy approves without a person and allows the
-        study, no person has decided on the study, and the study does not filter the site's
-        examples. Raises RequestRefused if the inbox is full, or for a new study beyond the policy's
-        `studies_per_day`.
+        Also approves it by rule, if the policy does, no person has decided on it, and it does not
+        filter the site's examples. Raises RequestRefused if the inbox is full, or for a new study
+        beyond the policy's `studies_per_day`.
         """
         digest, log = self._digest(study), self._log.read()
         entries = [entry for entry in log if entry["study"] == digest]
@@ -267,8 +257,8 @@ class Approvals:
     def approve(self, prefix: str) -> Approval:
         """Record that the current user approves the study with a digest that starts with `prefix`.
 
-        Records nothing if a person has approved the study, and no run has started since. Raises
-        FedplanError if the study is not in the inbox, or user or policy do not allow it.
+        Records nothing if a person has, and no run has started since. Raises FedplanError if the
+        study is not in the inbox, or user or policy do not allow it.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         self._require_approver()
@@ -334,9 +324,15 @@ class Approvals:
         return {**row, "server": offer.server, "state": self.status_text(offer.study)}
 
     def review(self, prefix: str) -> StudyReview:
-        """Return the facts that an approver needs about the study; `prefix` starts its digest."""
+        """Return the review of a study, compared with the last approved, best of its name."""
         study = self.inbox.read_offer(self.inbox.find_digest(prefix)).study
-        last = self.last_approved(study)
+        offers = list[Offer]()
+        for entry in reversed(self._log.read()):
+            if entry["decision"] == APPROVED and entry["study"] != self._digest(study):
+                with suppress(FedplanError):  # its file was deleted, or its code has changed since
+                    offers.append(self.inbox.read_offer(entry["study"]))
+        same_name = [offer for offer in offers if offer.study.name == study.name]
+        last = next(iter(same_name or offers), None)
         with allow_imports(self._allow):
             return review_study(
                 study,
@@ -346,21 +342,8 @@ class Approvals:
                 violations=self.violations(study),
             )
 
-    def last_approved(self, study: Study) -> Offer | None:
-        """Return the study approved last, other than `study`, best one of its name; or None."""
-        digest, offers = self._digest(study), list[Offer]()
-        for entry in reversed(self._log.read()):
-            if entry["decision"] == APPROVED and entry["study"] != digest:
-                with suppress(FedplanError):  # its file was deleted, or its code has changed since
-                    offers.append(self.inbox.read_offer(entry["study"]))
-        same_name = [offer for offer in offers if offer.study.name == study.name]
-        return next(iter(same_name or offers), None)
-
     def violations(self, study: Study) -> list[str]:
-        """Return a sentence for each way in which a study violates the present policy (cached).
-
-        A study that cannot be built counts as a violation; nothing is raised for it.
-        """
+        """Return how a study violates the present policy (cached), or that it cannot be built."""
         policy = self.policy
         key = self._digest(study), policy.digest
         if key not in self._cached_violations:
@@ -428,10 +411,7 @@ def site_approvals(site: Site) -> Approvals:
 
 
 def current_user() -> str:
-    """Return the name of the user that runs this process, or "uid 1000" if the id has no name.
-
-    The name is looked up by user id: environment variables can be set to any name.
-    """
+    """Return the name of this process's user, by its id: environment variables can lie."""
     number = os.getuid()
     try:
         return pwd.getpwuid(number).pw_name

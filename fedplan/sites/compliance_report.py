@@ -47,8 +47,8 @@ UNDECIDED_TEXT = "Nobody has decided on this study."
 def compliance_page(state_folder: Path) -> Page:
     """Return a page on all data that left a site, from the files in the site's state folder.
 
-    `faults` of the page lists all faults that the audit found. Writes nothing. Raises DamagedLog
-    if the egress log, the approvals or a dataset's privacy account were tampered with.
+    `faults` of the page lists all faults that the audit found. Raises DamagedLog if the egress log,
+    the approvals or a dataset's privacy account were tampered with.
     """
     report = read_egress_report(state_folder)
     records = [each for each in report if isinstance(each, SiteRecord)]

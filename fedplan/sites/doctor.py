@@ -56,8 +56,8 @@ class Finding:
 def check_site(site: Site) -> list[Finding]:
     """Run all checks of a site, and return their findings in the order of CHECKS.
 
-    Connects to the server and reads the site's data, but changes nothing at either. Raises no
-    FedplanError or OSError: each becomes a finding with state "fail".
+    Connects to the server and reads the site's data, but changes nothing at either. An error
+    becomes a finding with state "fail".
     """
     findings = list[Finding]()
     for name, check in CHECKS:

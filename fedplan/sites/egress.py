@@ -44,8 +44,8 @@ from fedplan.studies.run import read_run_agreement, read_run_study
 class SiteRecord:
     """The messages that left a site in one run of a study; print with rich, or call `json`.
 
-    `study` is a digest. `agreement` is empty if the site accepted none: all messages are refusals.
-    `entries` are the lines of the egress log; equal refusals share a line with a "count".
+    `agreement` is empty if the site accepted none: all messages are refusals. `entries` are the
+    lines of the egress log; equal refusals share a line with a "count".
     """
 
     study: str
@@ -130,34 +130,23 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class DatasetAccount:
-    """The account of one dataset of a site over all studies: replies, bytes and spent epsilon.
-
-    Print with rich, or call `json`; nothing is written.
-    """
+    """The account of one dataset of a site over all studies; print with rich, or call `json`."""
 
     folder: Path
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """The lines of the account, one per reply of the site that used the dataset.
-
-        Raises DamagedLog if the hash chain is broken or a line has other fields than a site
-        writes.
-        """
+        """The lines of the account, one per reply; DamagedLog if one was changed."""
         replies = read_replies(self.folder)
         for number, line in enumerate(replies, 1):
             if not _has_fields(line, REPLY_FIELDS):
                 raise DamagedLog(f"line {number} of {self.folder / REPLIES} was changed")
         return replies
 
-    @property
-    def _budget(self) -> Budget:
-        file = self.folder / CHARGES_FILE
-        return Budget(file, delta=DELTA, unit=read_budget_unit(file))
-
     def json(self) -> dict[str, Any]:
         """Return the account as JSON values; "epsilon_spent" is None if some reply has no noise."""
-        lines, budget = self.entries, self._budget
+        lines, file = self.entries, self.folder / CHARGES_FILE
+        budget = Budget(file, delta=DELTA, unit=read_budget_unit(file))
         protected = all(line["protected"] for line in lines)
         return {
             "dataset": self.folder.name,
@@ -192,8 +181,7 @@ class DatasetAccount:
 def read_egress_report(state_folder: Path) -> list[SiteRecord | DatasetAccount]:
     """Read a site's state folder: the SiteRecord of each run, then each dataset's DatasetAccount.
 
-    Raises DamagedLog if the hash chain of the egress log is broken or a line or an agreement was
-    changed, and FedplanError if the agreement of a run is missing.
+    Raises DamagedLog if a log, line or agreement was changed, FedplanError if one is missing.
     """
     groups = dict[tuple[str, str], list[dict[str, Any]]]()
     for number, line in enumerate(read_egress(state_folder), 1):
@@ -270,7 +258,7 @@ class RunEgress:
 
     `decisions` are the entries of the approvals file about the run's study, `folder` the run's
     folder, None if deleted, `accounts` those of all datasets, and `approved_studies` the digests of
-    all studies ever approved. `faults()` runs the audit; nothing is written.
+    all studies ever approved.
     """
 
     record: SiteRecord
@@ -311,7 +299,9 @@ class RunEgress:
         yield from self.unapproved()
         if not self.updates:
             return
-        yield from self._account_faults()
+        folders, record = [account.folder for account in self.accounts], self.record
+        for entry, problem in unaccounted_answers(record.entries, folders, [record.agreement]):
+            yield f"{self.name}, round {entry['round']}: {problem}"
         if self.agreement is None:
             yield (
                 f"{self.name}: it cannot be checked which parts the plan shares: "
@@ -337,7 +327,7 @@ class RunEgress:
         """Yield a sentence for each update that left without a valid approval of this run.
 
         The last decision on the study before the update must be an approval, by the approver that
-        the egress log names. This run must be the first run that started after the approval.
+        the egress log names, and this run the first that started after it.
         """
         for update in self.updates:
             earlier = [entry for entry in self.decisions if entry["time"] <= update["time"]]
@@ -354,12 +344,6 @@ class RunEgress:
                 "had no such approval at that time"
             )
 
-    def _account_faults(self) -> Iterator[str]:
-        """Yield a sentence for each answer that the privacy accounts do not explain."""
-        folders, record = [account.folder for account in self.accounts], self.record
-        for entry, problem in unaccounted_answers(record.entries, folders, [record.agreement]):
-            yield f"{self.name}, round {entry['round']}: {problem}"
-
 
 def is_site_state(folder: Path) -> bool:
     """Whether a folder is the state folder of a site: it has an egress log."""
@@ -367,10 +351,7 @@ def is_site_state(folder: Path) -> bool:
 
 
 def read_decisions(state_folder: Path) -> list[dict[str, Any]]:
-    """Return all entries of the approvals file in a site's state folder, oldest first.
-
-    Empty without a file. Raises DamagedLog if the hash chain is broken or an entry lacks a field.
-    """
+    """Return the entries of a site's approvals; DamagedLog if one is not as it was written."""
     file = state_folder / APPROVALS_FILE
     entries = AppendLog(file, chained=True).read()
     for number, entry in enumerate(entries, 1):

@@ -21,7 +21,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.client import MetricPolicy, last_trained_round
 from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint, site_run_folder
 from fedplan.federation.identity import is_run_id
-from fedplan.federation.ledger.egress import Authorization, EgressLog, error_entry
+from fedplan.federation.ledger.egress import Authorization, EgressLog, Limits, error_entry
 from fedplan.federation.ledger.faults import KINDS, FaultLog, encode_code, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.models.layer_maps import restore_layer_maps
@@ -56,7 +56,6 @@ class Approver(Protocol):
 class SiteGateway:
     """Answers the requests of a server at a site, for approved studies only. Call `answer`.
 
-    `read_certificate_digest` returns the digest of the server's present TLS certificate, or "".
     Every answer is logged by the egress log before `answer` returns; repeated refusals are only
     counted, and an error code is sent even if the log cannot be written. At most one study's model
     is loaded at a time. Not thread-safe.
@@ -79,11 +78,10 @@ class SiteGateway:
         self._certificate_digest = self._study_digest = ""
 
     def answer(self, kind: str, message: Message) -> Message:
-        """Return the answer to the request `message`; the first request of a run is a hello.
+        """Return the answer to a request of a kind, as "train"; the first of a run is a hello.
 
-        `kind` is "hello", "poll", "train", "evaluate" or a step of secure aggregation. Never raises
-        for a bad request: the answer to a refused or failed request is an error code alone, and the
-        error's text goes to the site's fault log.
+        Never raises for a bad request: the answer to a refused or failed request is an error code
+        alone, and the error's text goes to the site's fault log.
         """
         # To compare two studies, the code that they name is imported.
         # Layer maps that a study registers must not be seen by the next study.
@@ -212,7 +210,7 @@ class SiteGateway:
             runtime = SiteRuntime(
                 self.site,
                 study,
-                policy.account_limits,
+                Limits(**policy.limits.model_dump(exclude={"studies_per_day"})),
                 egress=self.egress,
                 hide_loss="loss" not in policy.metrics,
                 metric_policy=MetricPolicy(
@@ -247,8 +245,8 @@ class SiteGateway:
 def allow_rejoin(site: Site, run: str) -> None:
     """Let the site continue `run` from a state folder that was restored from an older backup.
 
-    The permission is recorded, and ends when the state is as new as the server's. Raises
-    FedplanError if the site does not know the run, or the current user is no approver.
+    The permission ends when the state is as new as the server's. Raises FedplanError if the site
+    does not know the run, or the current user is no approver.
     """
     file = Path(site.state) / RUNS_FOLDER / f"{run}.json"
     if not is_run_id(run) or not file.exists():
@@ -283,8 +281,8 @@ def _message_fields(message: Message) -> dict[str, Any]:
 def serve_site(folder: Path) -> None:
     """Serve the site described by site.toml in `folder`; block until SIGTERM or SIGINT.
 
-    Sets the process's umask, signal handlers and NO_PROXY, and locks the site's state folder, which
-    is created if missing. Raises StoreError if another process serves the site.
+    Sets the process's umask, signal handlers and NO_PROXY. Raises StoreError if another process
+    serves the site.
     """
     from fedplan.runners.flower.supernode import run_supernode, serve_tasks
 
@@ -306,20 +304,10 @@ def serve_site(folder: Path) -> None:
     state_folder = Path(site.state)
     make_folder(state_folder)
     lock = acquire_folder_lock(state_folder)
-    gateway = SiteGateway(site, site_approvals(site), lambda: server_certificate_digest(site))
+    gateway = SiteGateway(site, site_approvals(site), lambda: certificate_digest(site.server))
     gateway.log.note("site started", site=site.name)
     with run_supernode(site, stopped) as api:
         serve_tasks(api, gateway.answer, stopped)
     gateway.egress.flush()
     gateway.log.note("site stopped", site=site.name)
     del lock
-
-
-def server_certificate_digest(site: Site) -> str:
-    """Return the SHA-256 of the server's TLS certificate, "" without one or without a server."""
-    if site.server is None or not site.server.ca:
-        return ""
-    try:
-        return certificate_digest(site.server)
-    except FedplanError:
-        return ""

@@ -48,10 +48,7 @@ PartText = Annotated[str, AfterValidator(_check_part)]
 
 
 class LimitsSection(Section):
-    """Limits on the rounds, bytes and epsilon of all studies together, for each dataset.
-
-    Also on the studies that servers may offer.
-    """
+    """Limits on all studies together, for each dataset, and on the studies that are offered."""
 
     rounds: Count = Limits.rounds
     """The most rounds that are answered; 0 is no limit."""
@@ -111,11 +108,6 @@ class Policy(Section):
     def digest(self) -> str:
         """SHA-256 of all fields."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
-
-    @property
-    def account_limits(self) -> Limits:
-        """The limits as the site's account takes them."""
-        return Limits(**self.limits.model_dump(exclude={"studies_per_day"}))
 
     def may_approve(self, user: str) -> bool:
         """Whether a user may approve studies."""
@@ -190,8 +182,7 @@ def policy_violations(
 ) -> list[str]:
     """Return a sentence for each way in which a study violates a policy; empty if allowed.
 
-    `agreement` is `outline_agreement(study)`. Without `site`, the site's name and traits, the study
-    must be allowed for every client.
+    `agreement` is `outline_agreement(study)`. Without `site` it must be allowed for every client.
     """
     site = site_in_study(study, site)
     return [
@@ -214,9 +205,9 @@ def shareable_params(
 ) -> dict[Param, Turn]:
     """Return the params whose values may leave in a run, each with the first turn that shares it.
 
-    Without `site`, all client classes are checked. Every phase is checked in each round, since the
-    server decides the phase. With more than MAX_ROUNDS_CHECKED rounds, only rounds in which the
-    plan may change are checked; if these cannot be listed, every param that the plan ever shares is
+    Without `site`, all client classes are checked; every phase in each round, since the server
+    decides the phase. With more than MAX_ROUNDS_CHECKED rounds, only rounds in which the plan may
+    change are checked; if these cannot be listed, every param that the plan ever shares is
     returned, with an empty Turn.
     """
     plan, params, first_turns = agreement.method.plan, agreement.params, dict[Param, Turn]()
@@ -388,10 +379,7 @@ def _secagg_violations(policy: Policy, study: Study, agreement: Agreement) -> It
 
 
 def example_filters(study: Study) -> list[str]:
-    """Return the fields by which a study selects some of a site's examples, as `name = value`.
-
-    Empty without such fields; a study with one is not approved by rule.
-    """
+    """Return the fields by which a study selects some of a site's examples, as `name = value`."""
     data = study.data
     values = {name: getattr(data, name) for name in ("filter", "train_filter", "max_examples")}
     return [f"data.{name} = {value}" for name, value in values.items() if value]

@@ -42,10 +42,7 @@ NO_PRIVACY = "no differential privacy; the values that leave are computed from t
 
 @dataclass(frozen=True)
 class PartReview:
-    """One part of the model: `roles` over the run, joined by " or ", and the upload in bytes.
-
-    Both are the largest uploads, of a round and of at most MAX_ROUNDS_CHECKED rounds.
-    """
+    """One part of the model: `roles` joined by " or ", and its largest uploads in bytes."""
 
     part: str
     roles: str
@@ -57,9 +54,8 @@ class PartReview:
 class StudyReview:
     """The facts about a study that an approver needs; printing with rich shows a page of text.
 
-    `code` lists the code that the study names, `disclosures` all data that leaves besides model
-    values, `changes` the differences from the last approved study, `warning` what the server can
-    read from model values.
+    `disclosures` are all data that leaves besides model values, `changes` the differences from the
+    last approved study, `warning` what the server can read from model values.
     """
 
     study: Study
@@ -219,7 +215,14 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
         return
     if agreement.hides_metrics:
         if policy is None or SCORE_COUNTS in policy.metrics:
-            yield _counts_disclosure(study, agreement)
+            noise = study.evaluate.noise_multiplier
+            noisy = f", with noise of multiplier {noise:g}, which epsilon covers" if noise else ""
+            masks = "; the server learns only their sum over sites"
+            yield (
+                f"every {study.evaluate.every} rounds, counts of right and wrong predictions and "
+                f"of predicted probabilities on its test examples{noisy}"
+                f"{masks if agreement.secagg.active else ''}"
+            )
         return
     if policy is None:
         yield f"every {study.evaluate.every} rounds, metrics and number of its test examples"
@@ -229,18 +232,6 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
             f"metrics of them, if there are {policy.min_examples} or more: "
             f"{', '.join(policy.metrics)}"
         )
-
-
-def _counts_disclosure(study: Study, agreement: Agreement) -> str:
-    """Return a phrase on the score counts that leave in place of metrics."""
-    noise, masks = study.evaluate.noise_multiplier, ""
-    noisy = f", with noise of multiplier {noise:g}, which epsilon covers" if noise else ""
-    if agreement.secagg.active:
-        masks = "; the server learns only their sum over sites"
-    return (
-        f"every {study.evaluate.every} rounds, counts of right and wrong predictions and of "
-        f"predicted probabilities on its test examples{noisy}{masks}"
-    )
 
 
 def _changes(

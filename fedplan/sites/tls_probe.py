@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -23,10 +23,7 @@ TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class ServerProbe:
-    """Days until the server's certificate expires, and seconds that this clock is ahead.
-
-    None without TLS, and if the server sends no date.
-    """
+    """Days until the certificate expires, seconds that this clock is ahead; None if unknown."""
 
     certificate_days: int | None
     clock_ahead: float | None
@@ -34,18 +31,14 @@ class ServerProbe:
 
 @dataclass(frozen=True)
 class Proxy:
-    """Host name and port of an HTTP proxy; either may be missing from the proxy's address."""
+    """Host name and port of an HTTP proxy; either may be missing from its address."""
 
     hostname: str | None
     port: int | None
 
 
 def probe_server(server: ServerSection) -> ServerProbe:
-    """Send a GET request to a server as a Flower node would, and return the findings.
-
-    With `server.ca`, the server's certificate is verified, including the host name. Raises
-    FedplanError if the connection or the verification fails, after at most TIMEOUT seconds.
-    """
+    """Ask a server as a Flower node would, and verify its certificate; FedplanError if it fails."""
     with _connect(server) as connection:
         days = None
         if isinstance(connection.sock, ssl.SSLSocket):
@@ -58,24 +51,20 @@ def probe_server(server: ServerSection) -> ServerProbe:
         return ServerProbe(days, _clock_ahead(connection.getresponse().getheader("Date"), sent))
 
 
-def certificate_digest(server: ServerSection) -> str:
-    """Return the SHA-256 of a server's TLS certificate, or "" without TLS.
-
-    Connects to the server; raises FedplanError if the connection fails.
-    """
-    with _connect(server) as connection:
-        if not isinstance(connection.sock, ssl.SSLSocket):
-            return ""
-        certificate = connection.sock.getpeercert(binary_form=True)
+def certificate_digest(server: ServerSection | None) -> str:
+    """Return the SHA-256 of a server's TLS certificate; "" without TLS or an answer."""
+    if server is None or not server.ca:
+        return ""
+    with suppress(FedplanError), _connect(server) as connection:
+        tls = connection.sock if isinstance(connection.sock, ssl.SSLSocket) else None
+        certificate = tls.getpeercert(binary_form=True) if tls else None
         return hashlib.sha256(certificate).hexdigest() if certificate else ""
+    return ""
 
 
 @contextmanager
 def _connect(server: ServerSection) -> Generator[HTTPConnection]:
-    """Open a connection to a server for the body, through a proxy if the environment sets one.
-
-    Errors of the connection, also in the body, become FedplanError.
-    """
+    """Connect to a server for the body, by the environment's proxy; errors are FedplanError."""
     host, port = server_host_port(server)
     context = ssl.create_default_context(cafile=server.ca) if server.ca else None
     proxy = find_proxy(server)
