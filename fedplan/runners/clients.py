@@ -12,18 +12,13 @@ import torch
 from fedplan import seeds
 from fedplan.data.examples import Examples
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import (
-    Client,
-    ClientPrivacy,
-    EvalSet,
-    TrainSetup,
-    make_example_guard,
-)
+from fedplan.federation.client import Client, ClientPrivacy, EvalSet, TrainSetup, make_example_guard
 from fedplan.federation.global_state import GlobalState
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.privacy.guard import CHARGES_FILE, ClientGuard
 from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.studies.experiment import Experiment
 from fedplan.studies.schema import Study
 from fedplan.tensors.named import Tensors
 
@@ -114,22 +109,32 @@ class Clients(MutableMapping[str, Client]):
         return name in self.examples
 
 
+def make_train_setup(study: Study, experiment: Experiment, trial: Examples | None) -> TrainSetup:
+    """Return the setup of a study's clients, with `trial` examples to test private training on."""
+    model, agreement = experiment.model, experiment.agreement
+    return TrainSetup(
+        model=model,
+        loss=experiment.data.task.loss,
+        start=experiment.initial_values,
+        initial=experiment.initial_model.with_checksums(model, agreement.frozen),
+        deterministic=study.deterministic,
+        activation_cache=study.train.activation_cache,
+        trial_examples=trial,
+    )
+
+
 @dataclass(frozen=True)
 class Faults:
     """Simulated faults of clients, drawn from the experiment's seed for each client and round.
 
-    `dropped`, `late`: the probability that a client drops out of a round before training, and that
-    it replies too late to be aggregated.
+    Probabilities to drop out of a round before training, and to reply too late.
     """
 
     dropped: float = 0.0
     late: float = 0.0
 
     def apply(self, server: Server, round_state: RoundState) -> set[str]:
-        """Draw the faults of the server's next round, and return the names of late clients.
-
-        Moves dropped clients from `round_state.cohort` to `rejected`; late clients stay.
-        """
+        """Drop clients out of the server's next round, and return the names of late ones."""
         number, late = server.global_state.round + 1, set[str]()
         for name in list(round_state.cohort):
             generator = seeds.generator(server.agreement.experiment, "fate", number, name)

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss, first_examples
 from fedplan.data.score_counts import Counts
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.client import (
-    EvalSet,
-    TrainSetup,
-    load_client_state,
-    require_private_setup,
-)
+from fedplan.federation.client import EvalSet, TrainSetup, load_client_state, require_private_setup
 from fedplan.federation.evaluation import EvalConfig, Scores, SiteScores, combine_scores
 from fedplan.federation.global_state import GlobalState, personal_values
 from fedplan.federation.ledger.digests import InitialModel, digest_initial_model
@@ -124,10 +119,7 @@ class Federation:
         return self.server.global_state
 
     def run_round(self) -> RoundState:
-        """Run the next round: draw and train clients, and aggregate into `global_state`.
-
-        Nothing of the server is on disk before `commit` of the returned round.
-        """
+        """Run the next round; nothing of the server is on disk before `commit` of it."""
         round_state = self.server.begin_round()
         late = self.faults.apply(self.server, round_state)
         self.poll_clients(round_state)
@@ -147,10 +139,7 @@ class Federation:
         return scores, failures | dict.fromkeys(absent, "no answer")
 
     def joint_scores(self, scoring: EvalConfig) -> tuple[dict[str, Any], dict[str, Scores]]:
-        """Evaluate the models at all clients; return (scores of all together, scores by client).
-
-        If clients send counts, there are no scores by client.
-        """
+        """Evaluate at all clients; return scores of all, and by client unless they send counts."""
         answers, failures = self.evaluate()
         if (vector := scoring.vector) is None:
             scores = cast("dict[str, Scores]", answers)

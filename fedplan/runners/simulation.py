@@ -179,10 +179,7 @@ class Simulation:
         return rounds
 
     def _run_rounds(self) -> Generator[CommittedRound]:
-        """Run, evaluate, commit and yield rounds until the last, a stop, or a call of `resume`.
-
-        Callbacks first get the last committed round again.
-        """
+        """Run, evaluate, commit and yield rounds until the last, a stop, or a `resume`."""
         events, federation = self.events, self.federation
         server, executor = federation.server, federation.executor
         events.callbacks = self._check_callbacks()
@@ -241,7 +238,6 @@ class Simulation:
             write_evaluation(federation.server, predictions)
 
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
-        """Return the round with the task's primary metric and its direction."""
         scoring = self.scoring
         return replace(
             closed,
@@ -289,10 +285,7 @@ class Simulation:
         return self._model(self.federation.global_values())
 
     def personal_model(self, name: str) -> nn.Module:
-        """Return a copy of the model with a client's personal values over the global ones.
-
-        Raises ConfigError if there is no client of this name.
-        """
+        """Return a copy of the model with a client's personal values over the global ones."""
         if (name := str(name)) not in self.federation.clients:
             names = ", ".join(self.federation.clients)
             raise ConfigError(f"there is no client {name!r}; there are {names}")
@@ -346,10 +339,7 @@ class Simulation:
         return scores
 
     def _personal_scores(self, at_clients: Mapping[str, dict[str, float]]) -> dict[str, Scores]:
-        """Return metrics of each personal model on "test" and "validation" examples, by client.
-
-        `at_clients`: the global model's on "test", if known: those of all, if no param is personal.
-        """
+        """Return metrics of personal models; those `at_clients` if no param is personal."""
         data, federation = self.data, self.federation
         if at_clients and not data.client_validations and not is_personal(federation.agreement):
             return {name: {"test": metrics} for name, metrics in at_clients.items()}
@@ -368,7 +358,6 @@ class Simulation:
 
     @property
     def _pools_tests(self) -> bool:
-        """Whether the global model is evaluated on all clients' test examples together."""
         data, study = self.data, self.study
         has_tests = data.common_test is None and bool(data.client_tests)
         return has_tests and not study.evaluate.on_clients and study.privacy is None
@@ -410,8 +399,8 @@ class Simulation:
     def attention_shifts(self, before: Tensors) -> dict[str, Any]:
         """Return how far each block's attention moved from the values `before` to the present.
 
-        As {"attention": [[*block, shift], ...]}, without blocks whose attention is not finite; {}
-        without `evaluate.attention_examples`.
+        As {"attention": [[*block, shift], ...]} with finite ones only; {} if none is to be
+        measured.
         """
         test = self.data.common_test
         count = min(self.study.evaluate.attention_examples, len(test)) if test is not None else 0

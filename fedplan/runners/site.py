@@ -42,9 +42,7 @@ def _validate_name(name: str) -> str:
 class ServerSection(Section):
     """The section [server] of site.toml: address of the server, and keys of server and site.
 
-    `address` is host:port. `ca` is the file of the CA certificate that authenticates the server,
-    `node_key` the file of the private key that authenticates the site. Without `ca` the connection
-    is unencrypted: for tests on one machine only.
+    Without `ca` the connection is unencrypted: for tests on one machine only.
     """
 
     address: str
@@ -56,16 +54,7 @@ class ServerSection(Section):
 
 
 class Site(Section):
-    """The fields of site.toml, by which a site's operator sets up the site; see `read_site`.
-
-    `name` is registered at the server. `data` is a file or folder of examples, or the argument of
-    the site's own `reader` ("file.py:function"). `state` is the folder of client state, logs and
-    privacy ledger, encrypted by the file `encryption_key`; privacy limits hold for the `dataset`
-    over all studies. `device` overrides the study's device, `traits` the study's traits of this
-    client. `allow_packages` are the packages from which a study may import code. `peer_keys` is the
-    folder of all sites' public keys for secure aggregation, `policy` the file of the site's policy,
-    `server` the connection, None for a site without a server.
-    """
+    """The fields of site.toml, by which a site's operator sets up the site; see `read_site`."""
 
     name: Annotated[str, AfterValidator(_validate_name)]
     """The name under which the site's node key is registered."""
@@ -99,10 +88,7 @@ class Site(Section):
 
 
 def read_site(folder: Path) -> Site:
-    """Read a site from site.toml in `folder`, which may also be the file; paths become absolute.
-
-    Raises ConfigError if the file is missing or invalid.
-    """
+    """Read a site.toml, or that in a folder; paths become absolute. ConfigError if invalid."""
     file = folder / SITE if folder.is_dir() else folder
     try:
         site, base = parse_site(parse_toml(file.read_text(encoding="utf-8"))), file.parent.resolve()
@@ -137,10 +123,7 @@ SUFFIX = ".pub"
 
 
 def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return the public node key (DER bytes) of each named site, from FOLDER/NAME.pub (OpenSSH).
-
-    Raises RequestRefused if a key is missing, invalid or that of two sites.
-    """
+    """Return each site's public node key (DER), of FOLDER/NAME.pub; RequestRefused if invalid."""
     keys, owners = dict[str, bytes](), dict[bytes, str]()
     for name in names:
         file = folder / f"{safe_folder_name(name)}{SUFFIX}"
@@ -177,10 +160,7 @@ class PeerKeys:
 
 
 def read_peer_fingerprints(site: Site) -> PeerKeys:
-    """Return the fingerprints of a site's node key and of all keys in its folder of peer keys.
-
-    Raises ConfigError if the site has no node key or no such folder, and as `read_peer_keys`.
-    """
+    """Return the fingerprints of a site's keys; ConfigError if it has no keys to compare."""
     if site.server is None or not site.server.node_key or not site.peer_keys:
         raise ConfigError(
             f"{site.name} has no keys to compare: set peer_keys and server.node_key in its "

@@ -17,29 +17,19 @@ from fedplan.federation.client import (
     Client,
     ClientPrivacy,
     MetricPolicy,
-    TrainSetup,
     make_example_guard,
     make_noise_guard,
     require_private_setup,
 )
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
-from fedplan.federation.ledger.egress import (
-    Account,
-    EgressLog,
-    Limits,
-    require_complete_account,
-)
+from fedplan.federation.ledger.egress import Account, EgressLog, Limits, require_complete_account
 from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
+from fedplan.runners.clients import make_train_setup
 from fedplan.runners.site import Site
 from fedplan.storage.files import safe_folder_name
-from fedplan.studies.experiment import (
-    Experiment,
-    build_experiment,
-    make_eval_set,
-    make_participation,
-)
+from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation
 from fedplan.studies.run import write_run_files
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import move_model, resolve_device
@@ -95,7 +85,9 @@ class SiteRuntime:
             require_complete_account(self.account, self.egress)
             if text := self.experiment.data.left_out:
                 self.faults.append(DataError(text))
-            self.setup = _train_setup(study, self.experiment)
+            private = study.privacy is not None and study.privacy.unit == "example"
+            trial = self.experiment.data.task.made_up_examples() if private else None
+            self.setup = make_train_setup(study, self.experiment, trial)
             require_private_setup(self.experiment.agreement, self.setup)
         self._endpoint: Endpoint | None = None
 
@@ -117,11 +109,7 @@ class SiteRuntime:
 
 
 def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
-    """Make the client and endpoint of a run, with the run's files at the site.
-
-    If the study continues an earlier run, the client's state of that run is copied, without
-    auxiliary tensors; a site that was not in that run starts from the initial model.
-    """
+    """Make the client and endpoint of a run; a continued run's state is copied, without aux."""
     site, study, experiment = runtime.site, runtime.study, runtime.experiment
     name, policy = site.name, runtime.metric_policy
     agreement, account = replace(experiment.pinned_agreement, run=run), runtime.account
@@ -157,28 +145,10 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
     )
 
 
-def _train_setup(study: Study, experiment: Experiment) -> TrainSetup:
-    """Make the setup of a study's client at a site, with made-up trial examples if private."""
-    privacy, task, model = study.privacy, experiment.data.task, experiment.model
-    is_example_level = privacy is not None and privacy.unit == "example"
-    return TrainSetup(
-        model=model,
-        loss=task.loss,
-        start=experiment.initial_values,
-        initial=experiment.initial_model.with_checksums(model, experiment.agreement.frozen),
-        deterministic=study.deterministic,
-        activation_cache=study.train.activation_cache,
-        trial_examples=task.made_up_examples() if is_example_level else None,
-    )
-
-
 def make_secagg_client(
     runtime: SiteRuntime, agreement: Agreement, client: Client, run_folder: Path
 ) -> SecAggClient:
-    """Make the site's side of secure aggregation for a client, with its state in `run_folder`.
-
-    Raises RequestRefused with code "peer-keys" if a key of the study's sites is missing or invalid.
-    """
+    """Make a client's side of secure aggregation; RequestRefused if a site's key is missing."""
     from fedplan.federation.secure_client import SecAggClient  # optional dependency
     from fedplan.runners.site import read_node_key, read_peer_keys
 

@@ -18,6 +18,45 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "fedplan" / "runners" / "flower"
 INTERNALS = FOLDER / "_internals.py"
+ATTRIBUTES = {
+    "ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL": "the key is registered",
+    "ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED": "the key is not registered",
+    "ControlHttpClient.ListNodes": "lists the sites",
+    "ControlHttpClient.RegisterNode": "registers a site's key",
+    "ControlHttpClient.StartRun": "starts a run",
+    "ControlHttpClient.UnregisterNode": "revokes a site",
+    "ControlHttpClient.from_server_address": "makes the client, with TLS and interceptors",
+    "FleetHttpClient.ActivateNode": "asks whether a key is registered",
+    "FleetHttpClient.from_server_address": "makes the client, with TLS and interceptors",
+    "ErrorCode.MESSAGE_UNAVAILABLE": "the SuperLink has no such request any more",
+    "ErrorCode.REPLY_MESSAGE_UNAVAILABLE": "the SuperLink has no such reply any more",
+    "ErrorCode.UNKNOWN": "error replies made here for replies that cannot be read",
+    "HttpGrid._retry_invoker": "limited: Flower repeats for ever, or interrupts this process",
+    "HttpGrid._runtime_client": "pulls replies and their parts",
+    "HttpGrid.get_nodes": "registered names of nodes, and when each came online",
+    "HttpGrid.node": "the server task, as calls for parts of a message name it",
+    "HttpGrid.run": "the run that messages belong to",
+    "HttpGrid.set_run": "the run that messages belong to",
+    "NoOpControlAuthnPlugin.validate_tokens_in_metadata": "admits the operator alone",
+    "RuntimeHttpClient.AcquireTask": "takes a task",
+    "RuntimeHttpClient.ConfirmMessageReceived": "lets the SuperLink delete a fetched reply",
+    "RuntimeHttpClient.PullMessages": "the replies that have arrived",
+    "RuntimeHttpClient.PullObject": "wrapped, to give up a message whose rest never comes",
+    "RuntimeHttpClient.PullTaskInput": "the run of a server task",
+    "RuntimeHttpClient.PushTaskOutput": "how a server task ended",
+    "RuntimeHttpClient.SendTaskHeartbeat": "keeps a task alive",
+    "RuntimeHttpClient.from_server_address": "makes the client, with TLS and interceptors",
+    "SubStatus.COMPLETED": "a task that ended well",
+    "SubStatus.FAILED": "a task that failed",
+    "TaskIdentity.node_id": "the server task, as messages of the grid name it",
+    "TaskIdentity.run_id": "the server task, as messages of the grid name it",
+    "TaskIdentity.task_id": "the server task, as messages of the grid name it",
+    "TaskType.CLIENT_APP": "tasks of a site",
+    "TaskType.SERVER_APP": "tasks of a server",
+    "flwr.superlink.cli.flower_superlink.flower_superlink": "the program flower-superlink",
+    "flwr.superlink.cli.flower_superlink.load_control_authn_plugin": "replaced by the operator's",
+}
+"""Attributes of these names that fedplan uses, with their purposes."""
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy")
 
 
@@ -28,15 +67,6 @@ def imports(file: Path) -> Iterator[tuple[str, str, str]]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flwr":
             for alias in node.names:
                 yield node.module or "", alias.name, lines[alias.lineno - 1].partition("  # ")[2]
-
-
-def attributes() -> dict[str, str]:
-    (table,) = (
-        node.value
-        for node in ast.parse(INTERNALS.read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ATTRIBUTES"
-    )
-    return ast.literal_eval(table)
 
 
 def has(owner: Any, name: str) -> bool:
@@ -53,7 +83,7 @@ def missing() -> list[str]:
             found[name] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             lacks.append(f"{module}.{name} ({purpose}): {error}")
-    for path, purpose in attributes().items():
+    for path, purpose in ATTRIBUTES.items():
         owner, _, name = path.rpartition(".")
         if owner.startswith("flwr."):
             try:
@@ -87,7 +117,7 @@ def test_every_internal_name_has_a_purpose() -> None:
     assert len(names) > 35
     assert [name for _, name, purpose in names if len(purpose) < 8] == []
     known = {name for _, name, _ in names}
-    for path in attributes():
+    for path in ATTRIBUTES:
         assert path.startswith("flwr.") or path.split(".")[0] in known, path
 
 

@@ -58,10 +58,7 @@ class PoolConfig:
 def make_pool_config(
     runner: str, count: int | None = None, gpus: float = 0.0, address: str = ""
 ) -> PoolConfig | None:
-    """Return the pool settings of a command or call; None for the runner "local".
-
-    Raises ConfigError if an argument is invalid, or does not apply to the runner.
-    """
+    """Return a pool's settings, None for "local"; ConfigError if an argument does not apply."""
     if runner == LOCAL:
         if count or gpus or address:
             option = "workers" if count else "gpus_per_worker" if gpus else "ray_address"
@@ -80,10 +77,7 @@ def make_pool_config(
 
 
 class Executor(Protocol):
-    """Interface to run the clients of a round; every implementation gives the same bits.
-
-    Methods block until all named clients are done, and raise FedplanError if a client fails.
-    """
+    """Runs the clients of a round, by any way to the same bits; FedplanError if one fails."""
 
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
@@ -119,7 +113,6 @@ class SerialExecutor:
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return the layer scores of the clients `names`."""
         return {name: self._call(score_layers, round_state, name) for name in names}
 
     def run_turns(
@@ -140,7 +133,6 @@ class SerialExecutor:
     def evaluate_clients(
         self, names: Sequence[str]
     ) -> tuple[dict[str, SiteScores], dict[str, str]]:
-        """Evaluate the clients `names` one by one; return scores and refusals."""
         scores, refusals = dict[str, SiteScores](), dict[str, str]()
         agreement, state = self.server.agreement, self.server.global_state
         for name in names:

@@ -50,8 +50,7 @@ class SumOverflow(FedplanError):
 class WorkerTask:
     """A worker's work; `do` is its action, as in `Worker.reply`.
 
-    `make_full` returns the request to send if the client has lost its state. `steps`: number of
-    training steps.
+    `make_full` returns the request to send if the client has lost its state.
     """
 
     do: str
@@ -115,17 +114,13 @@ class PoolExecutor:
     def poll_layer_scores(
         self, round_state: RoundState, names: Sequence[str]
     ) -> dict[str, Mapping[Block, float]]:
-        """Return the layer scores of the clients `names`, by their requests in `round_state`."""
         replies = self._work([self._make_task("poll", round_state, name) for name in names])
         return {name: block_scores_from_json(replies[name]["scores"]) for name in names}
 
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train the clients `names` by their requests in `round_state`, longest turns first.
-
-        If partial sums overflow, all turns run again in this process, in the order of `names`.
-        """
+        """Train clients, longest turns first; again in this process if partial sums overflow."""
         step_count, tasks = self.server.agreement.train_arguments.step_count, list[WorkerTask]()
         for name in names:
             task = self._make_task("turn", round_state, name)
@@ -154,7 +149,6 @@ class PoolExecutor:
     def evaluate_clients(
         self, names: Sequence[str]
     ) -> tuple[dict[str, SiteScores], dict[str, str]]:
-        """Evaluate the models of the last round; return scores and refusals by client."""
         tasks, agreement, state = (
             list[WorkerTask](),
             self.server.agreement,
@@ -178,7 +172,6 @@ class PoolExecutor:
         return {name: replies[name]["scores"] for name in names}
 
     def _make_task(self, do: str, round_state: RoundState, name: str) -> WorkerTask:
-        """Return a task with the client's request of the round."""
 
         def make_full() -> Request:
             self.server.resend_all(round_state, name)
@@ -296,10 +289,7 @@ class PoolExecutor:
         return []
 
     def _replace_worker(self, number: int) -> list[WorkerTask]:
-        """Replace a dead worker; return its task and the turns in its lost partial sum.
-
-        Raises FedplanError after more than MOST_LOST deaths for the same cause.
-        """
+        """Replace a dead worker; return its lost tasks. FedplanError after too many deaths."""
         worker = self.workers.pop(number)
         tasks = [worker.task] if worker.task is not None and worker.task.client else []
         when = f"while it ran client {tasks[0].client!r}" if tasks else SUMMING

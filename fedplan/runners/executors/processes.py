@@ -46,10 +46,7 @@ SHUTDOWN_SECONDS = 20.0
 
 
 class Handler(Protocol):
-    """A worker's part: made in the worker without arguments, replies to one message at a time.
-
-    An Exception becomes a reply with "error"; KeyboardInterrupt ends the worker.
-    """
+    """A worker's part, made there without arguments; an Exception becomes an "error" reply."""
 
     def reply(self, message: JsonObject, tensors: Tensors) -> TensorsAndJson:
         """Return the tensors and fields of the reply to a message with `tensors`."""
@@ -68,20 +65,14 @@ class WorkerTransport(Protocol):
         """Start a worker, in place of an earlier one of this number, and send its first message."""
 
     def share(self, tensors: Tensors) -> object:
-        """Put tensors where all workers can read them; returns the `shared` argument of `send`.
-
-        Keep it until the workers have replied.
-        """
+        """Put tensors where workers can read them, until they have replied; for `send`."""
         ...
 
     def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
         """Send a message, and shared tensors, to a worker; a dead one is not an error here."""
 
     def receive(self, timeout: float) -> list[tuple[int, TensorsAndJson | None]]:
-        """Return replies received within `timeout` seconds, as (worker, reply).
-
-        Returns as soon as there is one. A reply of None marks a dead worker, reported once.
-        """
+        """Return the first replies, as (worker, reply); None marks a dead one, once."""
         ...
 
     def close(self) -> None:
@@ -125,7 +116,6 @@ class ProcessTransport:
         return {number: process.pid for number, (process, _) in self._running.items()}
 
     def start(self, number: int, message: Mapping[str, Any]) -> None:
-        """Start the process of worker `number`, in place of an earlier one, and send `message`."""
         if number in self._running:
             _end(*self._running.pop(number))
         if not self._folder.exists():  # removed by close()

@@ -95,7 +95,6 @@ class RayTransport:
         return ray.put(_to_bytes(tensors))
 
     def send(self, number: int, message: Mapping[str, Any], shared: object = None) -> None:
-        """Send a message and shared tensors; a dead worker is reported by `receive`."""
         reference = self._actors[number].answer.remote(json.dumps(message).encode(), shared)
         self._pending[reference] = number
 

@@ -14,7 +14,7 @@ from fedplan.data.examples import first_examples
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.factory import open_partial_sum
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.federation.client import Client, TrainSetup, load_client_state
+from fedplan.federation.client import Client, load_client_state
 from fedplan.federation.client_round import keep_rejected_turn, score_layers, train_round
 from fedplan.federation.evaluation import evaluate_client
 from fedplan.federation.global_state import GlobalState, personal_values
@@ -29,7 +29,7 @@ from fedplan.federation.messages import (
 from fedplan.federation.rounds import RoundState, accept_update
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
-from fedplan.runners.clients import Clients
+from fedplan.runners.clients import Clients, make_train_setup
 from fedplan.runners.executors.processes import JsonObject
 from fedplan.studies.experiment import build_experiment, make_eval_set
 from fedplan.studies.schema import study_from_dict
@@ -41,12 +41,10 @@ from fedplan.tensors.serialization import pack_message
 class Worker:
     """Handler of a pool's messages: a copy of a study, built by the first message.
 
-    `global_state` follows the server's, `round_state` collects the updates of the open partial sum,
-    which `sum_description` describes.
+    `round_state` collects the updates of the open partial sum, which `sum_description` describes.
     """
 
     def _begin(self, message: JsonObject) -> None:
-        """Build the study in `message` for its run folder, on the device of the worker's number."""
         self.study = study = study_from_dict(message["study"])
         self.folder = Path(message["folder"])
         self.experiment = experiment = build_experiment(self.study)
@@ -57,20 +55,11 @@ class Worker:
         self.sum_description: JsonObject = {}
         is_example_dp = study.privacy is not None and study.privacy.unit == "example"
         uses_digests = is_example_dp or study.train.cache_activations
-        initial = experiment.initial_model
+        trial = first_examples(experiment.data.train.values())
         sites = experiment.data.train if study.evaluate.on_clients else ()
         self.clients = Clients(
             agreement=self.agreement,
-            setup=TrainSetup(
-                model=experiment.model,
-                loss=experiment.data.task.loss,
-                start=experiment.initial_values,
-                initial=initial.with_checksums(experiment.model, self.agreement.frozen),
-                digests=self.digests,
-                deterministic=study.deterministic,
-                activation_cache=study.train.activation_cache,
-                trial_examples=first_examples(experiment.data.train.values()),
-            ),
+            setup=replace(make_train_setup(study, experiment, trial), digests=self.digests),
             examples=experiment.data.train,
             folder=self.folder,
             global_state=lambda: self.global_state,
@@ -125,11 +114,7 @@ class Worker:
             return {}, {"error": str(error), "code": error.code, "client": client}
 
     def _update_global_state(self, message: JsonObject, tensors: Tensors) -> None:
-        """Take over changed global values and their versions; the first ones join a run.
-
-        Raises FedplanError if the run folder, the agreement or the examples differ from the
-        server's.
-        """
+        """Take over changed global values; FedplanError if the worker's run is another."""
         if (run := message["run"]) != self.agreement.run:
             identity, fingerprint = read_identity(self.folder), self.agreement.fingerprint
             if identity.id != run:
@@ -159,20 +144,17 @@ class Worker:
         self.digests.keep_only(self.global_state.values.values())
 
     def _empty_round(self, cohort: dict[str, Request]) -> RoundState:
-        """Return a round with an empty partial sum for the requests of `cohort`, by client."""
         total = open_partial_sum(self.agreement, self.global_state, self.sum_description)
         digests = self.experiment.param_digests
         return RoundState(cohort, total, start_digests=digests, digests=self.digests)
 
     def _make_client(self, message: JsonObject) -> Client:
-        """Make the client of a message, with the global values that the client has received."""
         keys, state = message["received"], self.global_state
         values = {key: state.values[key] for key in keys}
         versions = {key: state.versions[key] for key in keys}
         return self.clients.make_client(message["client"], values, versions)
 
     def _make_request(self, message: JsonObject) -> Request:
-        """Return the request in a message, with the values of this worker's global state."""
         request = read_request(pack_message({}, message["request"]))
         return replace(request, values={k: self.global_state.values[k] for k in request.versions})
 

@@ -3,7 +3,8 @@
 
 The public API is flwr.app, flwr.clientapp and flwr.serverapp; other modules of this package import
 from there or from here. Other versions of Flower may move or rename the names below:
-`python tests/runners/test_internals.py FOLDER` lists those that the flwr unpacked in FOLDER lacks.
+`python tests/runners/test_internals.py FOLDER` lists those that the flwr unpacked in FOLDER lacks,
+and of their attributes, which that file names.
 """
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
@@ -97,45 +98,6 @@ from flwr.supernode.runtime.run_clientapp import (
     push_task_output,  # the end of a client task
 )
 
-ATTRIBUTES = {
-    "ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL": "the key is registered",
-    "ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED": "the key is not registered",
-    "ControlHttpClient.ListNodes": "lists the sites",
-    "ControlHttpClient.RegisterNode": "registers a site's key",
-    "ControlHttpClient.StartRun": "starts a run",
-    "ControlHttpClient.UnregisterNode": "revokes a site",
-    "ControlHttpClient.from_server_address": "makes the client, with TLS and interceptors",
-    "FleetHttpClient.ActivateNode": "asks whether a key is registered",
-    "FleetHttpClient.from_server_address": "makes the client, with TLS and interceptors",
-    "ErrorCode.MESSAGE_UNAVAILABLE": "the SuperLink has no such request any more",
-    "ErrorCode.REPLY_MESSAGE_UNAVAILABLE": "the SuperLink has no such reply any more",
-    "ErrorCode.UNKNOWN": "error replies made here for replies that cannot be read",
-    "HttpGrid._retry_invoker": "limited: Flower repeats for ever, or interrupts this process",
-    "HttpGrid._runtime_client": "pulls replies and their parts",
-    "HttpGrid.get_nodes": "registered names of nodes, and when each came online",
-    "HttpGrid.node": "the server task, as calls for parts of a message name it",
-    "HttpGrid.run": "the run that messages belong to",
-    "HttpGrid.set_run": "the run that messages belong to",
-    "NoOpControlAuthnPlugin.validate_tokens_in_metadata": "admits the operator alone",
-    "RuntimeHttpClient.AcquireTask": "takes a task",
-    "RuntimeHttpClient.ConfirmMessageReceived": "lets the SuperLink delete a fetched reply",
-    "RuntimeHttpClient.PullMessages": "the replies that have arrived",
-    "RuntimeHttpClient.PullObject": "wrapped, to give up a message whose rest never comes",
-    "RuntimeHttpClient.PullTaskInput": "the run of a server task",
-    "RuntimeHttpClient.PushTaskOutput": "how a server task ended",
-    "RuntimeHttpClient.SendTaskHeartbeat": "keeps a task alive",
-    "RuntimeHttpClient.from_server_address": "makes the client, with TLS and interceptors",
-    "SubStatus.COMPLETED": "a task that ended well",
-    "SubStatus.FAILED": "a task that failed",
-    "TaskIdentity.node_id": "the server task, as messages of the grid name it",
-    "TaskIdentity.run_id": "the server task, as messages of the grid name it",
-    "TaskIdentity.task_id": "the server task, as messages of the grid name it",
-    "TaskType.CLIENT_APP": "tasks of a site",
-    "TaskType.SERVER_APP": "tasks of a server",
-    "flwr.superlink.cli.flower_superlink.flower_superlink": "the program flower-superlink",
-    "flwr.superlink.cli.flower_superlink.load_control_authn_plugin": "replaced by the operator's",
-}
-"""Attributes of these names that fedplan uses, with their purposes."""
 LOST_CODES = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """Codes of the SuperLink's error replies for a request or reply that it no longer has."""
 
@@ -203,7 +165,6 @@ def read_reply(verified: Metadata, contents: dict[str, bytes]) -> Message:
 
 
 def _error_reply(verified: Metadata, reason: str) -> Message:
-    """Return an error reply by the verified metadata of the reply that it replaces."""
     return make_message(verified, error=Error(ErrorCode.UNKNOWN, reason))
 
 

@@ -127,10 +127,7 @@ def make_global_tests(study: Study, experiment: Experiment) -> dict[str, GlobalT
 
 
 def study_client_app(file: Path) -> ClientApp:
-    """Return the ClientApp of a study file, which loads the study at the first message.
-
-    The `partition-id` of a node is the client's index in the study; the run config needs `folder`.
-    """
+    """The ClientApp of a study file, of which a node's `partition-id` is the client's index."""
 
     def answer(context: Context, kind: str, message: Message) -> Message:
         number = int(context.node_config["partition-id"])

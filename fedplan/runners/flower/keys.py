@@ -104,10 +104,7 @@ def _make_authority(folder: Path, days: int) -> list[Path]:
 
 
 def _make_server_keys(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Write the server's key, and a certificate for `hosts` by the authority in `folder`.
-
-    An existing pair is kept. Raises FedplanError if it does not name all hosts or is not complete.
-    """
+    """Write the server's key and certificate, unless there; FedplanError if not for `hosts`."""
     certificate_file, key_file = folder / "server.crt", folder / "server.key"
     if certificate_file.exists() != key_file.exists():
         pair = (certificate_file, key_file)
@@ -160,10 +157,7 @@ def make_site_keys(folder: Path) -> list[Path]:
 
 
 def replace_node_key(folder: Path) -> list[Path]:
-    """Replace a site's node key by a new one, and return the new files.
-
-    The old pair becomes old-node and old-node.pub. Raises FedplanError if there is none.
-    """
+    """Replace a site's node key, as old-node; return the new files. FedplanError without one."""
     if not (folder / "node").exists():
         raise FedplanError(f"{folder} has no node key to replace: run `fedplan site keys`")
     for name in ("node", "node.pub"):
@@ -188,7 +182,6 @@ def _new_key() -> ec.EllipticCurvePrivateKey:
 def _write_pair(
     stem: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
 ) -> list[Path]:
-    """Write a private key to STEM.key and a certificate to STEM.crt, as PEM; return the files."""
     content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     key_file = _write(stem.with_suffix(".key"), content, private=True)
     return [key_file, _write(stem.with_suffix(".crt"), certificate.public_bytes(Encoding.PEM))]
@@ -219,10 +212,7 @@ def _certificate_builder(
     *,
     days: int,
 ) -> x509.CertificateBuilder:
-    """Return a certificate for the public part of `key`, to be signed by `signer`'s private key.
-
-    Without an `issuer` it is that of an authority, issued by itself.
-    """
+    """A certificate for `key`'s public part by `signer`; an authority's without an `issuer`."""
     now, signs = datetime.now(UTC), issuer is None
     name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, subject)])
     usage = x509.KeyUsage(
@@ -258,7 +248,6 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _require_hosts_named(certificate: Path, hosts: Sequence[str]) -> None:
-    """Raise FedplanError if a certificate file is invalid, or does not name all hosts."""
     try:
         loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

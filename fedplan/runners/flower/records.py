@@ -103,10 +103,7 @@ class ConnectedSite:
 
 
 def read_hello(records: RecordDict, node: int) -> tuple[str, ConnectedSite, dict[str, Any]]:
-    """Return a site's name, the site and all fields of the reply to a hello from a Flower node.
-
-    Raises FedplanError, TypeError or ValueError for an invalid reply.
-    """
+    """Return a site's name, the site and all fields of a hello's reply; errors if invalid."""
     fields = unpack_message(from_records(records))[1]
     traits, versions = (_text_fields(fields.get(key)) for key in ("traits", "versions"))
     agreement, start, run = (str(fields.get(key)) for key in ("agreement", "start", "run"))
@@ -121,10 +118,7 @@ def _text_fields(value: object) -> dict[str, str]:
 
 
 def reply_bytes(reply: FlowerMessage, *, needs_blobs: bool) -> int:
-    """Return the bytes of a reply; 0 if they do not tell how large other replies are.
-
-    Those of errors do not, nor, with `needs_blobs`, of messages without blobs, such as refusals.
-    """
+    """The bytes of a reply; 0 if it is an error or refusal, which says nothing of others."""
     try:
         message = Message(b"") if reply.has_error() else from_records(reply.content)
     except BrokenMessage:
@@ -165,10 +159,7 @@ def make_reply(envelope: FlowerMessage, answer: Answer) -> FlowerMessage:
 
 
 def error_reply(envelope: FlowerMessage, error: Exception) -> FlowerMessage:
-    """Log the code of an exception, and return the code as a Flower error reply to `envelope`.
-
-    The exception's text, which may reveal examples, is neither logged nor sent.
-    """
+    """Log and reply an exception's code alone, since its text may reveal examples."""
     code = encode_code(error_code_of(error))
     log.error("a request failed: %s", code)
     return FlowerMessage(Error(APP_FAILED, code), reply_to=envelope)

@@ -27,23 +27,14 @@ from fedplan.federation.ledger.faults import APPROVAL
 from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream, StopRequested
 from fedplan.federation.participation import Timeouts
+from fedplan.runners.flower import records
 from fedplan.runners.flower._internals import LOST_CODES, RunNotRunningException
-from fedplan.runners.flower.records import (
-    BlobRecord,
-    ConnectedSite,
-    error_text,
-    from_records,
-    read_hello,
-    refusal_text,
-    reply_bytes,
-    to_records,
-)
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message
 
 log = logging.getLogger("fedplan")
 Item = TypeVar("Item")
-MessageFactory = Callable[[], tuple[Message, BlobRecord | None]]
+MessageFactory = Callable[[], tuple[Message, records.BlobRecord | None]]
 """Makes a request and its blobs at the time of sending, so that one is in memory at a time."""
 
 
@@ -117,7 +108,7 @@ class SiteRpc:
     ) -> None:
         self._grid, self.names, self.timeouts = grid, list(names), timeouts
         self.hello = hello or pack_message({}, {"run": ""})
-        self.sites: dict[str, ConnectedSite] = {}
+        self.sites: dict[str, records.ConnectedSite] = {}
         self.refusals: dict[str, str] = {}
         self.sent, self._reply_bytes = set[str](), dict[str, int]()
         self._hello_since: dict[int, str] = {}
@@ -220,7 +211,7 @@ class SiteRpc:
             if node := self._pending_hellos.pop(reply.metadata.reply_to_message_id, 0):
                 self._hello_after.pop(node, None)
                 if reply.has_error():
-                    self._refuse(node, "", error_text(reply))
+                    self._refuse(node, "", records.error_text(reply))
                 else:
                     self._connect(node, reply)
         return online
@@ -294,10 +285,10 @@ class SiteRpc:
         """Add the site at a node to `sites` by its reply to the hello, or to `refusals`."""
         registered = self._node_names.get(node, "")
         try:
-            name, site, fields = read_hello(reply.content, node)
+            name, site, fields = records.read_hello(reply.content, node)
         except (FedplanError, TypeError, ValueError) as error:
             return self._refuse(node, "", f"does not say who it is: {str(error)[:200]}")
-        if reason := refusal_text(fields):
+        if reason := records.refusal_text(fields):
             return self._refuse(node, registered or name, reason)
         if registered and name != registered:
             return self._refuse(node, registered, f"says that it is {name[:80]!r}")
@@ -313,7 +304,6 @@ class SiteRpc:
         self.sites[name] = site
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
-        """Note why a node is not connected, and let it have another hello later."""
         self._hello_after[node] = time.monotonic() + HELLO_RETRY
         name, reason = name or self._node_names.get(node, ""), printable(reason)
         name = name if name in self.names else f"node {node}"
@@ -344,9 +334,11 @@ class SiteRpc:
             self.sent.add(name)
             self.events.emit(ClientChanged(name, SiteState.REQUESTED))
 
-    def _push(self, node: int, kind: str, message: Message, blobs: BlobRecord | None) -> list[str]:
+    def _push(
+        self, node: int, kind: str, message: Message, blobs: records.BlobRecord | None
+    ) -> list[str]:
         """Send a message to a node; return a list of the id from Flower, or an empty list."""
-        envelope = FlowerMessage(to_records(message, blobs), node, kind)
+        envelope = FlowerMessage(records.to_records(message, blobs), node, kind)
         return [i for i in self._retry(lambda: self.grid.push_messages([envelope])) if i]
 
     def _retry(self, call: Callable[[], Iterable[Item]]) -> list[Item]:
@@ -426,7 +418,7 @@ class SiteRpc:
             replies = self._retry(lambda ids=batch: self.grid.pull_messages(ids))
             replies = [each for each in replies if each.metadata.reply_to_message_id in batch]
             while replies:  # none is kept here while the next one is fetched
-                if size := reply_bytes(replies[0], needs_blobs=kind not in WITHOUT_TENSORS):
+                if size := records.reply_bytes(replies[0], needs_blobs=kind not in WITHOUT_TENSORS):
                     self._reply_bytes[kind] = max(size, self._reply_bytes.get(kind, 0))
                 yield replies.pop(0)
 
@@ -456,10 +448,10 @@ class SiteRpc:
         """
         if not reply.has_error():
             try:
-                return from_records(reply.content)
+                return records.from_records(reply.content)
             except FedplanError as error:
                 return printable(str(error))
-        reason = error_text(reply)
+        reason = records.error_text(reply)
         log.warning("%s: %s", name, reason)
         call.after = time.monotonic() + min(5.0, 10 * self.timeouts.poll_interval)
         # The SuperLink gives a reply out once: if the link breaks then, it is not the site's fault.

@@ -33,10 +33,7 @@ GONE = "dropped out before its masked input arrived"
 
 
 def announce_commit(rpc: SiteRpc, hello: Message) -> None:
-    """Send the sites that are online a hello with the last committed round, at the end of a run.
-
-    A site then erases its secrets of that round. Waits no longer than for a site to reconnect.
-    """
+    """Tell online sites of the last committed round, whose secrets they can then erase."""
     requests: dict[str, MessageFactory] = {
         name: lambda: (hello, None) for name in rpc.present_sites()
     }

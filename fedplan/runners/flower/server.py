@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError, printable
 from fedplan.federation.endpoint import COMMITTED_ROUND, EVALUATED_ROUND
-from fedplan.federation.evaluation import (
-    EvalConfig,
-    Scores,
-    join_validation,
-)
+from fedplan.federation.evaluation import EvalConfig, Scores, join_validation
 from fedplan.federation.ledger.events import (
     Callback,
     ClientChanged,
@@ -55,6 +52,8 @@ from fedplan.tensors.named import Tensors, nbytes
 from fedplan.tensors.serialization import JSON, pack_message
 
 log = logging.getLogger("fedplan")
+POLL = "query.poll"
+"""Kind of the requests for layer scores."""
 GlobalTest = Callable[[Tensors], dict[str, float]]
 """Metrics of the global values on a common set."""
 
@@ -147,7 +146,6 @@ class ServerLoop:
             log.info("stopped after round %d: %s", server.global_state.round, reason)
 
     def _hello(self, *, done: bool = False) -> Message:
-        """Return the first message to a site, or with `done` the last one."""
         agreement, committed = self.server.agreement, self.server.global_state.round
         if not agreement.secagg.active:
             return hello_message(agreement.run, self._study)
@@ -160,7 +158,6 @@ class ServerLoop:
         self.events.emit(RunChanged(RunState.RUNNING))
 
     def _needs_scores(self, closed: CommittedRound) -> bool:
-        """Whether the committed round `closed` is due for evaluation and has no scores yet."""
         lacks_scores = (self.scoring.on_clients or self.tests) and not closed.scores
         return bool(lacks_scores) and self.scoring.is_due(closed.round, self.server.rounds)
 
@@ -182,7 +179,6 @@ class ServerLoop:
         return closed
 
     def _with_task(self, closed: CommittedRound) -> CommittedRound:
-        """Return the round with the task's primary metric and its direction."""
         scoring = self.scoring
         return replace(
             closed,
@@ -235,23 +231,19 @@ class ServerLoop:
         return ""
 
     def _collect_updates(self, round_state: RoundState) -> None:
-        """Send the training requests of a round, and add each update or rejection on arrival.
-
-        Raises FedplanError with fewer updates than the quorum.
-        """
-        requests = self._request_factories(round_state, round_state.cohort)
-        for name, reply in self.rpc.call("train", requests, lambda: self._enough(round_state)):
+        """Add each update or rejection to a round; FedplanError with fewer than the quorum."""
+        cohort = list(round_state.cohort)
+        is_enough = partial(self._enough, round_state)
+        for name, reply in self._call_clients("train", round_state, cohort, is_enough):
             if isinstance(reply, str):
                 round_state.rejected.setdefault(name, reply.splitlines()[0])
                 reason = round_state.rejected[name]
                 self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
-            elif self._resend_if_missing(round_state, name, reply):
-                requests[name] = self._request_factory(round_state, name)
             else:
                 # All present sites have their request: free the blobs.
                 self._cached_blobs = ((), to_blob_record(()))
                 self._accept_reply(round_state, name, reply)
-            del reply  # else it would stay in memory while the next one is fetched
+            del reply  # as in `_call_clients`
         without_reply = (
             round_state.cohort.keys() - set(round_state.responded) - round_state.rejected.keys()
         )
@@ -267,7 +259,6 @@ class ServerLoop:
             )
 
     def _collect_secagg(self, round_state: RoundState) -> None:
-        """Train the clients of a round, then sum their updates by secure aggregation."""
         from fedplan.runners.flower.secagg import collect_secagg  # optional dependency
 
         def collect_adverts() -> dict[str, Any]:
@@ -280,23 +271,6 @@ class ServerLoop:
     def _enough(self, round_state: RoundState) -> bool:
         return len(round_state.responded) >= min(self.quorum, len(round_state.cohort))
 
-    def _request_factories(
-        self, round_state: RoundState, names: Iterable[str]
-    ) -> dict[str, MessageFactory]:
-        """Return a request factory for each of these sites that takes part."""
-        present = (name for name in names if name not in self._mismatches)
-        return {name: self._request_factory(round_state, name) for name in present}
-
-    def _request_factory(self, round_state: RoundState, name: str) -> MessageFactory:
-        """Return a function that makes a site's present request, without values it has got."""
-
-        def make_message() -> tuple[Message, BlobRecord | None]:
-            request = round_state.cohort[name]
-            request = replace(request, values=self.evaluation.missing_values(request))
-            return pack_message({}, request_header(request)), self._blobs(request)
-
-        return make_message
-
     def _blobs(self, request: Request) -> BlobRecord:
         """Return a request's values as a record; reuses the last result for the same versions."""
         versions = tuple(sorted((key, request.versions.get(key, -1)) for key in request.values))
@@ -304,13 +278,37 @@ class ServerLoop:
             self._cached_blobs = (versions, to_blob_record(request_message(request).blobs))
         return self._cached_blobs[1]
 
-    def _resend_if_missing(self, round_state: RoundState, name: str, reply: Message) -> bool:
-        """Whether a site lost the values sent before; its request then becomes one with all."""
-        if not reply_fields(reply).get("missing") or round_state.cohort[name].full:
-            return False
-        self.server.resend_all(round_state, name)
-        log.warning("%s has lost the values it was sent before; all are sent again", name)
-        return True
+    def _call_clients(
+        self,
+        kind: str,
+        round_state: RoundState,
+        names: Iterable[str],
+        is_enough: Callable[[], bool],
+    ) -> Iterator[tuple[str, Message | str]]:
+        """Send the round's requests to the sites that take part; yield (name, reply) on arrival.
+
+        Values that a site received for the last evaluation are left out. A site that has lost the
+        values sent before gets a request with all.
+        """
+
+        def make_message(name: str) -> tuple[Message, BlobRecord | None]:
+            request = round_state.cohort[name]
+            request = replace(request, values=self.evaluation.missing_values(request))
+            return pack_message({}, request_header(request)), self._blobs(request)
+
+        present = [name for name in names if name not in self._mismatches]
+        requests: dict[str, MessageFactory] = {
+            name: partial(make_message, name) for name in present
+        }
+        for name, reply in self.rpc.call(kind, requests, is_enough):
+            is_missing = isinstance(reply, Message) and reply_fields(reply).get("missing")
+            if is_missing and not round_state.cohort[name].full:
+                self.server.resend_all(round_state, name)
+                log.warning("%s has lost the values it was sent before; all are sent again", name)
+                requests[name] = partial(make_message, name)
+            else:
+                yield name, reply
+            del reply  # else it would stay in memory while the next one is fetched
 
     def _accept_reply(self, round_state: RoundState, name: str, reply: Message) -> None:
         """Check a training reply; add update or rejection to the round, or keep the key advert."""
@@ -341,25 +339,18 @@ class ServerLoop:
         self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
     def _choose_blocks(self, round_state: RoundState) -> None:
-        """Put a joint choice of blocks by all sites into the requests, if the plan has one.
-
-        Raises FedplanError with fewer layer scores than the quorum.
-        """
+        """Put the joint choice of blocks, if the plan has one, into the round's requests."""
         voters = self.server.voters(round_state)
         if voters is None:
             return
         if self.server.agreement.secagg.active:
             return self._choose_blocks_by_secagg(round_state, voters)
-        requests = self._request_factories(round_state, voters)
         scores, reasons = dict[str, Any](), dict[str, str]()
         enough = min(self.quorum, len(voters))
-        for name, reply in self.rpc.call("query.poll", requests, lambda: len(scores) >= enough):
-            if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
-                requests[name] = self._request_factory(round_state, name)
-                continue
-            fields = dict[str, Any]()
+        replies = self._call_clients(POLL, round_state, voters, lambda: len(scores) >= enough)
+        for name, reply in replies:
+            fields = reply_fields(reply) if isinstance(reply, Message) else dict[str, Any]()
             try:
-                fields = reply_fields(reply) if isinstance(reply, Message) else {}
                 scores[name] = block_scores_from_json(fields.get("scores"))
             except FedplanError as error:
                 text = refusal_text(fields) or (reply if isinstance(reply, str) else str(error))
@@ -387,14 +378,10 @@ class ServerLoop:
 
         secagg = open_layer_scoring(self.rpc, self.server, round_state)
         while secagg.begin_attempt():
-            adverts = dict[str, Any]()
-            requests = self._request_factories(round_state, voters)
-            for name, reply in self.rpc.call("query.poll", requests, lambda: True):
-                if isinstance(reply, Message) and self._resend_if_missing(round_state, name, reply):
-                    requests[name] = self._request_factory(round_state, name)
-                elif isinstance(reply, Message) and (advert := reply_fields(reply).get("advert")):
-                    adverts[name] = advert
-            secagg.run_attempt(adverts)
+            replies = self._call_clients(POLL, round_state, voters, lambda: True)
+            answers = {n: reply_fields(each) for n, each in replies if isinstance(each, Message)}
+            adverts = {name: fields.get("advert") for name, fields in answers.items()}
+            secagg.run_attempt({name: advert for name, advert in adverts.items() if advert})
         total = secagg.total
         if not total.scores:
             raise FedplanError(
@@ -420,7 +407,6 @@ def hello_message(
 
 
 def _round_summary(closed: CommittedRound, primary: str) -> str:
-    """Return the log line of the round `closed`: loss, `primary` scores, clients, bytes."""
     record, loss = closed.record, closed.row.get("loss", 0.0)
     missing = f", not aggregated: {', '.join(record.rejected)}" if record.rejected else ""
     names = (f"{kind}.{primary}" for kind in ("global", "sites.global", "sites.personal"))

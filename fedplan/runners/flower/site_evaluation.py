@@ -82,7 +82,11 @@ class SiteEvaluation:
         from fedplan.secagg.round import EVALUATION_CHECKPOINT
 
         server = self.server
-        for name in requests.keys() - self._permitted_senders():
+        # Without noise sites refuse to unmask a sum of other sites than the first.
+        lines = read_json_lines(server.folder / METRICS)
+        sums = filter(None, (line.get("sites", {}).get(SENDERS) for line in lines))
+        noisy = server.agreement.guarantee is not None
+        for name in requests.keys() - set((not noisy and next(sums, None)) or server.roster):
             failures[name] = "not requested: the first sum of scores was of other sites"
             del requests[name]
         state, clients = server.global_state, len(server.roster)
@@ -103,13 +107,6 @@ class SiteEvaluation:
         silent |= self._without_reply({*total.sites, *silent})
         return vector.combine(total.counts, total.sites, silent)
 
-    def _permitted_senders(self) -> set[str]:
-        """The sites of a secure sum of counts: without noise only those of the first sum."""
-        lines = read_json_lines(self.server.folder / METRICS)
-        earlier = (line.get("sites", {}).get(SENDERS) for line in lines)
-        noisy = self.server.agreement.guarantee is not None
-        return set((not noisy and next(filter(None, earlier), None)) or self.server.roster)
-
     def _without_reply(self, others: Collection[str]) -> dict[str, str]:
         return {name: "no answer" for name in self.server.roster if name not in others}
 
@@ -119,11 +116,7 @@ class SiteEvaluation:
         failures: dict[str, str],
         read: Callable[[Mapping[str, Any]], T],
     ) -> dict[str, T]:
-        """Send requests of an evaluation; return what `read` finds in each reply, by site.
-
-        A site that has lost values gets a full request; refusals and invalid replies go to
-        `failures`.
-        """
+        """Send requests; return what `read` finds in replies, or add reasons to `failures`."""
         messages = {name: self._message_factory(requests, name) for name in requests}
         answers, timeout = dict[str, T](), self.rpc.timeouts.evaluations
         for name, reply in self.rpc.call("evaluate", messages, lambda: True, timeout=timeout):

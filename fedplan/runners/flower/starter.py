@@ -81,10 +81,7 @@ def new_federation(
 
 
 def new_site(folder: Path, name: str) -> None:
-    """Write the folder FOLDER/sites/NAME of another site of an existing federation, without keys.
-
-    Raises FedplanError if the name is invalid, `folder` is not a federation, or the site exists.
-    """
+    """Write the folder of another site of a federation, without keys; FedplanError if there."""
     folder = folder.absolute()
     require_sites([name])
     others = sorted(folder.glob(f"sites/*/{SITE}"))

@@ -90,10 +90,7 @@ class Partial(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the updates in `replies` by param; return the whole new model, and mean metrics.
-
-        Invalid updates are left out with a warning; a param without a valid update is unchanged.
-        """
+        """Return the whole new model, param by param of valid updates, and the mean metrics."""
         sums, counted = ExactSum(), dict[str, RecordDict]()
         for reply in replies:
             try:
@@ -131,11 +128,7 @@ class Partial(FedAvg):
     def _check_update(
         self, number: int, reply: FlowerMessage, counted: Collection[str]
     ) -> tuple[dict[str, Tensor], str]:
-        """Return the values by param in a reply of round `number`, and the client's name.
-
-        Raises a FedplanError if the reply is an error, of a client in `counted`, or of another
-        request or plan, or has another weight or other params than it is to share.
-        """
+        """Return a reply's values by param and its client; FedplanError if not as requested."""
         if reply.has_error():
             raise UpdateRejected(decode_reason(str(reply.error.reason)))
         values, fields = unpack_message(records.from_records(reply.content))
@@ -166,8 +159,7 @@ class Partial(FedAvg):
     def _mean(self, contents: list[RecordDict], average: Average) -> MetricRecord | None:
         """Return `average` of the metrics in replies' contents; None if no metrics are left.
 
-        Those without a positive finite weight, and outside the largest group with the same names,
-        are left out.
+        Left out are those without a positive finite weight, or with other names than most.
         """
         groups = dict[str, list[RecordDict]]()
         for content in filter(lambda c: 0 < self._weight(c) < inf, contents):
@@ -220,10 +212,7 @@ class _Mod:
     def _run_turn(
         self, envelope: FlowerMessage, context: Context, call_next: Next, kind: str
     ) -> FlowerMessage:
-        """Run the app on the client's model, and return the reply to the server's `envelope`.
-
-        Only a train request commits the client's state. An error reply of the app is returned.
-        """
+        """Run the app on the client's model; only a train request commits the client's state."""
         sent = envelope.content
         (arrays,), (config,) = sent.array_records.values(), sent.config_records.values()
         message = RecordDict({records.ARRAYS: arrays, records.HEADER: config})
@@ -256,10 +245,7 @@ class _Mod:
 
 
 class _Client:
-    """A client's model, built once by `make_model`, and the agreement with the server on `plan`.
-
-    For a request call `turn`, `start`, run the app on `model`, then `end` and `reply`.
-    """
+    """A client's model and its agreement; call `turn`, `start`, the app, `end` and `reply`."""
 
     def __init__(self, plan: Plan | str, make_model: Callable[[], nn.Module]) -> None:
         with fork_rng_state():  # keep the random state of your loop
@@ -271,10 +257,7 @@ class _Client:
         self.buffers = self.initial.keys() - params
 
     def turn(self, fields: Mapping[str, Any], context: Context) -> Turn:
-        """Return the turn of a request, by its header fields and the node config.
-
-        Raises RequestRefused if the server's plan or model differs, FedplanError without a name.
-        """
+        """Return the turn of a request; RequestRefused if the server's plan or model differs."""
         digest, node = self.agreement.fingerprint, context.node_config
         if fields.get("agreement") != digest:
             raise RequestRefused(
@@ -294,10 +277,7 @@ class _Client:
     def start(
         self, turn: Turn, server_digests: Mapping[str, str], received: Tensors, state: Tensors
     ) -> Roles:
-        """Load initial, received and stored values into the model; return the params' roles.
-
-        Raises RequestRefused if a frozen param has another digest than in `server_digests`.
-        """
+        """Load all values into the model; return roles. RequestRefused for other frozen ones."""
         roles = resolve(self.agreement.method.plan, self.agreement.params, turn)
         for p, role in roles.items():
             if role is Role.FREEZE and self.frozen_digests.get(p.key) != server_digests.get(p.key):
@@ -311,10 +291,7 @@ class _Client:
         return roles
 
     def end(self, roles: Roles, content: RecordDict) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return personal values and buffers, and the values to share, of the trained model.
-
-        Raises FedplanError if a trained value is not finite.
-        """
+        """Return personal values with buffers, and those to share; FedplanError if not finite."""
         personal = get_values(self.model, [p for p in roles if roles[p].is_personal])
         (arrays,) = content.array_records.values()
         self.model.load_state_dict(arrays.to_torch_state_dict())
@@ -332,7 +309,6 @@ class _Client:
     def reply(
         self, turn: Turn, request: str, shared: Tensors, meta: Mapping[str, Any]
     ) -> RecordDict:
-        """Return the records of a reply: shared values, header, and the metrics in `meta`."""
         fields = {
             "client": turn.client,
             "request": request,
@@ -362,7 +338,6 @@ def _conditions(plan: Plan) -> list[Condition]:
 
 
 def _frozen_digests(agreement: Agreement, model: nn.Module) -> dict[str, str]:
-    """Return the digests of the params that are never sent."""
     return digests(get_values(model, set(agreement.params) - set(agreement.exchanged)))
 
 
@@ -373,5 +348,4 @@ def _arrays(model: nn.Module) -> ArrayRecord:
 
 
 def _metrics(content: RecordDict) -> RecordDict:
-    """Return a copy of the metric records only."""
     return RecordDict({k: MetricRecord({**m}) for k, m in content.metric_records.items()})

@@ -22,42 +22,13 @@ from functools import cached_property
 from pathlib import Path
 
 import httpx
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_ssh_public_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.serverapp import Grid
 from pydantic import ValidationError
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.runners.flower._internals import (
-    ACCESS_TOKEN_KEY,
-    AccountInfo,
-    AcquireTaskRequest,
-    ControlHttpClient,
-    Fab,
-    ListNodesRequest,
-    NodeInfo,
-    NoOpControlAuthnPlugin,
-    ProtobufCall,
-    ProtobufRequestContext,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-    RegisterNodeRequest,
-    ReplyGrid,
-    RuntimeHttpClient,
-    StartRunRequest,
-    SubStatus,
-    TaskIdentity,
-    TaskType,
-    UnregisterNodeRequest,
-    build_fab_from_disk,
-    fab_to_proto,
-    run_flower_superlink,
-    run_from_proto,
-)
+from fedplan.runners.flower import _internals as internals
 from fedplan.runners.flower.apps import run_server
 from fedplan.runners.flower.rpc import LinkUnreachable
 from fedplan.runners.flower.supernode import (
@@ -112,13 +83,13 @@ class SuperLink:
         return RuntimeApi(self.address, self.tls[0] if self.tls else None, self.folder / SECRET)
 
     @contextmanager
-    def control(self) -> Generator[ControlHttpClient]:
+    def control(self) -> Generator[internals.ControlHttpClient]:
         """Yield a client of the control API with the operator's token, closed after the body."""
-        client = ControlHttpClient.from_server_address(
+        client = internals.ControlHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.tls is None,
             root_certificates=self.tls[0].read_bytes() if self.tls else None,
-            interceptors=[_BearerToken(read_token(self.folder))],
+            interceptors=[_BearerToken(_read_secret(self.folder / TOKEN))],
         )
         try:
             with self.wrap_http_errors("wrong operator token"):
@@ -142,37 +113,35 @@ class SuperLink:
 
     def start_run(self) -> int:
         """Start a Flower run with the empty app, and return its id."""
-        app = build_fab_from_disk(APP)
-        fab = Fab(hashlib.sha256(app).hexdigest(), app, {})
+        app = internals.build_fab_from_disk(APP)
+        fab = internals.Fab(hashlib.sha256(app).hexdigest(), app, {})
         with self.control() as client:
-            return client.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id
+            return client.StartRun(
+                internals.StartRunRequest(fab=internals.fab_to_proto(fab))
+            ).run_id
 
     def register(self, name: str, public: bytes) -> None:
         """Register a site's public node key (PEM); FedplanError if the name is registered."""
         if any(node.name == name for node in self.nodes()):
             raise FedplanError(f"{name!r} is registered already: revoke it first")
         with self.control() as client:
-            client.RegisterNode(RegisterNodeRequest(public_key=public, name=name))
+            client.RegisterNode(internals.RegisterNodeRequest(public_key=public, name=name))
 
     def revoke(self, name: str) -> int:
         """Unregister the nodes of the site `name`; return how many, FedplanError for none."""
         nodes = [node for node in self.nodes() if node.name == name]
         with self.control() as client:
             for node in nodes:
-                client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+                client.UnregisterNode(internals.UnregisterNodeRequest(node_id=node.node_id))
         if not nodes:
             names = ", ".join(sorted(node.name for node in self.nodes() if node.name))
             raise FedplanError(f"no site {name!r} is registered: there are {names or 'none'}")
         return len(nodes)
 
-    def site_names(self) -> set[str]:
-        """Return the names of all registered sites."""
-        return {node.name for node in self.nodes()}
-
-    def nodes(self) -> list[NodeInfo]:
+    def nodes(self) -> list[internals.NodeInfo]:
         """Return the registered nodes."""
         with self.control() as client:
-            nodes = client.ListNodes(ListNodesRequest()).nodes_info
+            nodes = client.ListNodes(internals.ListNodesRequest()).nodes_info
         return [node for node in nodes if node.status != "unregistered"]
 
 
@@ -189,11 +158,6 @@ def read_superlink(folder: Path) -> SuperLink:
         raise FedplanError(f"{file}: give ca, certificate and key, or none of them")
     tls = (files[0], files[1], files[2]) if files else None
     return SuperLink(folder, settings.address, folder / settings.database, tls)
-
-
-def read_token(folder: Path) -> str:
-    """Return the operator's token, made at the first call."""
-    return _read_secret(folder / TOKEN)
 
 
 def _read_secret(file: Path) -> str:
@@ -216,10 +180,9 @@ def _read_secret(file: Path) -> str:
 def run_superlink(folder: Path) -> None:
     """Run Flower's SuperLink by the settings in a server's folder, in this process; blocks.
 
-    Makes missing secrets. Changes this process's environment and `sys.argv`, and patches Flower's
-    authentication plugin.
+    Makes missing secrets; changes environment, `sys.argv` and Flower's authentication.
     """
-    link, token = read_superlink(folder), read_token(folder)
+    link, token = read_superlink(folder), _read_secret(folder / TOKEN)
     _read_secret(folder / SECRET)
     os.umask(0o077)  # the SuperLink's database has the messages of all sites
     os.environ |= {**FLOWER_ENVIRONMENT, "FLWR_HOME": str(folder / "flwr")}
@@ -234,10 +197,10 @@ def run_superlink(folder: Path) -> None:
         ca, certificate, key = map(str, link.tls)
         arguments += ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
         arguments += ["--enable-supernode-auth"]
-    run_flower_superlink(OperatorAuthPlugin(token), arguments)
+    internals.run_flower_superlink(OperatorAuthPlugin(token), arguments)
 
 
-class OperatorAuthPlugin(NoOpControlAuthnPlugin):
+class OperatorAuthPlugin(internals.NoOpControlAuthnPlugin):
     """Flower plugin for the control API: admits only requests with the operator's `token`."""
 
     def __init__(self, token: str) -> None:
@@ -246,9 +209,9 @@ class OperatorAuthPlugin(NoOpControlAuthnPlugin):
 
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
-    ) -> tuple[bool, AccountInfo | None]:
+    ) -> tuple[bool, internals.AccountInfo | None]:
         """Return whether the request's metadata has the token; and Flower's account, else None."""
-        token = next((value for key, value in metadata if key == ACCESS_TOKEN_KEY), b"")
+        token = next((value for key, value in metadata if key == internals.ACCESS_TOKEN_KEY), b"")
         token = token.encode() if isinstance(token, str) else token
         if not token or not hmac.compare_digest(token, self._token):
             return False, None
@@ -256,12 +219,12 @@ class OperatorAuthPlugin(NoOpControlAuthnPlugin):
 
 
 class _BearerToken:
-    """Interceptor that sends a token with each request."""
-
     def __init__(self, token: str) -> None:
         self._token = token
 
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+    def intercept(
+        self, context: internals.ProtobufRequestContext, call_next: internals.ProtobufCall
+    ) -> httpx.Response:
         context.request.headers["Authorization"] = f"Bearer {self._token}"
         return call_next(context)
 
@@ -277,10 +240,7 @@ def read_public_key(file: Path) -> bytes:
 
 
 def run_on_superlink(
-    link: SuperLink,
-    study: Study,
-    folder: Path,
-    events: EventStream | None = None,
+    link: SuperLink, study: Study, folder: Path, events: EventStream | None = None
 ) -> None:
     """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
@@ -299,7 +259,7 @@ def run_on_superlink(
             study,
             folder,
             events=events,
-            registered_names=link.site_names,
+            registered_names=lambda: {node.name for node in link.nodes()},
             renew_grid=renew_grid,
         )
 
@@ -317,7 +277,7 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     with locked_folder(link.folder, timeout=TASK_TIMEOUT):
         token = _acquire_task(link, link.start_run())
     api = link.runtime_api
-    grid = ReplyGrid(
+    grid = internals.ReplyGrid(
         runtime_api_address=api.address,
         insecure=api.certificate is None,
         root_certificates=api.certificate.read_bytes() if api.certificate else None,
@@ -328,16 +288,19 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     invoker = grid._retry_invoker  # pyright: ignore[reportPrivateUsage]
     invoker.max_time, invoker.should_giveup = RETRY_SECONDS, _is_final
     client = api.task_client(token)
-    status, details = SubStatus.FAILED, "the server ended"
+    status, details = internals.SubStatus.FAILED, "the server ended"
     try:
         with link.wrap_http_errors():
-            task = client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
-        TaskIdentity.node_id = task.context.node_id
-        grid.set_run(run_from_proto(task.run))
+            task = client.PullTaskInput(internals.PullTaskInputRequest())
+        internals.TaskIdentity.task_id, internals.TaskIdentity.run_id = (
+            task.task_id,
+            task.run.run_id,
+        )
+        internals.TaskIdentity.node_id = task.context.node_id
+        grid.set_run(internals.run_from_proto(task.run))
         with send_heartbeats(client):
             yield grid
-        status, details = SubStatus.COMPLETED, ""
+        status, details = internals.SubStatus.COMPLETED, ""
     finally:
         _end_task(client, details, status)
         grid.close()
@@ -350,15 +313,14 @@ def _is_final(error: Exception) -> bool:
 
 
 def _acquire_task(link: SuperLink, run_id: int) -> str:
-    """Wait for the server task of the Flower run `run_id`, and return the task's token.
-
-    Tasks of other runs, left by killed processes, are taken and ended as failed.
-    """
+    """Wait for the task of a Flower run; return its token. Others are left over: they end."""
     deadline = time.monotonic() + TASK_TIMEOUT
     client = link.runtime_api.acquire_client()
     try:
         while time.monotonic() < deadline:
-            request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            request = internals.AcquireTaskRequest(
+                supported_task_types=[internals.TaskType.SERVER_APP]
+            )
             with link.wrap_http_errors("wrong executor secret"):
                 response = client.AcquireTask(request)
             if response.HasField("task") and response.task.run_id == run_id:
@@ -373,10 +335,12 @@ def _acquire_task(link: SuperLink, run_id: int) -> str:
     raise LinkUnreachable(f"the SuperLink at {link.address} does not give the task of its new run")
 
 
-def _end_task(client: RuntimeHttpClient, details: str, status: str = SubStatus.FAILED) -> None:
+def _end_task(
+    client: internals.RuntimeHttpClient, details: str, status: str = internals.SubStatus.FAILED
+) -> None:
     """Report the end of a client's task, or log that this failed, and close the client."""
     try:
-        client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
+        client.PushTaskOutput(internals.PushTaskOutputRequest(sub_status=status, details=details))
     except httpx.HTTPError as error:
         log.warning("the end of the task was not reported to the SuperLink: %r", error)
     client.close()

@@ -29,28 +29,7 @@ import httpx
 from flwr.app import Context
 
 from fedplan.errors import FedplanError
-from fedplan.runners.flower._internals import (
-    AcquireTaskRequest,
-    ActivateNodeRequest,
-    ApiErrorCode,
-    FleetHttpClient,
-    HeartbeatSender,
-    NodeAuthHttpInterceptor,
-    ProtobufClientInterceptor,
-    PullObjectRequest,
-    PullObjectResponse,
-    RuntimeHttpClient,
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SendTaskHeartbeatRequest,
-    SubStatus,
-    SuperExecAuthHttpInterceptor,
-    TaskType,
-    public_key_to_bytes,
-    pull_task_input,
-    push_message,
-    push_task_output,
-)
+from fedplan.runners.flower import _internals as internals
 from fedplan.runners.flower.keys import make_keys
 from fedplan.runners.flower.records import Answer, make_reply
 from fedplan.runners.site import ServerSection, Site, read_node_key
@@ -75,10 +54,10 @@ STALL_INTERVAL = 10.0
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 """The method of the Runtime API that needs the secret."""
 
-Pull = Callable[[PullObjectRequest], PullObjectResponse]
+Pull = Callable[[internals.PullObjectRequest], internals.PullObjectResponse]
 REGISTERED_BY_CODE = {
-    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: False,
-    ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: True,
+    internals.ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: False,
+    internals.ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: True,
 }
 """Whether the key is registered, by the error code of an activation without heartbeats.
 
@@ -99,43 +78,47 @@ class RuntimeApi:
     certificate: Path | None = None
     secret: Path | None = None
 
-    def client(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
+    def client(
+        self, *interceptors: internals.ProtobufClientInterceptor
+    ) -> internals.RuntimeHttpClient:
         """Return a client of the API with these interceptors."""
-        return RuntimeHttpClient.from_server_address(
+        return internals.RuntimeHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.certificate is None,
             root_certificates=self.certificate.read_bytes() if self.certificate else None,
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), *interceptors],
+            interceptors=[
+                internals.RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+                *interceptors,
+            ],
         )
 
-    def acquire_client(self) -> RuntimeHttpClient:
+    def acquire_client(self) -> internals.RuntimeHttpClient:
         """Return a client that may take tasks, authenticated by the secret if there is one."""
         if self.secret is None:
             return self.client()
         secret = self.secret.read_bytes()
-        auth = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={ACQUIRE})
+        auth = internals.SuperExecAuthHttpInterceptor(
+            master_secret=secret, protected_methods={ACQUIRE}
+        )
         return self.client(auth)
 
-    def task_client(self, token: str) -> RuntimeHttpClient:
+    def task_client(self, token: str) -> internals.RuntimeHttpClient:
         """Return a client for one task, authenticated by its token."""
-        return self.client(RuntimeTokenHttpInterceptor(token))
+        return self.client(internals.RuntimeTokenHttpInterceptor(token))
 
 
 @contextmanager
-def send_heartbeats(client: RuntimeHttpClient) -> Generator[None]:
-    """Keep the task of a client alive during the body; failed heartbeats are repeated.
-
-    Flower's own heartbeats interrupt the process when the task has ended.
-    """
+def send_heartbeats(client: internals.RuntimeHttpClient) -> Generator[None]:
+    """Keep a task alive during the body; Flower's own heartbeats would end the process."""
 
     def send() -> bool:
         try:
-            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+            client.SendTaskHeartbeat(internals.SendTaskHeartbeatRequest())
         except httpx.HTTPError:
             return False
         return True
 
-    heartbeats = HeartbeatSender(send)
+    heartbeats = internals.HeartbeatSender(send)
     heartbeats.start()
     try:
         yield
@@ -257,18 +240,15 @@ def serve_tasks(api: RuntimeApi, answer: Answer, stop: threading.Event) -> None:
                 stop.wait(2.0)
 
 
-def _acquire_task(client: RuntimeHttpClient) -> str:
+def _acquire_task(client: internals.RuntimeHttpClient) -> str:
     """Return the token of a new task, or an empty text if there is none."""
-    request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+    request = internals.AcquireTaskRequest(supported_task_types=[internals.TaskType.CLIENT_APP])
     response = client.AcquireTask(request)
     return response.token if response.HasField("task") else ""
 
 
 def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
-    """Pull a task's message, and push the reply made by `answer`.
-
-    HTTP errors are raised; after any other error `answer` gets an empty message, to log it.
-    """
+    """Pull a task's message, and push the reply; an error is logged by an empty message."""
     try:
         with closing(api.task_client(token)) as client:
             # The instance's attribute overrides the method of its class.
@@ -276,10 +256,10 @@ def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGua
             context: Context | None = None
             with send_heartbeats(client):
                 try:
-                    envelope, context, _, _ = pull_task_input(client)
-                    push_message(client, make_reply(envelope, answer), context)
+                    envelope, context, _, _ = internals.pull_task_input(client)
+                    internals.push_message(client, make_reply(envelope, answer), context)
                 finally:
-                    push_task_output(client, context, SubStatus.COMPLETED, "")
+                    internals.push_task_output(client, context, internals.SubStatus.COMPLETED, "")
     except httpx.HTTPError:
         raise
     except Exception as error:
@@ -310,7 +290,7 @@ class StalledPullGuard:
         taken a task: the caller must then run the task in `next_token`.
         """
 
-        def guarded_pull(request: PullObjectRequest) -> PullObjectResponse:
+        def guarded_pull(request: internals.PullObjectRequest) -> internals.PullObjectResponse:
             """Pull an object; not found if unavailable, and `stop` is set or a task is next."""
             response = pull(request)
             if response.object_available:
@@ -319,7 +299,7 @@ class StalledPullGuard:
                 if not self.next_token and time.monotonic() - self.last > STALL_INTERVAL:
                     self.last, self.next_token = time.monotonic(), self.acquire()
             is_over = bool(self.next_token) or self.stop.is_set()
-            return PullObjectResponse(object_found=False) if is_over else response
+            return internals.PullObjectResponse(object_found=False) if is_over else response
 
         return guarded_pull
 
@@ -333,16 +313,18 @@ def is_key_registered(server: ServerSection) -> bool:
     """
     key = read_node_key(Path(server.node_key))
     public = key.public_key()
-    client = FleetHttpClient.from_server_address(
+    client = internals.FleetHttpClient.from_server_address(
         server.address,
         insecure=False,
         root_certificates=Path(server.ca).read_bytes(),
         interceptors=[
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(key, public),
+            internals.RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+            internals.NodeAuthHttpInterceptor(key, public),
         ],
     )
-    request = ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=0.0)
+    request = internals.ActivateNodeRequest(
+        public_key=internals.public_key_to_bytes(public), heartbeat_interval=0.0
+    )
     with client:
         try:
             client.ActivateNode(request)
