@@ -83,10 +83,7 @@ class _LedgerChecker:
             yield f"round {self.round + 1}: it has turns, but no line for the round"
 
     def _check_turn(self, record: TurnRecord, *, counted: bool) -> Iterator[str]:
-        """Yield a turn's faults, and update the client's digests and versions.
-
-        Not counted: the server missed it, so its global values, joint scores and bytes are unknown.
-        """
+        """Yield a turn's faults; of one that the server missed, some numbers are unknown."""
         where = f"round {record.round}, {record.client}"
         params = self.agreement.params
         if len(record.roles) != len(params):

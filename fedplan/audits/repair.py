@@ -86,7 +86,6 @@ def repair_run(folder: Path, in_memory: InMemoryInputs | None = None) -> list[st
 
 
 def _is_from_python(folder: Path) -> bool:
-    """Whether a run's study says that its data came from Python; False if it cannot be read."""
     with suppress(FedplanError):
         return read_run_study(folder).data.from_python
     return False
@@ -132,7 +131,6 @@ def _copy_inputs(folder: Path, replica: Path, number: int) -> None:
 
 
 def _repeat_rounds(replica: Path, number: int, in_memory: InMemoryInputs | None) -> None:
-    """Run the rounds of the run in a folder up to round `number`."""
     stored = (replica / MODEL_FOLDER).is_dir()
     simulation = Simulation(read_run_study(replica), replica, in_memory, store_model=stored)
     rounds = simulation.rounds()

@@ -59,7 +59,6 @@ class _LedgerSummary:
     last_turns: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
 
     def count_lines(self, lines: Iterable[object]) -> Iterator[object]:
-        """Yield each line unchanged, and count it if it is a record."""
         for line in lines:
             with suppress(RecordError):
                 record = read_record(line)
@@ -109,7 +108,6 @@ def audit_run(folder: Path) -> RunAudit:
 
 
 def _audit(run: RunReader) -> RunAudit:
-    """Check a run as it was read."""
     file_faults = run.file_faults()
     faults = [*file_faults.values()]
     lost = any(segment_number(name) and f.endswith("is lost") for name, f in file_faults.items())
@@ -183,7 +181,6 @@ def _describe_masked_sums(rounds: list[RoundRecord]) -> str:
 
 
 def _global_state_faults(run: RunReader, rounds: list[RoundRecord]) -> list[str]:
-    """Faults of the run's last committed global model, as sentences."""
     faults = [f"global model, {fault}" for fault in run.global_state_faults()]
     if any(fault.startswith(f"global model, checkpoint {run.round}:") for fault in faults):
         return faults
@@ -271,10 +268,7 @@ def _client_state_faults(run: RunReader, last_turns: Mapping[str, TurnRecord]) -
 
 
 def _personal_value_faults(run: RunReader, journal: Journal, turn: TurnRecord) -> Iterator[str]:
-    """Yield faults of a client's personal values against the digests of the client's last turn.
-
-    A state that is ahead, of a turn that was not aggregated or committed, is not compared.
-    """
+    """Yield faults of a client's personal values, unless its state is ahead of the ledger."""
     agreement, client = run.agreement, turn.client
     following = agreement.request_name(run.round + 1, client)
     last = journal.last_request(following)
@@ -305,10 +299,7 @@ def _personal_value_faults(run: RunReader, journal: Journal, turn: TurnRecord) -
 
 
 def _example_faults(run: RunReader) -> tuple[list[str], str]:
-    """A fault for each client with changed examples, and a sentence that holds without faults.
-
-    The sentence says why, if the examples cannot be loaded; "" if the run has no digests of them.
-    """
+    """A fault for each client with changed examples, and a sentence if there is none."""
     if not run.identity.examples:
         return [], ""
     try:

@@ -131,10 +131,7 @@ def _with_head(part: Part, with_head: bool) -> Part:
 
 @with_text("lora")
 def add_lora(model: nn.Module, *, rank: int, on: Part) -> nn.Module:
-    """Add LoRA of a rank to the modules of the part `on`, in place; return the PEFT model.
-
-    A model that already has an adapter is returned unchanged.
-    """
+    """Add LoRA to the modules of the part `on`, in place, unless the model has an adapter."""
     peft = import_peft()
 
     if adapter_families(model):

@@ -53,7 +53,6 @@ def safl_lora(
 
 
 def _after_warmup(method: Method, plan: Plan, warmup: int) -> Method:
-    """Return the method with `plan` appended after `warmup` rounds, in the phase "frozen"."""
     plan = chain(method.plan, when(phase("frozen"), plan))
     return replace(method, plan=plan, phase_rule=PlannedPhases({"frozen": warmup}))
 

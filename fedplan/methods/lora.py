@@ -134,7 +134,6 @@ def _hosts(
 
 
 def _is_transposed(host: Param, b: Param, a: Param) -> bool:
-    """Whether a host weight (or part) is inputs x outputs, unlike the product B A."""
     outputs_first = host.shape == (*b.shape[:-1], a.shape[1])
     return not outputs_first or bool(host.rows and host.rows.dim)
 

@@ -166,10 +166,7 @@ class RecordedMethod(Method):
 
 
 def parse_recorded_method(lines: Sequence[str]) -> RecordedMethod:
-    """Return a method read back from the `lines` of a Method.
-
-    Raises FedplanError if lines are missing or cannot be parsed.
-    """
+    """Return a method of the `lines` of a Method; FedplanError if they cannot be parsed."""
     texts = {key: text for key, _, text in (line.partition(" ") for line in lines)}
     try:
         return RecordedMethod(

@@ -123,7 +123,6 @@ def adagrad(lr: float = 1.0, beta1: float = 0.9, eps: float = 1e-3) -> StatefulO
 def _adaptive_step(
     beta1: float, eps: float, update_second: Callable[[Tensor, Tensor], Tensor]
 ) -> StepRule:
-    """Return the step rule first moment / (sqrt(second moment) + eps)."""
 
     def move(change: Tensor, state: OptimizerState) -> tuple[Tensor, OptimizerState]:
         zero = torch.zeros_like(change)

@@ -97,8 +97,8 @@ _ROUTES = frozenset({"base_model", "model", BASE_LAYER, "token_adapter", _SAVED,
 class AdapterTensor:
     """A tensor added by peft, of a family in FAMILIES.
 
-    `layer`: the path of the peft layer in the model. `attribute`: the layer's attribute that holds
-    the tensor, as `lora_A`. `adapter_name`: peft's name of the adapter, as `default`.
+    `layer`: the path of the peft layer. `attribute`: the layer's attribute that holds the tensor,
+    as `lora_A`. `adapter_name`: peft's name of the adapter, as `default`.
     """
 
     family: str
@@ -127,8 +127,8 @@ class AdapterTensor:
 def find_adapter_tensor(modules: Mapping[str, nn.Module], name: str) -> AdapterTensor | None:
     """The adapter tensor with a parameter's name, or None for a tensor of the model itself.
 
-    `modules` are all modules by path. Only for names of which `is_inactive` is False. Raises
-    UnknownAdapter for an unsupported family or tensor, and a merged or disabled adapter.
+    Only for names of which `is_inactive` is False. Raises UnknownAdapter for an unsupported family
+    or tensor, and a merged or disabled adapter.
     """
     for path, family, attribute, adapter_name in _peft_steps(modules, name):
         if not family or attribute in _ROUTES:
@@ -178,11 +178,7 @@ def lora_scales(model: nn.Module) -> set[float]:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Merge the adapters into the model's weights, in place, and return the model without peft.
-
-    Raises UnknownAdapter for a family that cannot be merged, and for adapters that were injected
-    without a PeftModel around the model.
-    """
+    """Merge the adapters into the weights, in place; UnknownAdapter if that is impossible."""
     families = adapter_families(model)
     if not families:
         return model
@@ -265,10 +261,7 @@ _RESERVED = frozenset(
 
 
 def adapter_family(name: str) -> tuple[str, dict[str, Any]]:
-    """Return (family, preset settings) of an adapter name, a key of FAMILIES or ALIASES.
-
-    Raises UnknownAdapter for another name, with similar names.
-    """
+    """Return (family, preset settings) of an adapter name; UnknownAdapter with similar ones."""
     names = {**{family: (family, dict[str, Any]()) for family in FAMILIES}, **ALIASES}
     if name not in names:
         close = get_close_matches(name.lower(), names, n=2, cutoff=0.5)
@@ -282,9 +275,9 @@ def adapter_family(name: str) -> tuple[str, dict[str, Any]]:
 def make_peft_config(name: str, settings: Mapping[str, Any], loader: str = "") -> Any:
     """The config object of peft for an adapter name, as "lora"; `settings` are its fields.
 
-    `loader` names the transformers class that loads the model, for peft's task type (TASK_TYPES).
-    Raises UnknownAdapter for an unknown name or setting, if init_lora_weights would change the
-    model's own weights, and if peft is missing or too old.
+    `loader` names the transformers class that loads the model, for peft's task type. Raises
+    UnknownAdapter for an unknown name or setting, and if init_lora_weights would change the model's
+    own weights.
     """
     family, preset = adapter_family(name)
     classes = {
@@ -313,10 +306,7 @@ def _require_lora_init(name: str, init: object) -> None:
 
 
 def add_adapter(model: nn.Module, config: Any) -> nn.Module:
-    """Wrap a model, in place, with a newly initialized adapter, and return the PeftModel.
-
-    `config` is made by `make_peft_config`. Raises UnknownAdapter if the model has an adapter.
-    """
+    """Wrap a model with a new adapter, in place; UnknownAdapter if it has one already."""
     if families := adapter_families(model):
         raise UnknownAdapter(f"the model already has an adapter, of peft's {', '.join(families)}")
     return import_peft().get_peft_model(model, config)
@@ -325,8 +315,8 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
 def load_adapter(model: nn.Module, name: str) -> nn.Module:
     """Wrap a model, in place, with a saved adapter to train further, and return the PeftModel.
 
-    `name` is a folder or a hub id (may download). Only safetensors are read. Raises UnknownAdapter
-    if the adapter is incomplete, unsupported or does not fit the model.
+    `name` is a folder or a hub id (may download). Raises UnknownAdapter if the adapter is
+    incomplete, unsupported or does not fit the model.
     """
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
@@ -374,11 +364,7 @@ def _missing_tensors(model: nn.Module, missing_keys: Iterable[str]) -> list[str]
 
 
 def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) -> None:
-    """Save only the adapter of a model into a folder, by peft's save_pretrained.
-
-    `trained` names all tensors that training changed. Raises UnknownAdapter, before anything is
-    written, if one of these is not in the adapter, or there is no adapter.
-    """
+    """Save the adapter alone into a folder; UnknownAdapter if a trained tensor is not in it."""
     if not adapter_families(model):
         raise UnknownAdapter("the model has no adapter: export the whole model")
     modules = dict(model.named_modules())
@@ -394,9 +380,8 @@ def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) ->
 def join_adapters(model: nn.Module) -> Any:
     """Join the active LoRA adapters of a PeftModel into one, in place, and return the model.
 
-    The rank of the joined adapter is the sum of theirs, and its product the sum of their products,
-    so the outputs are the same. A model with one adapter is not changed. Raises UnknownAdapter for
-    several adapters that are no plain LoRA.
+    The rank of the joined adapter is the sum of theirs, and the outputs are the same. Raises
+    UnknownAdapter for several adapters that are no plain LoRA.
     """
     adapted = cast("Any", model)
     names = list(adapted.base_model.active_adapters)
@@ -416,10 +401,7 @@ def join_adapters(model: nn.Module) -> Any:
 
 
 def merge_and_dequantize(model: nn.Module) -> nn.Module:
-    """The model with float weights and without adapters: dequantized, then adapters merged.
-
-    May change the model in place. Raises UnknownAdapter if the adapters cannot be merged.
-    """
+    """The model with float weights and without adapters; may change it in place."""
     # Merging into packed weights would round them once more.
     if not is_quantized(model):
         return merge_adapters(model)

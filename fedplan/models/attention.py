@@ -170,9 +170,8 @@ def attention_shift(
 ) -> dict[Block, float]:
     """The `attention_distance` of each block between two states of a model, on a batch.
 
-    For a block that runs several times, the mean over the runs. `states` are values by param key;
-    the model's own values are restored at the end. All maps of the first state are kept in memory,
-    so use a small batch. Raises FedplanError as `capture_attention` and `set_values`.
+    For a block that runs several times, the mean over the runs. The model's own values are restored
+    at the end. All maps of the first state are kept in memory, so use a small batch.
     """
     original, (first, second) = get_values(model, params), states
     batch = to_device(batch, model_device(model))

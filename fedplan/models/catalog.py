@@ -132,7 +132,6 @@ def read_manifest(file: Path) -> Params:
 
 
 def _from_json(entry: Any, location: str) -> Param:
-    """Make a param from a JSON object, the `entry` of a manifest."""
     try:
         values = dict(entry)
         rows = values.get("rows")
@@ -282,11 +281,7 @@ def meta_model(name: str, *, task: str = "", num_labels: int = 0) -> nn.Module:
 
 
 def load_model_config(name: str) -> tuple[Any, str]:
-    """Return (transformers config, usual class name) of a folder, hub:org/name or short name.
-
-    The class is AutoModel if transformers does not have it. Raises UnknownModel for an unknown
-    name, or if the config cannot be read.
-    """
+    """Return (transformers config, usual class name or AutoModel); UnknownModel if unreadable."""
     import transformers
 
     if name in SHORT_NAMES:

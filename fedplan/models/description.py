@@ -91,10 +91,7 @@ class _ListPosition(NamedTuple):
 
 
 class _Coverage(NamedTuple):
-    """The layer map of the nearest parent of a tensor that has one, with that parent's config.
-
-    `submodel`: the path of the outermost Hugging Face model without layer map in between, or None.
-    """
+    """The layer map of a tensor's nearest parent with one; any Hugging Face model in between."""
 
     layer_map: LayerMap | None = None
     config: Any = None
@@ -216,10 +213,7 @@ class _Structure:
         yield replace(param, on=frozenset(kind for kind in on if kind), block=block)
 
     def _host_kind(self, name: str) -> Kind | Path | None:
-        """The kind of the layer that an adapter's tensor is attached to, or its key in `fused`.
-
-        None if there is no host layer, as for an adapter of the whole model, or no adapter.
-        """
+        """The kind of an adapter's host layer, or its key in `fused`; None without a host."""
         adapter = find_adapter_tensor(self.modules, name)
         inner = adapter.inner if adapter else ""
         if not adapter or inner not in self.modules:
@@ -238,7 +232,6 @@ class _Structure:
         rows: Rows | None = None,
         tags: frozenset[str] = frozenset(),
     ) -> Param:
-        """Make the Param of a kind for a tensor, or for `rows` of the tensor."""
         layer_map, _, submodel = self._coverage(name)
         stack, block = self._block(name)
         path, acts_on = strip_peft_segments(name), set[Kind]()
@@ -270,10 +263,7 @@ class _Structure:
     def _uncertain_words(
         self, name: str, kind: Kind, *, is_placed: bool, is_mapped: bool
     ) -> frozenset[str]:
-        """The words of the plan language that may or may not apply to a param.
-
-        `is_placed`: its block is known, or known to be none. `is_mapped`: a layer map covers it.
-        """
+        """The words that may or may not apply to a param, by what is known of its place and map."""
         if kind is Kind.PROMPT or self._outside_backbone(name):
             return frozenset()
         places = frozenset[str]() if is_placed else PLACE_WORDS
@@ -322,7 +312,6 @@ class _Structure:
         return layer_map.fused[path](config, row_count)
 
     def _coverage(self, name: str) -> _Coverage:
-        """The layer map that covers the tensor or module `name`, as a _Coverage."""
         submodel: Path | None = None
         for path in ancestors(name):
             module = self.modules.get(path)

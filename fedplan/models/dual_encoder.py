@@ -111,9 +111,8 @@ def make_dual_encoder(
 ) -> DualEncoder:
     """A DualEncoder for classes `names`; a class's text is the template with `{}` replaced.
 
-    `tokenizer` is the Hugging Face tokenizer of the text tower. `_` in a name becomes a space.
-    Raises ModelError for an unsuitable template or names, or if a tokenized text does not start
-    with one special token and the words of the template.
+    `_` in a name becomes a space. Raises ModelError for an unsuitable template or names, or if a
+    tokenized text does not start with one special token and the words of the template.
     """
     if template.count("{}") != 1:
         raise ModelError(f"the template {template!r} must have {{}} once, for the class name")
@@ -166,7 +165,6 @@ def load_dual_encoder(
 
 
 def _load_model(path: str) -> nn.Module:
-    """Load an AutoModel in float32 from a path, a folder or hub id; ModelError if that fails."""
     import transformers
 
     try:
@@ -176,7 +174,6 @@ def _load_model(path: str) -> nn.Module:
 
 
 def _join_towers(vision: str, text: str, bridge: str) -> nn.Module:
-    """Load a VisionTextDualEncoderModel of two models, with the tensors of a bridge file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
     from transformers import VisionTextDualEncoderConfig, VisionTextDualEncoderModel

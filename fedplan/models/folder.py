@@ -27,8 +27,8 @@ def image_tensor(value: Any, size: int, *, cubic: bool = False) -> Tensor:
     """An image as a uint8 RGB tensor of shape (3, size, size), resized if needed.
 
     `value` is a PIL image, encoded bytes, an array of integers (channels last, if any), or a dict
-    with `bytes` or `path`, as in Hugging Face datasets. Resizing is bilinear, or bicubic with
-    `cubic`. Raises ValueError for an array of other numbers than integers from 0 to 255.
+    with `bytes` or `path`, as in Hugging Face datasets. Raises ValueError for an array of other
+    numbers than integers from 0 to 255.
     """
     from PIL import Image
 
@@ -172,7 +172,6 @@ def predict_classes(folder: str | Path, images: Sequence[str | Path]) -> list[st
 
 
 def _read_settings(folder: str | Path) -> dict[str, Any]:
-    """Read the SETTINGS file of a folder; raises ModelError if it is missing or no JSON."""
     try:
         return json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -78,11 +78,7 @@ def grouped(config: Any, rows: int) -> dict[Kind, Rows]:
 
 
 def falcon(config: Any, rows: int) -> dict[Kind, Rows]:
-    """Query, key and value of Falcon, for a tensor of `rows` rows; depends on the config.
-
-    Interleaved by key-value head (new_decoder_architecture); else three ranges, with one key and
-    one value head (multi_query); else interleaved by head.
-    """
+    """Query, key and value of Falcon, in one of three layouts by the config."""
     heads = config.num_attention_heads
     if config.new_decoder_architecture:
         step = rows // config.num_kv_heads
@@ -192,7 +188,7 @@ def find_layer_map(module: object) -> LayerMap | None:
     """The registered layer map of a module itself, not of children or parents; or None.
 
     Looked up by `config.model_type`, then by class name with module, then by bare class name; a map
-    with a `library` applies only to classes that come or derive from that library.
+    with a `library` applies only to classes of that library.
     """
     cls, config = type(module), getattr(module, "config", None)
     model_type: Any = getattr(config, "model_type", None)

@@ -95,11 +95,7 @@ class MlpFusion(nn.Module):
 
 
 def make_fusion(kind: str, size: int, *, query: str, heads: int, width: int) -> nn.Module | None:
-    """The fusion module of a kind (one of FUSIONS) for prompts of width `size`; None for "sum".
-
-    "replace" is an AttentionFusion without gate. `query`, `heads` and `width`: see there. Raises
-    ModelError for unknown or unsuitable settings.
-    """
+    """The fusion module of a kind (one of FUSIONS) for prompts of width `size`; None for "sum"."""
     if kind not in FUSIONS or query not in QUERIES:
         raise ModelError(
             f"there is no fusion {kind!r} with query {query!r}: use one of {', '.join(FUSIONS)}, "
@@ -160,8 +156,7 @@ class PromptConfig:
 class Prompt(nn.Module):
     """The prompts at the input of one block: `length` vectors of width `size` for each level.
 
-    Each of `levels` is a parameter of that name, drawn from N(0, INIT_STD squared) with torch's
-    global generator; a missing level is None.
+    Each of `levels` is a parameter drawn from N(0, INIT_STD squared); a missing level is None.
     """
 
     def __init__(self, length: int, size: int, levels: tuple[str, ...]) -> None:
@@ -227,10 +222,7 @@ def add_prompts(
 
 
 def lengthen_texts(dual: DualEncoder, length: int) -> None:
-    """Lengthen the class texts of `dual` in place, to `length` tokens before the class name.
-
-    Raises ModelError if the texts become too long for the text tower.
-    """
+    """Lengthen the class texts of `dual`, to `length` tokens before the class name."""
     # Never a special token: masks and poolers depend on those.
     missing = length - dual.lead
     if missing <= 0:
@@ -243,10 +235,7 @@ def lengthen_texts(dual: DualEncoder, length: int) -> None:
 
 
 def attach_prompts(dual: DualEncoder, config: PromptConfig) -> None:
-    """Add newly drawn prompts and fusion modules to `dual`, in place, as `config` says.
-
-    Forward hooks on the backbone insert the prompts. Raises ModelError for an invalid fusion.
-    """
+    """Add newly drawn prompts and fusion modules to `dual`, in place, as `config` says."""
     reference = next(dual.backbone.parameters())
     blocks = block_modules(dual.backbone)
     dual.prompt_config, dual.prompts, fusions = config, DualPrompts(), DualFusion()

@@ -126,8 +126,8 @@ def layer_map_from_study(settings: Mapping[str, Any]) -> LayerMap:
 def register_study_layer_map(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Check the layer map of a study by the behaviour of a model, then register the map.
 
-    `settings`: see `layer_map_from_study`. Raises FedplanError for invalid settings, or if the
-    model type has another layer map, and UnknownArchitecture if the checks find faults.
+    Raises FedplanError for invalid settings, or if the model type has another layer map, and
+    UnknownArchitecture if the checks find faults.
     """
     name, layer_map = model_type_name(model), layer_map_from_study(settings)
     if LAYER_MAPS.get(name, layer_map) != layer_map:
@@ -191,7 +191,6 @@ def _is_described(model: nn.Module) -> bool:
 
 
 def _guess_settings(model: nn.Module) -> Iterator[Settings]:
-    """Yield layer maps guessed from a model's module names."""
     modules: dict[str, Any] = dict(cast("Any", model).named_modules())
     lists: dict[str, list[str]] = {
         name: [*dict(cast("Any", module)[0].named_modules())]
@@ -230,10 +229,7 @@ def _guess_settings(model: nn.Module) -> Iterator[Settings]:
 
 
 def _guess_stack(name: str, model: nn.Module) -> str:
-    """The stack of the list of blocks at path `name`: decoder, encoder, vision or text.
-
-    By a word in the path, else the model's input, else whether its type has causal models only.
-    """
+    """The stack of a list of blocks: by its path, the model's input, or its type's models."""
     from transformers.models.auto import modeling_auto as auto
 
     for word in ("decoder", "encoder", "vision", "visual", "text"):
@@ -247,10 +243,7 @@ def _guess_stack(name: str, model: nn.Module) -> str:
 
 
 def _guess_kind(name: str, block_lists: list[str], owner: nn.Module) -> tuple[str, str]:
-    """Return (kind, path for the layer map) of a parameter; both are "" if it needs no entry.
-
-    The kind may also be "fused", or "on query" or "on key" for a norm that acts on these.
-    """
+    """Return (kind, "fused" or "on" a kind; path) of a parameter, empty if it needs no entry."""
     is_norm, path = "norm" in type(owner).__name__.lower(), name.split(".")
     block_list = next((each for each in block_lists if name.startswith(f"{each}.")), None)
     if block_list is not None:
@@ -283,10 +276,7 @@ def _guess_kind(name: str, block_lists: list[str], owner: nn.Module) -> tuple[st
 
 
 def small_model_like(name: str) -> nn.Module:
-    """A small random model of a model type, or of the type of a folder, hub id or short name.
-
-    Raises UnknownModel for an unknown name, FedplanError if no small model can run.
-    """
+    """A small random model of the type of a name; UnknownModel, FedplanError if it cannot run."""
     import transformers
 
     if name in transformers.CONFIG_MAPPING:

@@ -47,8 +47,8 @@ INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 def small_model(config: Any) -> nn.Module:
     """Build a small random model of a transformers config's type, in eval mode; seeded.
 
-    Tries small values of all SMALL_SIZES, then of the number of layers only, then the original
-    config, until a model runs on dummy inputs. Raises FedplanError if none runs.
+    Tries small sizes, then a small number of layers only, then the config itself, until a model
+    runs on dummy inputs. Raises FedplanError if none runs.
     """
     import transformers
 
@@ -71,10 +71,7 @@ def small_model(config: Any) -> nn.Module:
 
 
 def dummy_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """A small seeded random batch of two examples for a Hugging Face model, on the model's device.
-
-    Raises FedplanError for other models, and for an unknown main input.
-    """
+    """A small seeded batch of two examples for a Hugging Face model; FedplanError for others."""
     config, main = getattr(model, "config", None), str(getattr(model, "main_input_name", ""))
     if config is None or main not in INPUTS:
         raise FedplanError(f"no dummy inputs for {type(model).__name__}: give a batch")
@@ -195,8 +192,8 @@ def trace_model(
 ) -> ModelTrace:
     """Run a model on a batch (inputs by name) without gradients, and record the given blocks.
 
-    The model should be in eval mode, and use eager attention. A block that does not run is not in
-    the trace. If the first argument of a block is all zero, noise is recorded instead.
+    A block that does not run is not in the trace. If the first argument of a block is all zero,
+    noise is recorded instead.
     """
     trace = ModelTrace()
 

@@ -157,7 +157,6 @@ class _BlockChecker:
         self.has_cross = any("cross" in p.tags for p in params)
 
     def fault(self, p: Param) -> str:
-        """How param `p` of the block contradicts the kind of `p`, or "" if nothing does."""
         if p.kind is Kind.UNKNOWN:
             return _UNMAPPED
         if p.kind in KERNEL or p.on & KERNEL or p.kind in (Kind.VALUE, Kind.OUT):
@@ -251,7 +250,6 @@ class _BlockChecker:
         return "acts on query or key alone, but is not mapped so" if unchanged else ""
 
     def _owner(self, p: Param) -> nn.Module:
-        """The module of the block that owns a param."""
         named = self.call.module.named_parameters()
         (name,) = [n for n, t in named if t is self.tensors[p.name]][:1]
         return self.call.module.get_submodule(name.rpartition(".")[0])
@@ -265,7 +263,6 @@ class _BlockChecker:
         return trace.maps[part], trace.contexts[part]
 
     def _replay_with(self, noisy: Iterable[Param]) -> BlockTrace:
-        """The trace of a replay with noise added to some params."""
         with _changed_values(self.tensors, noisy):
             return self.call.replay()
 

@@ -20,11 +20,7 @@ QUANTIZATIONS = ("nf4", "fp4", "int8")
 
 
 def quantization_config(kind: str, dtype: torch.dtype) -> Any:
-    """The BitsAndBytesConfig of a format, `kind` in QUANTIZATIONS; layers compute in `dtype`.
-
-    nf4 and fp4 are as in QLoRA; int8 ignores `dtype`. Raises MissingExtra if bitsandbytes or
-    accelerate is not installed.
-    """
+    """The BitsAndBytesConfig of a format in QUANTIZATIONS; nf4 and fp4 compute in `dtype`."""
     import transformers
 
     for module in ("bitsandbytes", "accelerate"):
@@ -40,10 +36,7 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
 
 
 def pin_packed_layout(model: nn.Module) -> nn.Module:
-    """Keep bitsandbytes from repacking packed weights at the first evaluation; return the model.
-
-    Raises FedplanError if packed weights are stored as floats (bnb_4bit_quant_storage).
-    """
+    """Keep bitsandbytes from repacking weights; FedplanError if they are stored as floats."""
     # On some CPUs bitsandbytes repacks weights when a model is first evaluated, and digests change.
     for name, tensor in model.named_parameters():
         if is_packed(tensor):
@@ -91,10 +84,7 @@ def param_value(model: nn.Module, param: Param, tensor: Tensor) -> Tensor:
 
 
 def mixes_examples(layer: nn.Module) -> bool:
-    """Whether the output of a layer for one example depends on the other examples of the batch.
-
-    True for int8 layers with an outlier threshold, else False.
-    """
+    """Whether a layer's output for one example depends on others: int8 with outlier columns."""
     # A large value in any example moves that column of all examples to higher precision (on a CPU
     # in eval mode, on other devices in training too).
     # Only own params: an adapter also exposes the weight of the layer inside it.
@@ -103,10 +93,7 @@ def mixes_examples(layer: nn.Module) -> bool:
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Convert packed weights to floats; a model without packed weights is returned unchanged.
-
-    For models without adapters: see `merge_and_dequantize`.
-    """
+    """Convert packed weights of a model without adapters to floats; others are unchanged."""
     return cast("Any", model).dequantize() if is_quantized(model) else model
 
 
@@ -163,10 +150,7 @@ def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Give all buffers of a model the values of `before`, an earlier result of `copy_buffers`.
-
-    A buffer that was replaced or removed is put back, and a new one is removed.
-    """
+    """Put all buffers of a model back, as `copy_buffers` returned them; remove new ones."""
     for name in {name for name, _ in model.named_buffers()} - before.keys():
         owner, _, attribute = name.rpartition(".")
         delattr(model.get_submodule(owner), attribute)
@@ -181,10 +165,7 @@ def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Raise FedplanError if a buffer of the model differs from `before`, or is new or missing.
-
-    `before` is an earlier result of `copy_buffers`; buffers are compared bit by bit.
-    """
+    """Raise FedplanError if a buffer differs by a bit from `before`, or is new or missing."""
     # A changed buffer would be in no message, client state or checkpoint.
     after = dict(model.named_buffers())
     for name in [*before, *(name for name in after if name not in before)]:
@@ -200,8 +181,7 @@ def require_unchanged_buffers(model: nn.Module, before: dict[str, Tensor]) -> No
 def freeze_batch_norms(model: nn.Module) -> nn.Module:
     """Freeze the running statistics of all batch and instance norms, in place; return the model.
 
-    From now on the norms stay in eval mode, as is usual in fine-tuning; their weights and biases
-    stay trainable.
+    From now on the norms stay in eval mode; their weights and biases stay trainable.
     """
     for module in model.modules():
         if isinstance(module, _NormBase) and not isinstance(module, _EvalOnly):
@@ -216,5 +196,4 @@ class _EvalOnly(nn.Module):
     """Mixin for modules that never enter training mode."""
 
     def train(self, mode: bool = True) -> _EvalOnly:
-        """Stay in eval mode, whatever `mode` is."""
         return super().train(False)

@@ -89,10 +89,7 @@ class Guard:
         return self.budget.epsilon_spent_under(self._cap)
 
     def require_affordable_round(self, round: int, name: str) -> None:
-        """Raise a PrivacyError if the budget does not cover a round's releases. Writes nothing.
-
-        A release counts as paid if a charge has its name; its content is checked at the release.
-        """
+        """Raise a PrivacyError if the budget does not cover what a round has not paid yet."""
         paid = {charge.name for charge in self.budget.charges}
         events = self.guarantee.round_events(round, name).items()
         due = (Charge(event, release) for release, event in events if release not in paid)
@@ -395,10 +392,7 @@ class NoExamples:
 def contain_faults(
     function: Callable[[Item], Result], items: Iterable[Item], report_fault: ReportFault | None
 ) -> list[Result]:
-    """Return the results of a function for all items but those for which it raises.
-
-    Call `report_fault` once with the last exception, after all items; None raises the first one.
-    """
+    """Results of a function for the items it does not raise for; reports the last exception."""
     results, fault = list[Result](), cast("Exception | None", None)
     for item in items:
         try:

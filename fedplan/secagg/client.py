@@ -61,11 +61,7 @@ class ProtocolClient:
     def answer(
         self, step: str, message: Message, make_input: Callable[[], tuple[Mapping[str, Words], int]]
     ) -> Message:
-        """Return the reply, in bytes, to the server's message of a step of SECAGG_STEPS.
-
-        make_input: returns numbers and weight, as for `mask_input`; called in that step only.
-        Raises SerializationError if the message is invalid.
-        """
+        """Return the reply to a step's message, in bytes; `make_input` is called to mask it."""
         progress = self._progress(messages.read_terms_digest(message))
         match step:
             case config.SHARES_STEP:
@@ -256,14 +252,12 @@ class ProtocolClient:
         return ClientRoundState(self.name, progress).unmask_shares()
 
     def erase_until(self, round_number: int) -> None:
-        """Erase the secrets of the last round if its number is at most `round_number`.
-
-        Call once the server has committed that round, and so cannot need its messages again. They
-        are refused from then on, as are further attempts at the round.
-        """
+        """Erase the secrets of a round that the server has committed; it is refused then."""
         progress = self._store.read()
         if progress is not None and progress.secret and progress.terms.round <= round_number:
-            self._store.write(progress.erased())
+            self._store.write(
+                replace(progress, secret=b"", adverts=(), ciphertexts={}, share_hashes={})
+            )
 
     def _progress(self, terms_digest: bytes) -> RoundProgress:
         """The last round's progress; a SecAggError for other terms, or erased secrets."""
@@ -276,11 +270,7 @@ class ProtocolClient:
 
 
 def require_valid_advert(terms: Terms, advert: messages.KeyAdvert, directory: KeyDirectory) -> None:
-    """Raise a SecAggError if a key advert is not of these terms, or not signed by its client.
-
-    directory: public node keys by client; a client that is not there raises too, and so does an
-    advert with slots that the terms do not have, or with invalid keys.
-    """
+    """Raise a SecAggError for a key advert of other terms, slots or keys, or not of its client."""
     client = advert.client
     if client not in directory:
         raise SecAggError(f"{client!r} is not in the directory")
@@ -367,7 +357,6 @@ def _require_same(what: str, new: object, accepted: object, progress: RoundProgr
 
 
 def _digest(vectors: Mapping[str, bytes]) -> str:
-    """SHA-256 of names and contents, in hex."""
     digest = hashlib.sha256()
     for name, content in vectors.items():
         digest.update(name.encode())

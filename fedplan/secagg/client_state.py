@@ -126,10 +126,7 @@ class ClientRoundState:
     def encrypt_shares(
         self, receiver: str, shares: Sequence[bytes], hashes: Sequence[bytes]
     ) -> bytes:
-        """Encrypt shares, with their hashes, to the client `receiver`.
-
-        The ciphertext authenticates the hashes: nobody but the client can have changed them.
-        """
+        """Encrypt shares to a client, and authenticate their hashes: nobody can change them."""
         key = self._share_key(self.adverts[receiver], self.name, receiver)
         data = crypto.length_prefixed(self.name, receiver, *hashes)
         return crypto.aes_gcm_encrypt(key, b"".join(shares), data)

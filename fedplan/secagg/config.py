@@ -98,11 +98,7 @@ class SecAggConfig:
         return numbers * (WIDE_BYTES if self.wide_integers else NARROW_BYTES) + wide * WIDE_BYTES
 
     def resolve_threshold(self, cohort_size: int) -> int:
-        """Return the number of clients needed to unmask a sum, for a cohort of this size.
-
-        Raises FedplanError if the cohort is smaller than the threshold or `min_contributors`, or if
-        two groups of clients (with `colluders` in both) could each unmask a sum of the same round.
-        """
+        """Return the threshold of a cohort; FedplanError if none, or two sums, could open."""
         threshold = self.threshold or max(2, 2 * cohort_size // 3 + 1)
         if cohort_size < threshold:
             raise FedplanError(
@@ -131,21 +127,13 @@ class SecAggConfig:
         return threshold
 
     def honest_noise_shares(self, cohort_size: int) -> int:
-        """Return how many clients' noise remains at least in a sum, for a cohort of this size.
-
-        That is the threshold, less the shares that colluders or one curious client can subtract.
-        Raises FedplanError as `resolve_threshold` does.
-        """
+        """Return how many clients' noise remains at least in a sum; colluders subtract theirs."""
         # Every client sees the new global model and knows its own share, so there is always one
         # observer, even without colluders.
         return self.resolve_threshold(cohort_size) - max(1, self.colluders)
 
     def describe_noise(self, cohort_size: int, noise: float, clip: float) -> str:
-        """Return sentences for people on the noise of each client, for a cohort of this size.
-
-        `noise`: noise multiplier. `clip`: clipping norm. Raises FedplanError as `resolve_threshold`
-        does.
-        """
+        """Return sentences for people on the noise of each client, for a cohort of this size."""
         honest, observers = self.honest_noise_shares(cohort_size), "one curious client"
         if self.colluders:
             observers += f" or {self.colluders} that collude with the server"
@@ -160,10 +148,7 @@ class SecAggConfig:
 
 
 def drift_tracked_kinds(method: Method) -> frozenset[str]:
-    """Return the kinds of params whose drift the method's phase rule may read.
-
-    Empty for phases planned by round; all kinds for a custom phase rule.
-    """
+    """Return the kinds of params whose drift the phase rule may read; all for a custom rule."""
     phase_rule = method.phase_rule
     if isinstance(phase_rule, SettledPhase):
         return frozenset(phase_rule.kinds)
@@ -175,20 +160,11 @@ def drift_tracked_kinds(method: Method) -> frozenset[str]:
 def check_secagg_support(
     secagg: SecAggConfig, method: Method, guarantee: Guarantee | None, defence: str
 ) -> None:
-    """Raise FedplanError, with a remedy, if secure aggregation is on and impossible in this run.
-
-    Checks the method (auxiliary tensors, LoRA products, phases by drift), the DP guarantee, the
-    defence against malicious clients (its text, empty if off), and without client-level DP whether
-    `secagg.min_contributors` is large enough for `secagg.colluders`. Does nothing if `secagg` is
-    plain, which means that secure aggregation is off.
-    """
+    """Raise FedplanError, with a remedy, if secure aggregation is impossible in this run."""
     client_dp = guarantee if guarantee is not None and guarantee.unit == "client" else None
     required = MIN_CONTRIBUTORS_WITH_SQUARES + max(0, secagg.colluders - 1)
     conflicts: list[tuple[bool, str]] = [
-        (
-            bool(defence),
-            f"{defence} needs each single update: leave the defence out",
-        ),
+        (bool(defence), f"{defence} needs each single update: leave the defence out"),
         (
             client_dp is not None and client_dp.sampling_rate is not None,
             "all clients of a round see its cohort, so random sampling hides nobody: take all "

@@ -98,10 +98,7 @@ def x25519_public_key(secret: bytes) -> bytes:
 
 
 def x25519_shared_secret(secret: bytes, public: bytes) -> bytes:
-    """Secret that two clients share by X25519: one client's private, the other's public key.
-
-    Raises a SecAggError for an invalid public key.
-    """
+    """Secret of one's private and another's public key; a SecAggError if that is invalid."""
     try:
         peer = X25519PublicKey.from_public_bytes(public)
         return X25519PrivateKey.from_private_bytes(secret).exchange(peer)
@@ -130,10 +127,7 @@ def sign(key: NodeKey, content: bytes) -> bytes:
 
 
 def verify_signature(public: bytes, content: bytes, signature: bytes) -> bool:
-    """Whether a signature of a content is valid under a public node key in DER form.
-
-    False also for a key of another type. Raises ValueError for bytes that are no public key.
-    """
+    """Whether a signature is valid under a public node key in DER form, of a known type."""
     key = load_der_public_key(public)
     try:
         if isinstance(key, CurvePublic):
@@ -163,10 +157,7 @@ class KeyStream:
         self._buffer = bytearray(8 * CHUNK)
 
     def words(self, count: int) -> Iterator[tuple[slice, Words]]:
-        """Yield the next `count` 64-bit words in chunks, as (slice of the whole, words).
-
-        The next chunk overwrites the memory of the last: use or copy each at once.
-        """
+        """Yield the next words as (slice of the whole, words), valid until the next chunk."""
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             self._cipher.update_into(memoryview(_ZEROS)[: 8 * size], memoryview(self._buffer))
@@ -278,10 +269,7 @@ def secret_hash(context: bytes, dealer: str, number: int, secret: bytes) -> byte
 
 
 def reconstruct(shares: Mapping[int, bytes]) -> bytes | None:
-    """Return the secret of as many shares as the threshold, by point; None if it is too large.
-
-    Wrong shares give a wrong secret: compare it with its commitment.
-    """
+    """The secret of shares by point, to be compared with its commitment; None if too large."""
     weights = lagrange_weights(list(shares))
     pairs = zip(weights, shares.values(), strict=True)
     secret = sum(weight * int.from_bytes(share) for weight, share in pairs) % PRIME

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedplan.secagg.crypto import (
-    KeyStream,
-    SecAggError,
-    hkdf,
-    sha256_of,
-    x25519_shared_secret,
-)
+from fedplan.secagg.crypto import KeyStream, SecAggError, hkdf, sha256_of, x25519_shared_secret
 from fedplan.secagg.terms import HEADER, SlotGroup
 from fedplan.tensors.ring import WORD, Words, add_words, subtract_words
 
@@ -45,11 +39,7 @@ class GroupVector:
     def of(
         group: SlotGroup, numbers: Mapping[str, Words], weight: int, clients: int
     ) -> GroupVector:
-        """One client's input: a header of 1 and `weight`, and a copy of the numbers by slot name.
-
-        Raises a SecAggError if a slot of the group has numbers of a wrong shape, or a number so
-        large that a sum over `clients` clients could overflow.
-        """
+        """A client's input, copied; a SecAggError for a wrong shape or possible overflow."""
         vector, limit = GroupVector.empty(group), 2 ** (WORD - 1) // clients
         vector.narrow[:HEADER] = (1, weight)
         for name, view in vector.numbers(group).items():
@@ -70,10 +60,7 @@ class GroupVector:
 
     @staticmethod
     def from_bytes(group: SlotGroup, content: bytes) -> GroupVector:
-        """Read-only vector of a group from `content`, the bytes of `to_bytes`, without a copy.
-
-        Raises a SecAggError for a wrong number of bytes.
-        """
+        """Read-only vector of a group from `content`; a SecAggError for a wrong number of bytes."""
         if len(content) != 8 * group.word_count:
             raise SecAggError(
                 f"slot group {group.name} has {len(content)} bytes and not {8 * group.word_count}: "
@@ -122,10 +109,7 @@ class GroupVector:
 
 
 def mask_context(terms_digest: bytes, roster_digest: bytes, sharing: Sequence[str]) -> bytes:
-    """Digest that every mask key of a round depends on.
-
-    sharing: the clients whose encrypted shares were forwarded, sorted.
-    """
+    """Digest that every mask key depends on, with the clients whose shares were forwarded."""
     return sha256_of("context", terms_digest, roster_digest, *sharing)
 
 
@@ -140,8 +124,7 @@ def pairwise_mask_keys(
     """Keys of the pairwise masks of two clients, by slot group; the same on both sides.
 
     secret: private masking key of the client `own`; other: name and public masking key of the other
-    client; context: see `mask_context`. Of the two, the client with the smaller name adds the mask,
-    the other one subtracts it. Raises a SecAggError for an invalid public key.
+    client. Of the two, the client with the smaller name adds the mask, the other one subtracts it.
     """
     name, public_key = other
     shared, pair = x25519_shared_secret(secret, public_key), sorted((own, name))

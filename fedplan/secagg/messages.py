@@ -114,10 +114,7 @@ class MaskedInput:
 
 @dataclass(frozen=True)
 class SurvivorList:
-    """Server to all clients: the clients whose masked input has arrived, sorted.
-
-    input_signatures: the signature of each one's masked input, by client.
-    """
+    """Server to all clients: those whose masked input has arrived, sorted, with its signatures."""
 
     terms_digest: bytes
     clients: tuple[str, ...]
@@ -167,10 +164,7 @@ def survivors_digest(context: bytes, survivors: tuple[str, ...]) -> bytes:
 
 
 def to_json(message: object, terms: Terms | None = None) -> dict[str, JSON]:
-    """Return the JSON fields of a message; one with key adverts takes the round's terms.
-
-    The slots of a key advert are a bit set in the order of the terms, which both ends know.
-    """
+    """The JSON fields of a message; slots of key adverts are a bit set in the terms' order."""
     result = dict[str, JSON]()
     for each in fields(cast("Any", message)):
         value = getattr(message, each.name)
@@ -247,10 +241,7 @@ def _slots_from_bits(data: Any, terms: Terms | None) -> tuple[str, ...]:
 
 
 def encode(run: str, message: object, terms: Terms | None = None) -> Message:
-    """Return a message as bytes, with the run id in the header; `terms` as for `to_json`.
-
-    Each vector of a MaskedInput has a blob of its own, and the header their names.
-    """
+    """Return a message as bytes; each vector of a MaskedInput is a blob, named in the header."""
     if isinstance(message, MaskedInput):
         sender = {"terms": message.terms_digest.hex(), "client": message.client}
         header: dict[str, JSON] = {"run": run, **sender, "groups": [*message.vectors]}
@@ -263,10 +254,7 @@ def encode(run: str, message: object, terms: Terms | None = None) -> Message:
 
 
 def decode(kind: type[M], message: Message, terms: Terms | None = None) -> M:
-    """Return the message of class `kind` that `encode` made bytes of.
-
-    Raises SerializationError for other bytes. The vectors of a MaskedInput are not checked.
-    """
+    """Return the message that `encode` made bytes of; SerializationError for other bytes."""
     if kind is not MaskedInput:
         return from_json(kind, _read_blob(message), terms)
     _, header = unpack_message(Message(message.header))
@@ -299,8 +287,6 @@ class _TermsDigest:
 
 @dataclass(frozen=True)
 class _MaskedHeader:
-    """The header of a masked input, with the names of the slot groups in its blobs."""
-
     terms_digest: bytes
     client: str
     groups: tuple[str, ...]

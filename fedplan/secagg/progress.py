@@ -13,7 +13,7 @@ average out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,10 +60,6 @@ class RoundProgress:
     survivors: tuple[str, ...] = ()
     revealed: bool = False
 
-    def erased(self) -> RoundProgress:
-        """Return the progress without secrets: a client refuses all messages of this round."""
-        return replace(self, secret=b"", adverts=(), ciphertexts={}, share_hashes={})
-
 
 class ProgressStore(Protocol):
     """Storage of a client's progress in its last round only."""
@@ -83,20 +79,18 @@ class MemoryProgressStore:
         self._progress: RoundProgress | None = None
 
     def read(self) -> RoundProgress | None:
-        """The last round written, None before the first."""
         return self._progress
 
     def write(self, progress: RoundProgress) -> None:
-        """Keep a round until the process ends."""
         self._progress = progress
 
 
 class DiskProgressStore:
     """A store in a folder, created if missing, that survives a crash.
 
-    encryption: encrypts the files; None: plain. The constructor locks the folder as long as the
-    object exists, since two processes could sign different survivor lists, and raises a StoreError
-    if another process has locked it. `read` never falls back to an older version of damaged data.
+    The constructor locks the folder as long as the object exists, since two processes could sign
+    different survivor lists, and raises a StoreError if another process has locked it. `read` never
+    falls back to an older version of damaged data.
     """
 
     def __init__(self, folder: Path, *, encryption: Encryption | None = None) -> None:
@@ -124,13 +118,11 @@ class DiskProgressStore:
         return _from_json(newest.meta) if newest else None
 
     def write(self, progress: RoundProgress) -> None:
-        """Write a round to disk and sync it."""
         newest = max(self._store.numbers(), default=0)
         self._store.write({}, _to_json(progress), number=newest + 1)
 
 
 def _to_json(progress: RoundProgress) -> dict[str, Any]:
-    """Progress as a JSON object with the keys of the stored format."""
     slots = [[*astuple(slot)] for slot in progress.terms.slots]
     adverts = [
         [a.client, a.encryption_key.hex(), a.masking_key.hex(), a.signature.hex(), [*a.slots]]
@@ -153,7 +145,6 @@ def _to_json(progress: RoundProgress) -> dict[str, Any]:
 
 
 def _from_json(data: Mapping[str, Any]) -> RoundProgress:
-    """Inverse of `_to_json`."""
     settings: dict[str, Any] = dict(data["terms"])
     terms = Terms(slots=tuple(Slot(*slot) for slot in settings.pop("slots")), **settings)
     adverts = list[KeyAdvert]()
@@ -193,8 +184,7 @@ class RevealLog:
         """Raise a SecAggError if unmasking these sums could reveal a difference of two sums.
 
         That is, if the round was unmasked under other terms, or if one of the slots was unmasked
-        with the same input digest for other senders. Also raised if the file cannot be read. Writes
-        nothing.
+        with the same input digest for other senders.
         """
         reveal_id, terms_digest = terms.reveal_id, terms.digest.hex()
         lines = self._lines()
@@ -219,11 +209,10 @@ class RevealLog:
     def record(self, terms: Terms, input_digest: str, senders: SlotSenders) -> None:
         """Append a round's sums to the file and sync; call before the sums are unmasked.
 
-        terms: of the round; input_digest: of everything that this client's input depends on;
-        senders: of each slot. A round that is in the file is not written again; a torn last line is
-        cut off. The first line of a file that is there and empty, as owners may leave it, gets the
-        field `emptied`. Waits up to 60 s for the file's lock. Raises a SecAggError as
-        `require_consistent` does, and a StoreError if the file cannot be written.
+        A round that is in the file is not written again. The first line of a file that is there and
+        empty, as owners may leave it, gets the field `emptied`. Waits up to 60 s for the file's
+        lock. Raises a SecAggError as `require_consistent` does, and a StoreError if the file cannot
+        be written.
         """
         by_senders = dict[tuple[str, ...], list[str]]()
         for slot, clients in senders.items():

@@ -56,13 +56,11 @@ of the clients that reply in time."""
 
 @dataclass(frozen=True)
 class SecAggCheckpoint:
-    """Messages that the server has sent in one attempt of a secure aggregation round.
+    """Messages that the server has sent in one attempt; an empty field is one not yet sent.
 
-    `attempt`: number of the attempt, from 1. `adverts`: key advert of each client as JSON.
-    `encrypted_shares`: by client, as JSON. `survivors`: clients with masked input that arrived in
-    time. An empty field: the server has not sent this message yet. `excluded`: clients that take no
-    part in this attempt, since they dealt wrong shares in an earlier one, with the reason.
-    `discarded`: by client, the number of masked inputs that arrived in attempts that failed.
+    `excluded`: clients that take no part in this attempt, since they dealt wrong shares in an
+    earlier one, with the reason. `discarded`: by client, the number of masked inputs that arrived
+    in attempts that failed.
     """
 
     round: int
@@ -75,11 +73,7 @@ class SecAggCheckpoint:
 
 
 def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
-    """Return the checkpoint of round `number` from a file; creates or changes no file.
-
-    A missing file, or a checkpoint of another round, gives an empty checkpoint of attempt 1. Raises
-    StoreError if the file cannot be read or is not a checkpoint.
-    """
+    """Return the checkpoint of round `number` in a file, or an empty one; else StoreError."""
     try:
         fields: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         checkpoint = SecAggCheckpoint(**fields) if fields else SecAggCheckpoint(number)
@@ -145,9 +139,9 @@ class SecureRound:
     def run_attempt(self, adverts: Mapping[str, Any], directory: KeyDirectory) -> None:
         """Run the four steps with the clients' key adverts (JSON by name), and set the sum.
 
-        `directory`: public node keys by client. Waits for the clients at each step. If too few are
-        left or the sums cannot be unmasked, sets `failure` and goes to the next attempt, in which
-        clients that dealt wrong shares take no part.
+        `directory`: public node keys by client. If too few clients are left or the sums cannot be
+        unmasked, sets `failure` and goes to the next attempt, in which clients that dealt wrong
+        shares take no part.
         """
         excluded = dict(self._checkpoint.excluded)
         self.earlier_faults = self.dropouts | self.earlier_faults
@@ -231,8 +225,7 @@ class SecureRound:
     def _collect_masked_inputs(self, server: ProtocolServer) -> None:
         """Give the server the masked inputs, and store the survivors.
 
-        After a restart only the stored survivors are asked; SecAggError if one does not reply
-        again.
+        After a restart the stored survivors are asked; SecAggError unless all reply again.
         """
         earlier, run = self.survivors, server.terms.run
         names = earlier or tuple(sorted(self._checkpoint.encrypted_shares))
@@ -256,10 +249,7 @@ class SecureRound:
         kind: type[Reply],
         accept: Callable[[Reply], object],
     ) -> None:
-        """Send the requests of a step, by client, and give each reply of class `kind` to `accept`.
-
-        A client drops out if its reply cannot be read or is not its own, or if `accept` raises.
-        """
+        """Give the replies of a step to `accept`; a client whose reply raises drops out."""
         for name, reply in self._ask(step, requests):
             message = None
             with self._dropout_on_error(name):
@@ -294,12 +284,7 @@ class ClientInput:
 
 
 def simulate_secagg_round(terms: Terms, inputs: Mapping[str, ClientInput]) -> UnmaskedSums:
-    """Run all steps of a round in this process, with new keys; return the unmasked sums.
-
-    For simulations: same sums, no secrecy. inputs: numbers and weight of each client, by name; no
-    client drops out. Raises a SecAggError if the number of clients does not suit the threshold, or
-    an input does not suit the slots.
-    """
+    """Run a round in this process with new keys and no dropouts; return the unmasked sums."""
     keys = {name: Ed25519PrivateKey.generate() for name in inputs}
     directory = {name: node_public_key(key) for name, key in keys.items()}
     clients = {

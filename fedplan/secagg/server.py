@@ -110,9 +110,9 @@ class ProtocolServer:
     def add_masked_input(self, masked: messages.MaskedInput) -> None:
         """Step 3: add the masked input of a client to the sums.
 
-        Raises a SecAggError, with the sums unchanged, for a second input of the client, for a wrong
-        signature, for a vector of a wrong size, and for other slot groups than those that the
-        client declared and that have at least `min_senders` senders.
+        Raises a SecAggError, with the sums unchanged, for a second input, a wrong signature, a
+        vector of a wrong size, and other slot groups than those that have enough senders of the
+        client's.
         """
         client = masked.client
         self._require_member(client, self._sharing, masked.terms_digest)
@@ -147,10 +147,7 @@ class ProtocolServer:
         return accusers
 
     def false_dealers(self) -> dict[str, str]:
-        """Clients that dealt wrong shares, with the reason.
-
-        Their shares do not fit together, or more clients complain than may lie or be missing.
-        """
+        """Clients that dealt wrong shares, and why: accused by more than may lie, or by proof."""
         spare = len(self._adverts) - self.terms.threshold
         accused = {
             dealer: f"it dealt wrong shares, say {', '.join(accusers)}"
@@ -174,10 +171,7 @@ class ProtocolServer:
         return messages.SurvivorList(self.terms.digest, self._survivors, signatures)
 
     def accept_signature(self, signature: messages.SurvivorSignature) -> None:
-        """Step 4: accept a survivor's signature of the survivor list; replaces an earlier one.
-
-        Raises a SecAggError for an invalid signature, and for a client that is no survivor.
-        """
+        """Step 4: accept a survivor's signature of the survivor list; replaces an earlier one."""
         client = signature.client
         self._require_member(client, self._survivors, signature.terms_digest)
         body = messages.survivors_digest(self._context, self._survivors)
@@ -212,12 +206,11 @@ class ProtocolServer:
         self._unmask_shares[holder] = revealed
 
     def unmask(self) -> UnmaskedSums:
-        """Unmask the sums of all slots with at least `min_senders` surviving senders.
+        """Unmask the sums of all slots with at least `min_senders` surviving senders. Call once.
 
-        Call once: changes the sums. Raises a SecAggError if fewer clients than the threshold have
-        sent unmask shares, if a client has dealt shares of another secret than it committed to, and
-        if a group's header (count of clients, sum of weights) is impossible, so that an input was
-        wrong.
+        Raises a SecAggError if fewer clients than the threshold have sent unmask shares, if a
+        client has dealt shares of another secret than it committed to, and if a group's header
+        (count of clients, sum of weights) is impossible, so that an input was wrong.
         """
         self._require_enough(len(self._unmask_shares), "have revealed unmask shares")
         groups, withheld = self.terms.revealable(self._groups, self._survivors), dict[str, str]()

@@ -37,14 +37,10 @@ class Slot:
 class Terms:
     """The settings that all clients of a secure aggregation round must agree on.
 
-    experiment, run: names; agreement_digest: fingerprint of the run's agreement (the settings that
-    server and clients fixed before round 1).
-    base_digest: digest of the values that the round starts from.
-    threshold: number of clients needed to unmask a sum; must be more than half of the round's
-    clients, see `require_client_count`.
-    min_senders: a slot is unmasked only if at least this many surviving clients sent it.
-    slots: everything that may be summed, in order.
-    attempt: number of this attempt at the round, from 1; a failed attempt is followed by the next.
+    agreement_digest: fingerprint of the settings that server and clients fixed before round 1.
+    base_digest: of the values that the round starts from. min_senders: a slot is unmasked only if
+    at least this many surviving clients sent it. attempt: number of this attempt at the round, from
+    1.
 
     Raises a SecAggError if threshold or min_senders is below 2, or if a slot's name repeats.
     """
@@ -93,10 +89,7 @@ class Terms:
         return [each for each in groups if len(each.senders_among(clients)) >= self.min_senders]
 
     def require_client_count(self, clients: int) -> None:
-        """Raise a SecAggError for fewer clients than the threshold, or for twice as many or more.
-
-        Of twice the threshold, two disjoint groups could unmask different sums of one round.
-        """
+        """Raise a SecAggError if too few clients take part, or two groups could unmask a round."""
         if clients < self.threshold:
             raise SecAggError(
                 f"{clients} clients take part, and the threshold is {self.threshold}: wait for more"
@@ -110,10 +103,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Slots with the same senders: they are masked, and unmasked or withheld, together.
-
-    clients: the senders, sorted.
-    """
+    """Slots with the same senders, sorted: they are masked, and unmasked or withheld, together."""
 
     slots: tuple[Slot, ...]
     clients: tuple[str, ...]
@@ -130,14 +120,9 @@ class SlotGroup:
         return HEADER + sum(slot.count for slot in self.slots if not slot.wide)
 
     @property
-    def wide_count(self) -> int:
-        """Number of two-word numbers."""
-        return sum(slot.count for slot in self.slots if slot.wide)
-
-    @property
     def word_count(self) -> int:
         """Number of 64-bit words that a client sends of this group."""
-        return self.narrow_count + 2 * self.wide_count
+        return self.narrow_count + 2 * sum(slot.count for slot in self.slots if slot.wide)
 
     def senders_among(self, clients: Sequence[str]) -> tuple[str, ...]:
         """The clients of this group that are among `clients`, in the group's order."""
@@ -147,11 +132,7 @@ class SlotGroup:
 def group_slots(
     terms: Terms, slots_by_client: Mapping[str, Sequence[str]]
 ) -> tuple[SlotGroup, ...]:
-    """Group the slots of the terms by their senders; slots that no client sends are left out.
-
-    slots_by_client: names of the slots that each client declared. Returns one group per distinct
-    set of senders, in the order of the terms' slots.
-    """
+    """Group the slots of the terms by the clients that declared them; others are left out."""
     declared = {client: set(names) for client, names in sorted(slots_by_client.items())}
     groups = dict[tuple[str, ...], list[Slot]]()
     for slot in terms.slots:

@@ -359,12 +359,10 @@ class Approvals:
         return self._cached_violations[key]
 
     def _digest(self, study: Study) -> str:
-        """Return the full digest of a study; imports the code that the study names."""
         with allow_imports(self._allow):
             return study.full_digest
 
     def _require_approver(self) -> None:
-        """Raise FedplanError if the policy does not let the current user decide on studies."""
         policy = self.policy
         if not policy.may_approve(current_user()):
             raise FedplanError(
@@ -386,7 +384,6 @@ class Approvals:
         reason: str = "",
         run: str = "",
     ) -> None:
-        """Append an entry about a study to the approvals file, synced to disk."""
         make_folder(self._state_folder)
         self._log.append(
             {

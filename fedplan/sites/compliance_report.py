@@ -110,7 +110,6 @@ def compliance_page(state_folder: Path) -> Page:
 def _lead(
     runs: Sequence[RunEgress], accounts: Sequence[DatasetAccount]
 ) -> Iterator[str | PageBlock]:
-    """Yield the first paragraphs: bytes of all runs, and the epsilon of each dataset's account."""
     entries = [entry for run in runs for entry in run.record.entries]
     value_bytes, header_bytes = (
         sum(entry["count"] * entry[field] for entry in entries)
@@ -142,7 +141,6 @@ def _lead(
 
 
 def _run_section(run: RunEgress, number: int) -> PageSection:
-    """Return the page section of a run; `number` makes the names of its figures unique."""
     record, agreement = run.record, run.record.agreement
     title = f"{run.name}, {f'run {record.run}' if record.run else 'run without an id'}"
     agreed, server = "The site agreed to nothing in this run.", ""

@@ -56,8 +56,7 @@ class Finding:
 def check_site(site: Site) -> list[Finding]:
     """Run all checks of a site, and return their findings in the order of CHECKS.
 
-    Connects to the server and reads the site's data, but changes nothing at either. An error
-    becomes a finding with state "fail".
+    Reads the site's data, and changes nothing. An error becomes a finding with state "fail".
     """
     findings = list[Finding]()
     for name, check in CHECKS:
@@ -84,7 +83,6 @@ def _check_policy(site: Site) -> Iterator[Finding]:
 
 
 def _check_keys(site: Site) -> Iterator[Finding]:
-    """Check that the site's key files exist, and that only their owner can read them."""
     server, state = site.server, site.encryption_key
     for name, named in {"state.key": state, "node": server.node_key if server else ""}.items():
         check, file = f"key {name}", Path(named)
@@ -110,7 +108,6 @@ _WITHOUT_KEY = {
 
 
 def _check_server(site: Site) -> Iterator[Finding]:
-    """Check proxy, certificate, clock and registration; connects to the server."""
     server = site.server
     if server is None:
         remedy = 'add [server] with address, ca = "ca.crt" and node_key = "node"'
@@ -184,7 +181,6 @@ def _check_registration(site: Site, server: ServerSection) -> Finding:
 
 
 def _check_state_folder(site: Site) -> Iterator[Finding]:
-    """Check permissions, lock and free space of the site's state folder `site.state`."""
     folder = Path(site.state)
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(existing, os.W_OK | os.X_OK):

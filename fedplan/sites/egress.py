@@ -108,7 +108,6 @@ class SiteRecord:
             )
 
     def _table(self) -> Table:
-        """Return a table with a row per entry, and a row of sums."""
         totals, earlier = bytes_by_part(self.entries), set[tuple[str, str]]()
         table = Table(box=None, pad_edge=False)
         for name in ("time", "round", "message", *totals, "headers", "download"):
@@ -179,10 +178,7 @@ class DatasetAccount:
 
 
 def read_egress_report(state_folder: Path) -> list[SiteRecord | DatasetAccount]:
-    """Read a site's state folder: the SiteRecord of each run, then each dataset's DatasetAccount.
-
-    Raises DamagedLog if a log, line or agreement was changed, FedplanError if one is missing.
-    """
+    """Read all runs and datasets of a site; DamagedLog or FedplanError if a file is not intact."""
     groups = dict[tuple[str, str], list[dict[str, Any]]]()
     for number, line in enumerate(read_egress(state_folder), 1):
         if not _has_fields(line, ENTRY_FIELDS) or not _has_numbers(line.get("parts"), int):
@@ -324,11 +320,7 @@ class RunEgress:
                 yield f"{self.name}: values of {part} left, but the plan does not share it"
 
     def unapproved(self) -> Iterator[str]:
-        """Yield a sentence for each update that left without a valid approval of this run.
-
-        The last decision on the study before the update must be an approval, by the approver that
-        the egress log names, and this run the first that started after it.
-        """
+        """Yield a sentence for each update that left without a valid approval of this run."""
         for update in self.updates:
             earlier = [entry for entry in self.decisions if entry["time"] <= update["time"]]
             decided = [entry for entry in earlier if entry["decision"] not in UNDECIDED]

@@ -202,7 +202,6 @@ class SiteGateway:
         return self.state_folder / RUNS_FOLDER / f"{run}.json"
 
     def _runtime_for(self, study: Study) -> SiteRuntime:
-        """Return the runtime (model, data, state) of a study under the present policy."""
         policy = self.approver.policy
         key = study.full_digest, policy.digest
         if self._runtime is None or self._runtime[0] != key:
@@ -223,10 +222,7 @@ class SiteGateway:
     def _require_current_state(
         self, endpoint: Endpoint, run: str, fields: Mapping[str, Any]
     ) -> None:
-        """Raise RequestRefused if the site's state is older than the last answer the server has.
-
-        A permission of `allow_rejoin` lets the request pass, and ends when the state has caught up.
-        """
+        """Raise RequestRefused if the state is older than the server's, unless `allow_rejoin`."""
         last_round = last_trained_round(endpoint.site.journal.client_state()[1])
         answered_round = fields.get("last_update_round")
         permission = self.state_folder / REJOIN_FOLDER / run
@@ -263,7 +259,6 @@ def allow_rejoin(site: Site, run: str) -> None:
 
 
 def _run_id_or_empty(message: Message) -> str:
-    """Return the run id in a message's header, or "" if missing or invalid."""
     try:
         return read_run_id(message)
     except FedplanError:
@@ -271,7 +266,6 @@ def _run_id_or_empty(message: Message) -> str:
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
-    """Return the JSON fields of a message's header; empty if the header is malformed."""
     try:
         return unpack_message(Message(message.header))[1]
     except FedplanError:
@@ -281,8 +275,7 @@ def _message_fields(message: Message) -> dict[str, Any]:
 def serve_site(folder: Path) -> None:
     """Serve the site described by site.toml in `folder`; block until SIGTERM or SIGINT.
 
-    Sets the process's umask, signal handlers and NO_PROXY. Raises StoreError if another process
-    serves the site.
+    Sets the process's umask, signal handlers and NO_PROXY. StoreError if it is served already.
     """
     from fedplan.runners.flower.supernode import run_supernode, serve_tasks
 

@@ -180,10 +180,7 @@ def policy_from_dict(fields: Mapping[str, object]) -> Policy:
 def policy_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None = None
 ) -> list[str]:
-    """Return a sentence for each way in which a study violates a policy; empty if allowed.
-
-    `agreement` is `outline_agreement(study)`. Without `site` it must be allowed for every client.
-    """
+    """Return how a study violates a policy, for a site or else any client; empty if allowed."""
     site = site_in_study(study, site)
     return [
         *_never_share_violations(policy, study, agreement, site),
@@ -234,7 +231,6 @@ def shareable_params(
 def _never_share_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None
 ) -> Iterator[str]:
-    """Yield a sentence for each part in `never_share` that a study shares, or perhaps shares."""
     shareable = shareable_params(agreement, study.train.rounds, site) if policy.never_share else {}
     for text in policy.never_share:
         part = parse_part(text)
@@ -259,11 +255,7 @@ def _never_share_violations(
 
 
 def _is_in_part(part: Part, param: Param, params: Params) -> bool:
-    """Whether a param belongs to a part, directly, by a tied name, or as an adapter of its layers.
-
-    A tied name counts as a head, since an embedding may be the head too. An adapter counts as its
-    layer: with a public base model, it is the trained layer.
-    """
+    """Whether a param is in a part: itself, by a tied name, or as an adapter of a layer in it."""
     related = [replace(param, name=name, kind=Kind.HEAD) for name in param.tied]
     if param.kind is Kind.ADAPTER:
         for other in params:
@@ -279,7 +271,6 @@ def _first_names(names: list[str]) -> str:
 
 
 def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence for each limit that a whole run of the study would exceed."""
     rounds, guarantee, upload = study.train.rounds, agreement.guarantee, 0
     if limits.rounds and rounds > limits.rounds:
         yield f"limits.rounds is {limits.rounds}, but the study has {rounds} rounds"
@@ -312,7 +303,6 @@ def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement)
 
 
 def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence if a study reveals the number of examples, or has too little privacy."""
     guarantee = agreement.guarantee
     reveals_count = not agreement.secagg.equal_weights
     if guarantee is not None:
@@ -347,7 +337,6 @@ def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> I
 
 
 def _secagg_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
-    """Yield a sentence for each requirement on secure aggregation that a study does not meet."""
     required, secagg = policy.min_sites_in_sum, agreement.secagg
     if not secagg.active:
         for name, value in (("min_sites_in_sum", required), ("colluders", policy.colluders)):

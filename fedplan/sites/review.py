@@ -155,7 +155,6 @@ def review_study(
 
 
 def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast:
-    """Forecast roles and bytes of a study's run: for `site`, or for all client classes if None."""
     phase_rule, site = agreement.method.phase_rule, site_in_study(study, site)
     return forecast(
         agreement.method.plan,
@@ -168,7 +167,6 @@ def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast
 
 
 def _review_parts(run: Forecast) -> tuple[PartReview, ...]:
-    """Return a review of each part of the model, for the client class that uploads most."""
     client = max(run.clients, key=lambda each: each.max_upload)
     params_by_kind = dict[str, list[Param]]()
     for param in sort_params(run.params):

@@ -252,7 +252,6 @@ def accountant_version() -> str:
 
 
 def _gaussian_epsilon(noise: float, delta: float) -> float:
-    """Epsilon at `delta` of one Gaussian release with noise multiplier `noise`, by bisection."""
 
     def log_delta(epsilon: float) -> float:
         # delta = Phi(1/2s - es) - exp(e) Phi(-1/2s - es), s the noise (Balle and Wang 2018, eq. 6).

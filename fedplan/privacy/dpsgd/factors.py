@@ -102,10 +102,7 @@ class DenseFactor:
 @final
 @dataclass(frozen=True)
 class EmbeddingFactor:
-    """Per-example gradients of an embedding table, with the methods of every Factor.
-
-    ids: [examples, tokens]; backprops: gradients in the embeddings, [examples, tokens, width].
-    """
+    """Per-example gradients of an embedding table, [examples, tokens], as a Factor."""
 
     ids: Tensor
     backprops: Tensor
@@ -200,7 +197,6 @@ def squared_norm_bounds(factors: tuple[Factor, ...]) -> Tensor:
 
 
 def _norms(vectors: Tensor) -> Tensor:
-    """Norm of each token's vector, [examples, tokens], in float64."""
     return torch.stack([example.double().square().sum(1).sqrt() for example in vectors])
 
 

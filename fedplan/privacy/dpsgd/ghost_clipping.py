@@ -62,8 +62,6 @@ def per_example_losses(objective: Objective, batch: Mapping[str, Tensor], count:
 
 @dataclass(frozen=True)
 class _ForwardCall:
-    """A recorded call of a model's forward on a batch of `count` examples."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
@@ -115,7 +113,6 @@ def _has_rows(value: Any, count: int) -> bool:
 
 @contextmanager
 def _forward_replaced(model: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    """Replace `model.forward` while the context is open, and restore it at the end."""
     attributes = vars(model)
     own = attributes.get("forward")
     attributes["forward"] = forward

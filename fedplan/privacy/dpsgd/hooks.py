@@ -160,10 +160,7 @@ def _layer_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> M
 
 
 def _rerun_factors(call: LayerCall, backprop: Tensor, objective: Objective) -> dict[str, Factor]:
-    """Per-example gradients of any small layer, by running the layer again on each example.
-
-    Raises a GhostClippingError for a large layer, and for another output than the recorded one.
-    """
+    """Per-example gradients of a small layer, by running it again on each example."""
     leaves = [trained.tensor for trained in call.tensors.values()]
     if sum(leaf.numel() for leaf in leaves) > _MAX_RERUN_SIZE:
         raise GhostClippingError(

@@ -67,10 +67,7 @@ def trained_tensors(model: nn.Module, roles: Roles) -> tuple[TrainedTensor, ...]
 
 @dataclass(frozen=True)
 class Objective:
-    """A model with the trained tensors, examples and loss of one fit; on the model's device.
-
-    loss: maps model and batch to a scalar; dtype: of autocast, None for no autocast.
-    """
+    """Model, trained tensors, examples and loss of one fit; `dtype` of autocast, if any."""
 
     model: nn.Module
     tensors: tuple[TrainedTensor, ...]
@@ -129,10 +126,7 @@ class ClippedSum:
         return int((~self.norms.isfinite()).sum())
 
     def clip_factors(self, squared_norms: Tensor) -> Tensor:
-        """Factors that clip gradients of these squared norms, and turn them into steps.
-
-        At most 1 / step; 0 for a non-finite norm. Appends the norms to `norms`. Float64 on the CPU.
-        """
+        """Factors that clip gradients of these norms, in steps; 0 for one that is not finite."""
         norms = squared_norms.double().cpu().sqrt()
         self.norms = torch.cat([self.norms, norms])
         clipping = self.max_grad_norm * _MARGIN / norms.clamp(min=_SMALLEST)
@@ -279,7 +273,6 @@ def probe_examples(examples: Examples) -> Tensor:
 
 
 def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
-    """Raise a PrivacyError if a forward pass changes a buffer of the objective's model."""
     before = {name: buffer.clone() for name, buffer in objective.model.named_buffers()}
     with fork_rng_state(model_device(objective.model)), torch.no_grad():
         objective.batch_loss(indices)

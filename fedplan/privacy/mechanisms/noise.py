@@ -87,10 +87,7 @@ def read_secret(file: Path, encryption: Encryption | None = None) -> bytes:
 
 
 def derive_key(secret: bytes, purpose: str, *words: str | int | bytes) -> bytes:
-    """Derive a 32-byte key for one purpose: HMAC-SHA256 of the words under the secret.
-
-    Each word goes in with type and length: different lists give different keys.
-    """
+    """Derive a 32-byte key for one purpose: HMAC-SHA256 of framed words under the secret."""
     if len(secret) != SECRET_SIZE:
         raise PrivacyError(
             f"a secret has {SECRET_SIZE} bytes, not {len(secret)}: use load_or_create_secret()"

@@ -74,10 +74,7 @@ class NoisyVote:
     def release(
         self, counts: Mapping[T, int], secret: bytes, name: str, content: str = ""
     ) -> dict[T, float]:
-        """Noisy count of each block. Charge `event` first: this charges nothing.
-
-        content: digest of everything that the ballots depend on. Same arguments give the same bits.
-        """
+        """Noisy count of each block, by the same arguments the same. Charge `event` first."""
         source = NoiseStream.for_release(secret, name, content, *self._words(counts))
         noise = source.rounded_gaussian((len(counts),), self.stddev, COUNT_GRID_STEP)
         return {block: counts[block] + float(n) for block, n in zip(counts, noise, strict=True)}
