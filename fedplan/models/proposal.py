@@ -243,7 +243,7 @@ def _guess_stack(name: str, model: nn.Module) -> str:
 
 
 def _guess_kind(name: str, block_lists: list[str], owner: nn.Module) -> tuple[str, str]:
-    """Return (kind, "fused" or "on" a kind; path) of a parameter, empty if it needs no entry."""
+    """Return (kind, also "fused" or "on KIND"; path) of a parameter; "" if it needs no entry."""
     is_norm, path = "norm" in type(owner).__name__.lower(), name.split(".")
     block_list = next((each for each in block_lists if name.startswith(f"{each}.")), None)
     if block_list is not None:

@@ -112,9 +112,8 @@ class Guard:
     ) -> GaussianMechanism:
         """Make the Gaussian mechanism of one round of client-level DP.
 
-        shared: a tensor of the right shape and dtype for each name that any client may send.
-        clients: size of the roster. clipping_norm: 0 is the guarantee's. noise_shares: number of
-        clients that together add the whole noise; 0: the server adds all noise.
+        shared: a tensor of each name that any client may send. clients: size of the roster.
+        noise_shares: number of clients that together add the whole noise; 0: the server adds it.
         """
         guarantee = self.guarantee
         return GaussianMechanism(
@@ -221,9 +220,8 @@ class ClientGuard(Guard):
     ) -> list[int]:
         """Charge score counts as `evaluation_name(name)`; return them with integer noise.
 
-        sensitivity: L2 norm of the counts of one example. content: digest of everything that the
-        counts depend on: the same content has the same noise. Raises a PrivacyError if the
-        guarantee or the budget does not cover them.
+        sensitivity: L2 norm of the counts of one example. content: digest of all that they depend
+        on: the same content has the same noise.
         """
         release = evaluation_name(name)
         event = self.guarantee.evaluation_events(name).get(release)

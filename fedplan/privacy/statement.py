@@ -151,9 +151,8 @@ class Statement:
     ) -> Statement:
         """Make the statement of a run from the privacy budget files in and below `folder`.
 
-        run: prefix of the names of this run's charges, in files with charges of many runs. Raises a
-        PrivacyError if a file is damaged or of another unit, or if a charge of the run is not one
-        that the guarantee promises.
+        run: prefix of the names of this run's charges. Raises a PrivacyError if a file is damaged
+        or of another unit, or has a charge of the run that the guarantee does not promise.
         """
         cap = EpsilonCap(guarantee.epsilon, guarantee.delta, run)
         spent, charges = 0.0, list[Charge]()

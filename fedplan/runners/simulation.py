@@ -373,9 +373,8 @@ class Simulation:
     def initial_scores(self) -> dict[str, Any]:
         """Evaluate the starting model before the first round; the result is as of `evaluate`.
 
-        Without validation, and under differential privacy on the common test set alone. If the
-        study continues another run, personal models do not start from these values, and are left
-        out.
+        Without validation; under privacy on the common test set alone, and in a continued study
+        without personal models, which do not start from these values.
         """
         federation, evaluate, data = self.federation, self.study.evaluate, self.data
         model, size, tests = federation.model, evaluate.batch_size, data.client_tests

@@ -106,9 +106,8 @@ class ProtocolClient:
     def share_secrets(self, roster: messages.KeyRoster) -> messages.EncryptedShares:
         """Step 2: check and store the roster; return this client's shares for all other clients.
 
-        Raises a SecAggError if the roster has a client outside the cohort, is not sorted, has too
-        few or too many clients for the threshold, a key twice, an invalid advert or not this
-        client's own, or differs from a roster that was accepted before.
+        Raises a SecAggError for a client outside the cohort, a wrong number or order of clients, a
+        key that is there twice, invalid or not this client's own, and another roster than before.
         """
         progress = self._progress(roster.terms_digest)
         state = ClientRoundState(self.name, progress)

@@ -146,9 +146,8 @@ class ClientRoundState:
     def shares_of(self, client: str) -> Sequence[bytes]:
         """Shares that this client has of the secrets of `client`: masking secret, then each seed.
 
-        For this client's own name, the shares it keeps. Others are decrypted: raises a SecAggError
-        for a ciphertext of another round, roster or list of hashes, and for shares that do not
-        match their hashes, which only the sender can have made.
+        Raises a SecAggError for a ciphertext of another round, roster or list of hashes, and for
+        shares that do not match their hashes, which only the sender can have made.
         """
         if client == self.name:
             return self.dealing.shares[client]
@@ -206,9 +205,8 @@ class ClientRoundState:
     def unmask_shares(self) -> UnmaskShares:
         """Make the message to the server that unmasks the sum of the survivors.
 
-        The message has shares of the self mask seeds of survivors, and of the masking secrets of
-        clients that dropped out, both only for slot groups with enough surviving senders, and none
-        of clients whose shares to this client were wrong.
+        It has shares of survivors' seeds and of dropped clients' masking secrets, for groups with
+        enough surviving senders, and none of clients whose shares to this client were wrong.
         """
         survivors, seeds = self.progress.survivors, dict[str, dict[str, bytes]]()
         usable = [client for client in self.sharing if client not in self.wrong_shares]

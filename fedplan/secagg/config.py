@@ -98,7 +98,7 @@ class SecAggConfig:
         return numbers * (WIDE_BYTES if self.wide_integers else NARROW_BYTES) + wide * WIDE_BYTES
 
     def resolve_threshold(self, cohort_size: int) -> int:
-        """Return the threshold of a cohort; FedplanError if none, or two sums, could open."""
+        """The threshold of a cohort; FedplanError if no sum, or two of a round, could open."""
         threshold = self.threshold or max(2, 2 * cohort_size // 3 + 1)
         if cohort_size < threshold:
             raise FedplanError(

@@ -230,9 +230,8 @@ def deal(
 ) -> Dealing:
     """Split the secrets of a dealer, of 32 bytes each, into Shamir shares with commitments.
 
-    holders: a holder's point is its position, from 1. key: secret from which all coefficients
-    follow; use one for one call only. context: digest of the roster, part of each hash. threshold:
-    number of shares that reconstruct a secret.
+    A holder's point is its position, from 1. All coefficients follow from `key`: use it for one
+    call only. context: digest of the roster, part of each hash.
     """
     shares = {holder: list[bytes]() for holder in holders}
     for number, secret in enumerate(secrets):

@@ -88,9 +88,8 @@ class MemoryProgressStore:
 class DiskProgressStore:
     """A store in a folder, created if missing, that survives a crash.
 
-    The constructor locks the folder as long as the object exists, since two processes could sign
-    different survivor lists, and raises a StoreError if another process has locked it. `read` never
-    falls back to an older version of damaged data.
+    The constructor locks the folder, since two processes could sign different survivor lists;
+    StoreError if it is. `read` never falls back to an older version of damaged data.
     """
 
     def __init__(self, folder: Path, *, encryption: Encryption | None = None) -> None:
@@ -171,9 +170,8 @@ def _from_json(data: Mapping[str, Any]) -> RoundProgress:
 class RevealLog:
     """A client's log of unmasked sums: `file` has a JSON line per round, with senders by slot.
 
-    Call `require_consistent` before agreeing to unmask, and `record` before unmasking; the first
-    `record` creates the file and folder. The constructor raises a SecAggError if the log is
-    damaged.
+    Call `require_consistent` before agreeing to unmask, and `record` before unmasking. Both, and
+    the constructor, raise a SecAggError if the log is damaged.
     """
 
     def __init__(self, file: Path) -> None:

@@ -58,9 +58,8 @@ of the clients that reply in time."""
 class SecAggCheckpoint:
     """Messages that the server has sent in one attempt; an empty field is one not yet sent.
 
-    `excluded`: clients that take no part in this attempt, since they dealt wrong shares in an
-    earlier one, with the reason. `discarded`: by client, the number of masked inputs that arrived
-    in attempts that failed.
+    `excluded`: clients that dealt wrong shares in an earlier attempt, with the reason. `discarded`:
+    by client, the number of masked inputs of attempts that failed.
     """
 
     round: int
@@ -139,9 +138,8 @@ class SecureRound:
     def run_attempt(self, adverts: Mapping[str, Any], directory: KeyDirectory) -> None:
         """Run the four steps with the clients' key adverts (JSON by name), and set the sum.
 
-        `directory`: public node keys by client. If too few clients are left or the sums cannot be
-        unmasked, sets `failure` and goes to the next attempt, in which clients that dealt wrong
-        shares take no part.
+        If too few clients are left or the sums cannot be unmasked, sets `failure` and goes to the
+        next attempt, in which clients that dealt wrong shares take no part.
         """
         excluded = dict(self._checkpoint.excluded)
         self.earlier_faults = self.dropouts | self.earlier_faults

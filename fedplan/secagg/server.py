@@ -24,11 +24,9 @@ ADVERTS, SHARES, INPUTS = "adverts", "shares", "inputs"
 
 @dataclass(frozen=True)
 class UnmaskedSums:
-    """Result of a round; all fields are by slot name.
+    """Result of a round, by slot name: sums, the clients that they are of, and their weights.
 
-    numbers: the sums; senders: the clients that a sum is of; weights: total weight of the senders.
     withheld: the reason for each slot that is not unmasked; these slots are in no other field.
-    Slots that no client declared are in no field.
     """
 
     numbers: dict[str, Words]
@@ -110,9 +108,8 @@ class ProtocolServer:
     def add_masked_input(self, masked: messages.MaskedInput) -> None:
         """Step 3: add the masked input of a client to the sums.
 
-        Raises a SecAggError, with the sums unchanged, for a second input, a wrong signature, a
-        vector of a wrong size, and other slot groups than those that have enough senders of the
-        client's.
+        Raises a SecAggError, with the sums unchanged, for a second input, a wrong signature, and
+        other vectors than the client must send.
         """
         client = masked.client
         self._require_member(client, self._sharing, masked.terms_digest)
@@ -208,9 +205,8 @@ class ProtocolServer:
     def unmask(self) -> UnmaskedSums:
         """Unmask the sums of all slots with at least `min_senders` surviving senders. Call once.
 
-        Raises a SecAggError if fewer clients than the threshold have sent unmask shares, if a
-        client has dealt shares of another secret than it committed to, and if a group's header
-        (count of clients, sum of weights) is impossible, so that an input was wrong.
+        Raises a SecAggError for fewer unmask shares than the threshold, for shares of another
+        secret than was committed to, and if a group's header shows that an input was wrong.
         """
         self._require_enough(len(self._unmask_shares), "have revealed unmask shares")
         groups, withheld = self.terms.revealable(self._groups, self._survivors), dict[str, str]()

@@ -220,8 +220,8 @@ class Approvals:
         """Put an offered study into the inbox, and record the offer if this is the first.
 
         Also approves it by rule, if the policy does, no person has decided on it, and it does not
-        filter the site's examples. Raises RequestRefused if the inbox is full, or for a new study
-        beyond the policy's `studies_per_day`.
+        filter the site's examples. RequestRefused if the inbox is full, or for too many studies a
+        day.
         """
         digest, log = self._digest(study), self._log.read()
         entries = [entry for entry in log if entry["study"] == digest]

@@ -252,9 +252,8 @@ DECISION_FIELDS = ("decision", "time", "study", "name", "approver", "run")
 class RunEgress:
     """All answers that left a site in one run, and an audit of the answers by the site's records.
 
-    `decisions` are the entries of the approvals file about the run's study, `folder` the run's
-    folder, None if deleted, `accounts` those of all datasets, and `approved_studies` the digests of
-    all studies ever approved.
+    `decisions` are those about the run's study, `folder` the run's, None if deleted, and
+    `approved_studies` the digests of all studies ever approved.
     """
 
     record: SiteRecord

@@ -56,9 +56,8 @@ class Approver(Protocol):
 class SiteGateway:
     """Answers the requests of a server at a site, for approved studies only. Call `answer`.
 
-    Every answer is logged by the egress log before `answer` returns; repeated refusals are only
-    counted, and an error code is sent even if the log cannot be written. At most one study's model
-    is loaded at a time. Not thread-safe.
+    Every answer is logged before it leaves; repeated refusals are only counted, and an error code
+    is sent even if the log cannot be written. Not thread-safe.
     """
 
     def __init__(

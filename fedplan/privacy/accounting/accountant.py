@@ -197,8 +197,7 @@ def epsilon(events: Iterable[Event], delta: float, accountant: str = "pld") -> f
     """Upper bound of epsilon of all events together, at `delta`; 0.0 without events.
 
     accountant: "pld" (tight; falls back to RDP for very large epsilons) or "rdp". Raises a
-    PrivacyError for a delta that is no float in (0, 1), and if dp-accounting, needed for sampled
-    events and for "rdp", is not installed.
+    PrivacyError for a delta that is no float in (0, 1), and without dp-accounting if it is needed.
     """
     if accountant not in ACCOUNTANTS:
         raise PrivacyError(f"there is no accountant {accountant!r}: pld and rdp there are")
@@ -222,8 +221,7 @@ def calibrate(
     """Smallest noise multiplier, to 0.01 %, for which events have an epsilon of at most `target`.
 
     make_events: maps a noise multiplier to the events, whose epsilon must not grow with the noise.
-    Raises a PrivacyError for a target that is not positive and finite, or needs a noise multiplier
-    above NOISE_MULTIPLIERS[1], and as `epsilon` does.
+    Raises a PrivacyError if none up to NOISE_MULTIPLIERS[1] does, and as `epsilon`.
     """
     if not target > 0 or not isfinite(target):
         raise PrivacyError(f"the target epsilon is {target!r}: give a number above 0")

@@ -108,9 +108,8 @@ class DPSGDConfig:
 class DPSGDStats:
     """Counts of one fit so far. Only `steps` is public; the rest must not leave the client.
 
-    examples: sampled, over all steps; clipped: clipped gradients among them; non_finite, failed:
-    left out for a gradient that is not finite, or an exception. slow_reason: why examples ran one
-    by one; "" if ghost clipping worked throughout.
+    clipped: clipped gradients among the sampled examples; non_finite, failed: left out.
+    slow_reason: why examples ran one by one; "" if ghost clipping worked throughout.
     """
 
     steps: int = 0
@@ -254,9 +253,8 @@ def train_dp_sgd(
 class NoisyGradients:
     """Gradients of DP-SGD for one fit: call `write_gradients` once per step; counted in `stats`.
 
-    params: the trained params, which get `.grad`. slow_reason: why examples run one by one; "" for
-    ghost clipping. contain: leave out an example that raises an exception, instead of raising it.
-    first_error: the first exception of an example.
+    slow_reason: why examples run one by one; "" for ghost clipping. contain: leave out an example
+    that raises an exception, the first of which is `first_error`, instead of raising it.
     """
 
     def __init__(

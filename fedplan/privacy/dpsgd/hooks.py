@@ -32,11 +32,10 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One recorded call of a layer on a batch of `count` examples.
+    """One recorded call of a layer on a batch of `count` examples, with its trained tensors.
 
-    output: with a row, or rows, per example. tensors: the layer's trained tensors, by attribute
-    name ("weight", "bias"). Once the loss's gradient in the output is known, `factors` gives the
-    per-example gradients.
+    `output` has a row, or rows, per example. Once the loss's gradient in it is known, `factors`
+    gives the per-example gradients.
     """
 
     module: nn.Module

@@ -209,9 +209,8 @@ def require_private_training(objective: Objective) -> None:
 def require_independent_examples(objective: Objective) -> None:
     """Raise a PrivacyError if the objective's model or loss mixes the examples of a batch.
 
-    Raised for batch norm in training mode, for int8 layers, for a buffer that a forward pass
-    changes, and if the loss of up to three examples of one length is neither in the range of their
-    single losses (a mean) nor about their sum. Losses that are not finite pass.
+    By batch norm in training mode, int8 layers, a buffer that a forward pass changes, or a loss of
+    up to three examples that is neither a mean nor the sum of theirs, unless it is not finite.
     """
     # A mixed example would have no gradient of its own to clip. Examples of one length: padding
     # may change a loss by rounding.
@@ -289,9 +288,8 @@ def _require_unchanged_buffers(objective: Objective, indices: Tensor) -> None:
 def _require_repeatable_gradients(objective: Objective) -> None:
     """Raise a PrivacyError if the gradient of an example changes after those of others.
 
-    Tries four examples from short to long, and then in reverse: the second longest follows a
-    shorter one and then a longer one, and a model may forget what it remembers when it sees a short
-    one.
+    Tries four examples from short to long, and then in reverse: a model may forget what it
+    remembers when it sees a short one.
     """
     sizes = _text_lengths(objective.examples)
     if not len(sizes):

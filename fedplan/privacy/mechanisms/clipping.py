@@ -124,9 +124,8 @@ class AdaptiveClipping:
     ) -> AdaptiveClipping:
         """Make a copy with the clipping norm of the next round. Charges nothing.
 
-        within: number of the `cohort` clients with a change within the current norm. divisor: the
-        public (expected) size of a cohort. The noise follows from `secret`, the round's `name`, the
-        digest of its sum (`content`) and the counts.
+        within: number of the `cohort` clients with a change within the present norm. divisor: the
+        public (expected) size of a cohort. All but it and the secret decide the noise.
         """
         words = (content, within, cohort, self.noise_multiplier.hex())
         source = NoiseStream.for_release(secret, f"{name}: within the bound", *words)

@@ -97,8 +97,7 @@ class GaussianMechanism:
         """Clip one client's change and add it to `total`; return whether clipping was not needed.
 
         weight: from 0 to 1, multiplies the clipped change. Raises a PrivacyError, with `total`
-        unchanged, for a tensor that is not in the public set or has another shape, and as
-        `clip_change`.
+        unchanged, for another tensor than the public ones, and as `clip_change`.
         """
         for name, tensor in change.items():
             if name not in self.public_shapes:

@@ -184,9 +184,8 @@ class PoolExecutor:
     ) -> dict[str, JsonObject]:
         """Run tasks on the workers; return the replies by client.
 
-        Updates of turns are added to `total_sum`: each worker opens a partial sum before its first
-        turn, and returns it when no task is left. Raises SumOverflow; any exception stops all
-        workers.
+        Workers return the sums of their turns, for `total_sum`, when no task is left. Raises
+        SumOverflow; any exception stops all workers.
         """
         self.start()
         self._batch, self._shared = self._batch + 1, {}

@@ -47,9 +47,8 @@ class RayWorker:
 class RayTransport:
     """WorkerTransport to `count` Ray actors with one CPU and `gpus` GPUs each.
 
-    `address` is that of a Ray cluster to join; without one, the Ray that this process has joined is
-    used, or Ray is started on this machine. The first `start` connects; `close` disconnects if
-    `start` had connected. Messages are bytes, so Ray pickles no objects of fedplan.
+    Without the `address` of a cluster, the Ray that this process has joined is used, or Ray is
+    started on this machine. Messages are bytes, so Ray pickles no objects of fedplan.
     """
 
     def __init__(self, count: int, *, gpus: float = 0.0, address: str = "") -> None:

@@ -113,8 +113,8 @@ class ReplyGrid(HttpGrid):
         """Return the replies that have arrived to these messages.
 
         A reply that is incomplete, cannot be read, or names another request or sender than the
-        SuperLink verified, becomes an error reply to the verified request. Raises the errors of a
-        call to the SuperLink; replies that it had given out by then are lost.
+        SuperLink verified, becomes an error reply. If a call raises, replies given out by then are
+        lost.
         """
         request = PullAppMessagesRequest(message_ids=message_ids)
         response = self._runtime_client.PullMessages(request)

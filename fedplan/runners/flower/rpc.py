@@ -139,9 +139,8 @@ class SiteRpc:
     def wait_for_sites(self, enough: int) -> None:
         """Wait until all sites are connected, or `enough` sites after the timeout for sites.
 
-        Returns earlier if a stop is requested, or if `enough` sites are connected and none of the
-        missing ones is registered. After the timeout, raises FedplanError if fewer are connected
-        and not away, except while a missing site waits for approval.
+        Returns earlier at a stop, or with `enough` if no missing site is registered. After the
+        timeout, FedplanError with fewer, except while a missing site waits for approval.
         """
         deadline = self._now() + self.timeouts.sites
         while missing := [name for name in self.names if name not in self.sites]:

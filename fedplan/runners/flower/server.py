@@ -104,9 +104,8 @@ class ServerLoop:
     def run(self) -> None:
         """Run all remaining rounds in this thread, each committed before the next starts.
 
-        First waits for sites, and evaluates the last committed round if scores are missing. Raises
-        FedplanError if too few sites connect, or a round has fewer updates than the quorum; a new
-        run continues with that round.
+        First evaluates the last committed round if scores are missing. FedplanError if too few
+        sites connect, or a round has too few updates; a new run continues with that round.
         """
         server, last = self.server, self.server.last_round()
         if last is not None:

@@ -67,9 +67,8 @@ class _ServerFile(Section):
 class SuperLink:
     """A SuperLink, seen by its operator: starts runs, and registers and revokes sites.
 
-    `folder` has the operator's token and secret, `tls` the files of CA certificate, certificate and
-    key, None for an unencrypted connection. Methods raise FedplanError if the SuperLink cannot be
-    reached or rejects the call.
+    `tls`: files of CA certificate, certificate and key, None for an unencrypted connection. Methods
+    raise FedplanError if the SuperLink cannot be reached or rejects the call.
     """
 
     folder: Path
@@ -244,9 +243,8 @@ def run_on_superlink(
 ) -> None:
     """Run all rounds of a study's server on the SuperLink `link`, or continue the run in `folder`.
 
-    A SuperLink that does not answer is waited for without limit. If Flower ends its run, as after a
-    long silence of the SuperLink, another Flower run is started, and the open round goes on. Raises
-    the errors of `run_server`, and FedplanError if the SuperLink rejects a call.
+    A SuperLink that does not answer is waited for without limit; if Flower ends its run, the open
+    round goes on in another. FedplanError if the SuperLink rejects a call.
     """
     with ExitStack() as flower_run:
 
@@ -313,7 +311,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _acquire_task(link: SuperLink, run_id: int) -> str:
-    """Wait for the task of a Flower run; return its token. Others are left over: they end."""
+    """Wait for a Flower run's task, and return its token; tasks left by others are ended."""
     deadline = time.monotonic() + TASK_TIMEOUT
     client = link.runtime_api.acquire_client()
     try:

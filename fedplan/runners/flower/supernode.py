@@ -308,8 +308,7 @@ def is_key_registered(server: ServerSection) -> bool:
     """Ask the server of a site whether the site's node key is registered there.
 
     Sends an activation with a heartbeat interval of 0, which the server rejects with one of two
-    codes, so nothing changes there. Raises FedplanError if the key file is invalid, the server
-    cannot be reached, or the response has neither code.
+    codes, so nothing changes there. FedplanError for any other answer.
     """
     key = read_node_key(Path(server.node_key))
     public = key.public_key()
