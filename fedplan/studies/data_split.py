@@ -10,11 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedplan.data.partition import (
-    Partition,
-    partition_table,
-    training_mask,
-)
+from fedplan.data.partition import Partition, partition_table, training_mask
 from fedplan.data.row_digests import example_digests, group_digests
 from fedplan.data.tables import DataError, label_text, missing_cells, select_rows
 from fedplan.data.tasks.definition import Task
@@ -48,9 +44,8 @@ def split_rows(study: Study, task: Task, table: Dataset, site: str = "") -> dict
     if section.group:
         digests = group_digests(table, section.group, digests)
     in_test = ~training_mask(digests, fraction=1 - section.holdout_fraction, seed=seed)
-    in_validation = ~training_mask(
-        digests, fraction=1 - section.validation_fraction, seed=seed, held_out="validation"
-    )
+    fraction = 1 - section.validation_fraction
+    in_validation = ~training_mask(digests, fraction=fraction, seed=seed, held_out="validation")
     if site:
         indices = {site: list(range(len(table)))}
     else:
@@ -69,14 +64,13 @@ def split_rows(study: Study, task: Task, table: Dataset, site: str = "") -> dict
         indices = partition_table(
             table, partition, seed=seed, label=label, group=section.group, known_values=public
         )
-    return {
-        name: ClientRows(
-            [row for row in rows if not in_test[row] and not in_validation[row]],
-            [row for row in rows if not in_test[row] and in_validation[row]],
-            [row for row in rows if in_test[row]],
-        )
-        for name, rows in indices.items()
-    }
+    clients = dict[str, ClientRows]()
+    for name, rows in indices.items():
+        kept = [row for row in rows if not in_test[row]]
+        train = [row for row in kept if not in_validation[row]]
+        validation = [row for row in kept if in_validation[row]]
+        clients[name] = ClientRows(train, validation, [row for row in rows if in_test[row]])
+    return clients
 
 
 def drop_incomplete(
@@ -87,12 +81,12 @@ def drop_incomplete(
     With privacy all rows are kept: how many are incomplete would be revealed. Raises DataError for
     an unknown column, or if no row is left.
     """
+    if study.privacy is not None:
+        return table, []
     task, section = study.task, study.data
     columns = [*task.input_columns, *([task.label] if task.label else [])]
     if section.partition == "column" and section.path and kind == "training":
         columns.append(section.partition_column)
-    if study.privacy is not None:
-        return table, []
     missing = {column: missing_cells(table, column) for column in dict.fromkeys(columns)}
     rows = [row for row, cells in enumerate(zip(*missing.values(), strict=True)) if not any(cells)]
     if len(rows) == len(table):

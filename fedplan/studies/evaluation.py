@@ -63,17 +63,15 @@ class RunPredictions:
             names = [n for m, n in self.test if m == model and (n == COMMON) == (on == "common")]
             if not names:
                 continue
-            threshold = self._threshold(model)
+            threshold, chosen = None, [p for (m, _), p in self.validation.items() if m == model]
+            if chosen and self.task.answer_kind == "class" and len(self.task.labels) == 2:
+                threshold = youden_threshold(Predictions.join(chosen))
             pooled = Predictions.join([self.test[model, name] for name in names])
             groups = [group for name in names for group in self.groups.get(name, ())]
             entry: dict[str, Any] = {"model": model, "on": on}
             entry |= {"untrained": self.untrained} if model == "global" and self.untrained else {}
-            entry |= evaluate_predictions(
-                self.task,
-                pooled,
-                groups=groups if len(groups) == len(pooled) else (),
-                threshold=threshold,
-            )
+            groups = groups if len(groups) == len(pooled) else []
+            entry |= evaluate_predictions(self.task, pooled, groups=groups, threshold=threshold)
             if "threshold" in entry:
                 entry["chosen_on"] = "default" if threshold is None else "validation"
             if on == "clients":
@@ -92,13 +90,6 @@ class RunPredictions:
             "labels": list(self.task.labels),
             "sets": sets,
         }
-
-    def _threshold(self, model: str) -> float | None:
-        """Return the threshold of two labels by all validation examples; None without any."""
-        parts = [part for (m, _), part in self.validation.items() if m == model]
-        if not parts or self.task.answer_kind != "class" or len(self.task.labels) != 2:
-            return None
-        return youden_threshold(Predictions.join(parts))
 
     def write_csv(self, file: Path) -> int:
         """Write a row for each test prediction, and return the number of rows.
@@ -191,9 +182,8 @@ def predict_all(
 
     def predict(kind: str, name: tuple[str, str], examples: Examples | None) -> None:
         if examples is not None and len(examples):
-            predictions[kind][name] = task.predict(
-                model, examples, batch_size=study.evaluate.batch_size
-            )
+            size = study.evaluate.batch_size
+            predictions[kind][name] = task.predict(model, examples, batch_size=size)
 
     set_values(model, global_values, params)
     for kind in predictions:
@@ -247,9 +237,8 @@ def evaluate_run(folder: Path, client: str = "") -> RunPredictions:
     if reason := absence_reason(study):
         raise ConfigError(f"{folder} cannot be evaluated: {reason}")
     require_study_from_files(study)
-    if client and client not in run.clients:
-        names = ", ".join(run.clients)
-        raise ConfigError(f"there is no client {client!r}; there are {names}")
+    if client:
+        run.require_client(client)
     experiment = build_experiment(study)
     experiment.require_start(run.agreement.start)
     examples = run.identity.examples  # {} on a server of sites, which have the clients' states

@@ -217,9 +217,8 @@ def require_usable_batches(experiment: Experiment, batch_size: int) -> None:
         if examples is None or not len(examples):
             continue
         try:
-            batch = to_device(
-                examples.batch(torch.arange(min(count, len(examples)))), model_device(model)
-            )
+            batch = examples.batch(torch.arange(min(count, len(examples))))
+            batch = to_device(batch, model_device(model))
             with torch.no_grad(), eval_mode(model):
                 loss = data.task.loss(model, batch)
             if loss.numel() != 1:
@@ -285,9 +284,8 @@ def make_scoring(
             "clients have validation examples: a choice on these would reveal them, and the "
             "privacy guarantee does not cover it; give a common, public validation set"
         )
-    if section.keep_best and section.keep_best not in validated_models(
-        study, data, at_sites=at_sites
-    ):
+    validated = validated_models(study, data, at_sites=at_sites)
+    if section.keep_best and section.keep_best not in validated:
         on_clients = "set evaluate.on_clients = true, and " if at_sites else ""
         raise ConfigError(
             f"evaluate.keep_best is {section.keep_best!r}, but this run has no validation scores "
@@ -403,9 +401,8 @@ def privacy_statement(
         return None
     if secagg.active and guarantee.unit == "client":
         clients = len(study.clients.names) or study.data.num_clients
-        noise_shares = secagg.describe_noise(
-            clients, guarantee.noise_multiplier, guarantee.clipping_norm
-        )
+        noise, norm = guarantee.noise_multiplier, guarantee.clipping_norm
+        noise_shares = secagg.describe_noise(clients, noise, norm)
     earlier = initial_expenses(study) if earlier is None else earlier
     rounds = study.train.rounds
     statement = Statement.of(guarantee, rounds, folder, run=run, noise_shares=noise_shares)

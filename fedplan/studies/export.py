@@ -16,7 +16,7 @@ from fedplan.data.custom_task import CustomTask
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.endpoint import only_run_folder, read_personal_model
-from fedplan.federation.global_state import global_values, personal_values
+from fedplan.federation.global_state import GlobalState, global_values, personal_values
 from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
 from fedplan.language.predicates import Turn
 from fedplan.models.adapters import (
@@ -169,16 +169,11 @@ def _require_shared_plan(folder: Path, output: Path) -> None:
     if not is_personal(run.agreement):
         return
     kinds = ", ".join(dict.fromkeys(p.label for p in personal_params(run.agreement)))
-    client, scores = next(iter(run.clients), "NAME"), run_scores(run)
-    personal, overall = scores.find("personal"), scores.find("global")
-    lines = {
-        f"--client {client}": personal.text if personal else "",
-        "--global": overall.text if overall else "",
-    }
-    commands = "".join(
-        f"\n  fedplan export {folder} {output} {option}{f'  # {text}' if text else ''}"
-        for option, text in lines.items()
-    )
+    scores, commands = run_scores(run), ""
+    client = f"--client {next(iter(run.clients), 'NAME')}"
+    for option, score in ((client, scores.find("personal")), ("--global", scores.find("global"))):
+        note = f"  # {score.text}" if score else ""
+        commands += f"\n  fedplan export {folder} {output} {option}{note}"
     raise ConfigError(
         f"each client of {folder} has its own {kinds}: export one client's model, or the global "
         f"model without them{commands}"
@@ -268,10 +263,9 @@ def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
             transformers.AutoImageProcessor, str(folder), local_files_only=True
         )
         prepared = processor(example.image.numpy(), return_tensors="pt")
-    for name, value in example.inputs.items():
-        if name in prepared and not torch.allclose(
-            value.double(), prepared[name].double(), atol=1e-6
-        ):
+    for name in [each for each in example.inputs if each in prepared]:
+        before, now = example.inputs[name].double(), prepared[name].double()
+        if not torch.allclose(before, now, atol=1e-6):
             raise ConfigError(
                 f"{folder} prepares another {name} for its golden example: export it again"
             )
@@ -279,14 +273,12 @@ def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
 
 def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     """Return the global model of a run, or the personal model of `client` if given."""
-    run, global_state, client_state = read_consistently(
-        folder,
-        lambda run: (
-            run,
-            run.best_state if best else run.global_state,
-            run.client_state(client)[0] if client else dict[str, Tensor](),
-        ),
-    )
+
+    def read(run: RunReader) -> tuple[RunReader, GlobalState, Tensors]:
+        state = run.best_state if best else run.global_state
+        return run, state, run.client_state(client)[0] if client else {}
+
+    run, global_state, client_state = read_consistently(folder, read)
     study = run.study
     if study.data.from_python:
         experiment = _load_experiment(run)
@@ -308,6 +300,7 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
     elif public and (own := client_score(run, client)):
         scores = [replace(own, kind="this client"), *scores]
     prefix = f"clients.{client}." if client else "global."
+    own_row = {n.removeprefix(prefix): v for n, v in row.items() if n.startswith(prefix)}
     told = public and not study.aggregation.config.active
     trained: dict[str, Any] = read_data_record(run.folder).get("train", {}) if told else {}
     card = ModelCard(
@@ -318,11 +311,7 @@ def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
         personal=bool(client),
         statement=statement,
         earlier=earlier,
-        scores={
-            name.removeprefix(prefix): value
-            for name, value in row.items()
-            if name.startswith(prefix) and name.removeprefix(prefix) not in HIDDEN_COLUMNS
-        },
+        scores={name: value for name, value in own_row.items() if name not in HIDDEN_COLUMNS},
         score_texts=tuple(replace(score, client="").text for score in scores),
         train_examples=sum(int(each["examples"]) for each in trained.values()),
         private_names=private_names(study, names),

@@ -76,11 +76,9 @@ class InMemoryInputs:
         """
         privacy, metrics = study.privacy, study.evaluate.metrics
         if not isinstance(self.task, CustomTask):
-            one_example_per_record = privacy is not None and privacy.unit == "example"
+            one_each = privacy is not None and privacy.unit == "example"
             extra = map(metric_named, metrics)
-            task = adapt_task(
-                self.task, one_example_per_row=one_example_per_record, extra_metrics=extra
-            )
+            task = adapt_task(self.task, one_example_per_row=one_each, extra_metrics=extra)
             return replace(self, task=task)
         if metrics:
             raise ConfigError(
@@ -93,10 +91,8 @@ class InMemoryInputs:
         """Training and test data; the task prepares all data anew at each access, which is slow."""
         by_kind: dict[str, dict[str, Examples]] = {kind: {} for kind in KINDS}
         for name, data in self.clients.items():
-            split = cast(
-                "Mapping[str, Any]", data if isinstance(data, Mapping) else {"train": data}
-            )
-            for kind, part in split.items():
+            parts = cast("Any", data) if isinstance(data, Mapping) else {"train": data}
+            for kind, part in cast("Mapping[str, Any]", parts).items():
                 by_kind[kind][str(name)] = self.task.prepare(part)
         test, validation = (
             self.task.prepare(data) if data is not None else None

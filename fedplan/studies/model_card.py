@@ -167,9 +167,8 @@ class ModelCard:
         if statement := self.statement:
             lines = statement.text().splitlines()
             # Without charges here, each site has its own account, and the total is not known.
-            text = "\n".join(
-                line for line in lines if statement.charges or not line.startswith(SPENT)
-            )
+            shown = (line for line in lines if statement.charges or not line.startswith(SPENT))
+            text = "\n".join(shown)
         return f"## Privacy\n\n{text}\n"
 
     def privacy_json(self) -> dict[str, Any]:
@@ -259,9 +258,8 @@ class GoldenExample:
         """Write TENSORS_FILE and JSON_FILE into an existing folder; overwrites both."""
         tensors = {**self.inputs, "logits": self.logits}
         tensors |= {"image": self.image} if self.image is not None else {}
-        save_file(
-            {name: value.contiguous() for name, value in tensors.items()}, folder / TENSORS_FILE
-        )
+        tensors = {name: value.contiguous() for name, value in tensors.items()}
+        save_file(tensors, folder / TENSORS_FILE)
         first_logits = cast("list[float]", self.logits.flatten()[:SHOWN_LOGITS].tolist())
         summary = {
             "loader": self.loader,
@@ -298,10 +296,8 @@ def read_golden_example(folder: Path) -> GoldenExample:
 
 def make_golden_example(model: nn.Module, task: Task) -> GoldenExample | None:
     """Run a model on a synthetic image or sentence, in eval mode; None if it takes neither."""
-    input_name = (
-        "pixel_values" if isinstance(model, DualEncoder) else cast("Any", model).main_input_name
-    )
-    text, image, size = "", None, task.image_size
+    is_dual, text, image, size = isinstance(model, DualEncoder), "", None, task.image_size
+    input_name = "pixel_values" if is_dual else cast("Any", model).main_input_name
     if input_name == "pixel_values":
         index = torch.arange(size * size * 3, dtype=torch.int64)
         image = (index * 2654435761 % 2**32 // 2**24).to(torch.uint8).reshape(size, size, 3)

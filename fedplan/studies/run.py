@@ -42,7 +42,13 @@ from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.storage.store import Store, TensorsAndMeta
 from fedplan.studies.experiment import Experiment, make_agreement, privacy_statement
 from fedplan.studies.model_builder import initial_expenses
-from fedplan.studies.schema import ConfigError, Study, resolve_paths, study_from_dict
+from fedplan.studies.schema import (
+    ConfigError,
+    Study,
+    read_json_object,
+    resolve_paths,
+    study_from_dict,
+)
 from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, stored_files
 
 MANIFEST, TASK = "manifest.json", "task.json"
@@ -109,9 +115,9 @@ class RunReader:
     @cached_property
     def primary(self) -> str:
         """The name of the task's primary metric."""
-        kind, status = self.study.task.kind, read_status(self.folder)
         if primary := _read_task_content(self.folder / TASK).get("primary"):
             return str(primary)
+        kind, status = self.study.task.kind, read_status(self.folder)
         if status is not None and status.primary_metric:
             return status.primary_metric
         return CustomTask.primary if kind == CUSTOM_KIND else task_class(kind).primary
@@ -212,9 +218,7 @@ class RunReader:
         """
         if not self.study.has_central_data:
             raise ConfigError(f"{client}'s state is at its site: run the export there")
-        if client not in self.clients:
-            names = ", ".join(self.clients)
-            raise ConfigError(f"there is no client {client!r}; there are {names}")
+        self.require_client(client)
         journal = self.journal(client)
         next_request = self.agreement.request_name(self.round + 1, client)
         answered_round = self.global_state.last_round_of(client) if self.round else 0
@@ -224,6 +228,12 @@ class RunReader:
             self.require_current()
             raise ConfigError(f"{journal.folder} belongs to another run: restore it from a backup")
         return state
+
+    def require_client(self, client: str) -> None:
+        """Raise ConfigError if there is no client of this name."""
+        if client not in self.clients:
+            names = ", ".join(self.clients)
+            raise ConfigError(f"there is no client {client!r}; there are {names}")
 
     def request_names(self, client: str, after: int = 0) -> set[str]:
         """Return the names of a client's requests in the rounds after `after`, up to `round`."""
@@ -371,12 +381,12 @@ def write_run_files(folder: Path, study: Study, experiment: Experiment) -> None:
     make_folder(folder)
     write_if_changed(folder / STUDY, resolve_paths(study, Path.cwd()).model_dump_json(indent=1))
     write_if_changed(folder / MANIFEST, manifest_json(experiment.agreement.params))
-    data = experiment.data
+    task = experiment.data.task
     content: dict[str, Any] = {
-        "labels": data.task.labels,
-        "clients": list(data.train),
-        "primary": data.task.primary,
-        "higher_is_better": data.task.directions,
+        "labels": task.labels,
+        "clients": list(experiment.data.train),
+        "primary": task.primary,
+        "higher_is_better": task.directions,
     }
     earlier = read_earlier_expenses(folder) if (folder / TASK).exists() else ()
     if not earlier:
@@ -399,9 +409,9 @@ def sweep_expenses(folder: Path) -> tuple[Expense, ...]:
     Who takes one run of a sweep has looked at all of them. One expense for each unit, after those
     of initial models that this run does not start from.
     """
-    file = folder.absolute().parent / SWEEP_FILE
-    names = list(json.loads(file.read_text(encoding="utf-8"))["runs"]) if file.is_file() else []
-    others = [file.parent / name for name in names if name != folder.absolute().name]
+    place, name = folder.absolute().parent, folder.absolute().name
+    names = read_json_object(place / SWEEP_FILE).get("runs", {})
+    others = [place / other for other in names if other != name]
     spent, models = dict[Unit, list[Statement]](), dict[Expense, None]()
     for other in others:
         if (other / STUDY).exists():
