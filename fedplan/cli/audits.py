@@ -9,14 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedplan.cli.console import (
-    JsonOption,
-    app,
-    command,
-    print_errors,
-    print_json,
-    print_result,
-)
+from fedplan.cli.console import JsonOption, app, command, print_errors, print_json, print_result
 
 
 @command(

@@ -55,10 +55,7 @@ class _ClientsColumn(ProgressColumn):
 
 @contextmanager
 def show_rounds(
-    events: EventStream,
-    console: Console,
-    total: int,
-    line: Callable[[CommittedRound], str],
+    events: EventStream, console: Console, total: int, line: Callable[[CommittedRound], str]
 ) -> Generator[Progress]:
     """Print the `line` of each committed round in the body, below a bar if this is a terminal."""
     bar = Progress(

@@ -60,10 +60,7 @@ def phase_fields(study: Study) -> dict[str, str]:
 
 
 def study_warnings(
-    study: Study,
-    agreement: Agreement,
-    record: Mapping[str, Any],
-    clients: Iterable[str] = (),
+    study: Study, agreement: Agreement, record: Mapping[str, Any], clients: Iterable[str] = ()
 ) -> list[RunWarning]:
     """Return the warnings of a study that are known before round 1, by its `data_record`."""
     names = clients or study.clients.names or record.get("train") or ()

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 STRICT = ConfigDict(
-    extra="forbid",
-    strict=True,
-    frozen=True,
-    allow_inf_nan=False,
-    use_attribute_docstrings=True,
+    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
 )
 """Configuration of all sections: no unknown fields, no type conversion, no NaN or infinity."""
 MAX_INT = 10**9

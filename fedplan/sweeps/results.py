@@ -31,12 +31,7 @@ from fedplan.studies.run_scores import (
     score_rules,
 )
 from fedplan.studies.schema import Study
-from fedplan.sweeps.records import (
-    FAILURES_FILE,
-    is_sweep,
-    read_sweep_spec,
-    read_trial_results,
-)
+from fedplan.sweeps.records import FAILURES_FILE, is_sweep, read_sweep_spec, read_trial_results
 
 ABSENT = "absent"
 """Role text of a kind of param that a run does not have."""
