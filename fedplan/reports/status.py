@@ -184,10 +184,8 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
             study=run.study.name, rounds=rounds, state=state, reason=reason, round=run.round
         )
     elif status.state in LIVE and status.driver.alive is False:
-        state, status = (
-            DEAD,
-            replace(status, reason=""),
-        )  # whatever it waited for, nobody tries again
+        # Whatever it waited for, nobody tries again.
+        state, status = DEAD, replace(status, reason="")
     else:
         state = status.state
     scores = run_scores(run)

@@ -66,9 +66,9 @@ def split_rows(study: Study, task: Task, table: Dataset, site: str = "") -> dict
         )
     clients = dict[str, ClientRows]()
     for name, rows in indices.items():
-        kept = [row for row in rows if not in_test[row]]
-        train = [row for row in kept if not in_validation[row]]
-        validation = [row for row in kept if in_validation[row]]
+        rest = [row for row in rows if not in_test[row]]
+        train = [row for row in rest if not in_validation[row]]
+        validation = [row for row in rest if in_validation[row]]
         clients[name] = ClientRows(train, validation, [row for row in rows if in_test[row]])
     return clients
 

@@ -168,8 +168,9 @@ def predict_all(
 ) -> RunPredictions | None:
     """Predict all test and validation examples with the global and the personal models.
 
-    Personal models are left out if they are not evaluated or equal the global one. Changes the
-    values of `model`. None if there is no test example, or for `absence_reason`.
+    Personal models are left out if they are not evaluated or equal the global one; without
+    `personal_values` the common sets alone are predicted. Changes the values of `model`. None if
+    there is no test example, or for `absence_reason`.
     """
     task, params = data.task, agreement.trainable
     common = {"test": data.common_test, "validation": data.common_validation}
