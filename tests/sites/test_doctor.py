@@ -194,7 +194,7 @@ def test_a_proxy_without_its_server_is_told_in_words_and_not_as_a_page(
     def refused(*_: object) -> None:
         raise httpx.HTTPStatusError("", request=httpx.Request("POST", "https://x"), response=page)
 
-    monkeypatch.setattr(supernode.FleetHttpClient, "ActivateNode", refused)
+    monkeypatch.setattr(supernode.internals.FleetHttpClient, "ActivateNode", refused)
     there = read_site(site).server
     assert there is not None
     with pytest.raises(FedplanError, match="not the SuperLink behind it") as told:

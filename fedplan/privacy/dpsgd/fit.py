@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fedplan.data.examples import Examples, Loss, SeededExamples
 from fedplan.errors import PrivacyError
 from fedplan.language.plan import Roles
-from fedplan.privacy.accounting.accountant import DPSGDSteps
 from fedplan.privacy.dpsgd.factors import GhostClippingError
 from fedplan.privacy.dpsgd.ghost_clipping import add_ghost_clipped, why_not_ghost_clipping
 from fedplan.privacy.dpsgd.per_example import (
@@ -98,11 +97,6 @@ class DPSGDConfig:
                 f"noise_multiplier is {self.noise_multiplier!r}: give 0 (no privacy) or more"
             )
 
-    @property
-    def event(self) -> DPSGDSteps:
-        """Privacy event of one fit, to be charged before it starts."""
-        return DPSGDSteps(self.noise_multiplier, self.sampling_rate, self.steps)
-
 
 @dataclass
 class DPSGDStats:
@@ -130,7 +124,7 @@ def dp_sgd(
 ) -> Fit:
     """Make a fit function that trains the SHARE and KEEP params of a job by DP-SGD.
 
-    Charge `config.event` to a privacy budget before each fit: the fit, `train_dp_sgd`, does not.
+    Charge its steps to a privacy budget before each fit: the fit, `train_dp_sgd`, does not.
     noise, uniform: secure random sources, of the noise, and of the samples and the seed.
     """
 

@@ -57,9 +57,7 @@ from flwr.supercore.control import ControlHttpClient  # client of the control AP
 from flwr.supercore.error import ApiErrorCode  # tells a registered key from an unknown one
 from flwr.supercore.fab import Fab  # the empty app
 from flwr.supercore.heartbeat import HeartbeatSender  # keeps a task alive during a round
-from flwr.supercore.inflatable.inflatable_object import (
-    iterate_object_tree,  # the ids of the parts of a message, one by one
-)
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree  # ids of the parts
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_pull_object_fn_protobuf,  # gets a part of a message by its id
 )
@@ -73,9 +71,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,  # tells the server our version of Flower
     SuperExecAuthHttpInterceptor,  # authenticates who takes tasks, by the secret
 )
-from flwr.supercore.primitives.asymmetric import (
-    public_key_to_bytes,  # a node key as Flower sends it
-)
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # a node key to be sent
 from flwr.supercore.protobuf.client import (
     ProtobufCall,  # type of the call that an interceptor passes on
     ProtobufClientInterceptor,  # type of an interceptor
@@ -83,15 +79,11 @@ from flwr.supercore.protobuf.client import (
 )
 from flwr.supercore.run import RunNotRunningException  # Flower has ended its run: start another
 from flwr.supercore.runtime import RuntimeHttpClient  # client of the runtime API
-from flwr.supercore.task_identity import (
-    TaskIdentity,  # the server task, as messages of the grid name it
-)
+from flwr.supercore.task_identity import TaskIdentity  # the server task in the grid's messages
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin  # base of the plugin for the operator
 from flwr.superlink.grid.http_grid import HttpGrid  # the grid of a server task
 from flwr.supernode.fleet_http_client import FleetHttpClient  # client of the fleet API
-from flwr.supernode.node_auth_http_interceptor import (
-    NodeAuthHttpInterceptor,  # signs by the node key
-)
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  # signs by the key
 from flwr.supernode.runtime.run_clientapp import (
     pull_task_input,  # the message of a client task
     push_message,  # the reply to it
