@@ -24,9 +24,6 @@ from fedplan.cli.console import (
     print_result,
 )
 from fedplan.errors import FedplanError
-from fedplan.language.parser import parse
-from fedplan.models.catalog import manifest_json, params_of
-from fedplan.reports.explanation import explain_plan, parts_table
 from fedplan.reports.memory import TrainingStep
 
 
@@ -39,6 +36,9 @@ def parts_command(
     as_json: JsonOption = False,
 ) -> None:
     """List the parts of a model: kinds of layers, blocks and stacks, with their sizes."""
+    from fedplan.models.catalog import manifest_json, params_of
+    from fedplan.reports.explanation import parts_table
+
     with print_errors():
         params = params_of(model, task=task, labels=labels, dtype=dtype)
     if as_json:
@@ -114,6 +114,8 @@ def explain_command(
             if statement is not None:
                 print_lines("\n" + statement.text())
             return
+    from fedplan.reports.explanation import explain_plan
+
     with print_errors():
         if not batch_size and (
             gradient_checkpointing or quantization or optimizer != TrainingStep.optimizer
@@ -172,6 +174,8 @@ def draw_command(
     as_json: JsonOption = False,
 ) -> None:
     """Draw the parts of a model, colored by their roles under a plan."""
+    from fedplan.language.parser import parse
+    from fedplan.models.catalog import params_of
     from fedplan.reports.role_figure import RoleFigure, draw_roles
 
     with print_errors():

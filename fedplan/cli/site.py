@@ -97,8 +97,13 @@ def rejoin_command(
 @command(site_commands, "site inbox")
 def inbox_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
     """List the studies that were offered to this site, and the decision on each."""
-    with print_errors(), _open_approvals(site) as approvals:
-        rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
+    from fedplan.runners.site import read_site
+
+    rows = list[dict[str, str]]()
+    with print_errors():
+        if read_site(site).has_offers:
+            with _open_approvals(site) as approvals:
+                rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
     lines = [
         f"{row['study'][:12]}  {row['time'][:16]}  {row['name']}: {row['state']}" for row in rows
     ]

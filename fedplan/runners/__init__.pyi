@@ -8,5 +8,5 @@ from .flower.superlink import read_public_key, read_superlink, run_on_superlink,
 from .flower.supernode import is_key_registered, run_supernode, serve_tasks
 from .local import Federation
 from .simulation import Simulation
-from .site import ServerSection, Site, read_peer_fingerprints, read_site
+from .site import INBOX_FOLDER, ServerSection, Site, read_peer_fingerprints, read_site
 from .site_runtime import SiteRuntime, load_site_table, private_umask, site_study_folder

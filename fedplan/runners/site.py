@@ -13,12 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedplan.errors import needs_extra
-from fedplan.federation.messages import RequestRefused
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import safe_folder_name, validate_client_names
-from fedplan.studies.field_types import DeviceName
-from fedplan.studies.schema import ConfigError, parse_toml
-from fedplan.studies.sections import Section
+from fedplan.studies.section import ConfigError, DeviceName, Section, parse_toml
 
 with needs_extra("a site"):
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -30,8 +27,8 @@ with needs_extra("a site"):
         load_ssh_public_key,
     )
 
-SITE = "site.toml"
-"""Name of the configuration file in a site's folder."""
+SITE, INBOX_FOLDER = "site.toml", "inbox"
+"""The configuration file in a site's folder; the folder of offered studies in its state folder."""
 
 
 def _validate_name(name: str) -> str:
@@ -82,6 +79,11 @@ class Site(Section):
     """Its server, and the keys that authenticate both."""
 
     @property
+    def has_offers(self) -> bool:
+        """Whether a study was offered to the site."""
+        return any(Path(self.state, INBOX_FOLDER).glob("*.json"))
+
+    @property
     def encryption(self) -> Encryption | None:
         """Encryption of everything derived from the site's examples; None without a key."""
         return Encryption.from_file(Path(self.encryption_key)) if self.encryption_key else None
@@ -124,6 +126,8 @@ SUFFIX = ".pub"
 
 def read_peer_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Return each site's public node key (DER), of FOLDER/NAME.pub; RequestRefused if invalid."""
+    from fedplan.federation.messages import RequestRefused  # loads torch
+
     keys, owners = dict[str, bytes](), dict[bytes, str]()
     for name in names:
         file = folder / f"{safe_folder_name(name)}{SUFFIX}"
@@ -189,6 +193,8 @@ def _fingerprint(key: Any) -> str:
 
 def read_node_key(file: Path) -> EllipticCurvePrivateKey:
     """Read a site's private node key; RequestRefused if the file is not an elliptic-curve key."""
+    from fedplan.federation.messages import RequestRefused  # loads torch
+
     try:
         key = load_ssh_private_key(file.read_bytes(), None)
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from fedplan.federation.messages import RequestRefused
 from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
-from fedplan.runners.site import Site
+from fedplan.runners.site import INBOX_FOLDER, Site
 from fedplan.sites.policy import (
     RULE_APPROVER,
     Policy,
@@ -41,8 +41,6 @@ UNDECIDED = (OFFERED, STARTED, REJOINED)
 """Values of `decision` in entries that record an event, not a decision on the study."""
 _MAX_CACHED = 256
 """Policy checks of studies that are cached."""
-INBOX_FOLDER = "inbox"
-"""Folder of the offered studies, inside the site's state folder."""
 MAX_STUDIES, MAX_STUDY_BYTES = 200, 1 << 20
 """Limits on the number of studies and on the bytes of one, since a server may offer any number."""
 

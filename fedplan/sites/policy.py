@@ -30,9 +30,9 @@ from fedplan.models.params import Kind, Param, Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.formats import megabytes
-from fedplan.studies.field_types import Count, as_value_error
-from fedplan.studies.schema import ConfigError, Study, parse_toml, unserializable_reason
-from fedplan.studies.sections import Section
+from fedplan.studies.field_types import Count
+from fedplan.studies.schema import Study, unserializable_reason
+from fedplan.studies.section import ConfigError, Section, as_value_error, parse_toml
 
 RULE_APPROVER = "rule"
 """Recorded as the approver of a study that the policy approved without a person."""

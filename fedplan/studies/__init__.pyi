@@ -30,7 +30,7 @@ from .federation_sections import (
     EvaluateConfig,
     PrivacyConfig,
 )
-from .field_types import Count, DeviceName, as_value_error, named_objects
+from .field_types import Count, named_objects
 from .in_memory import InMemoryInputs
 from .model_card import describe_export
 from .record import (
@@ -79,10 +79,8 @@ from .run_scores import (
     untrained_params,
 )
 from .schema import (
-    ConfigError,
     Study,
     flatten_fields,
-    parse_toml,
     parse_toml_value,
     read_json_object,
     read_study,
@@ -92,7 +90,8 @@ from .schema import (
     study_from_dict,
     unserializable_reason,
 )
-from .sections import Section, TrainConfig
+from .section import ConfigError, DeviceName, Section, as_value_error, parse_toml
+from .sections import TrainConfig
 from .starter import StudyOptions, new_study
 from .stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_files
 

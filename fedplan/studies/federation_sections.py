@@ -25,10 +25,9 @@ from fedplan.studies.field_types import (
     MetricName,
     NoiseMultiplier,
     Positive,
-    as_value_error,
     one_of_validator,
 )
-from fedplan.studies.sections import Section
+from fedplan.studies.section import Section, as_value_error
 
 
 class ClientsConfig(Section):

@@ -3,24 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import metric_named
 from fedplan.data.partition import PARTITION_KINDS
 from fedplan.data.tasks.kinds import TASK_NAMES, task_class
-from fedplan.errors import FedplanError
 from fedplan.methods.lora import parse_product_rule
 from fedplan.methods.registry import METHOD_REGISTRY, METHODS, SERVER_OPTIMIZER_REGISTRY
 from fedplan.models.adapters import adapter_family
 from fedplan.naming import NamedObject, Registry, unknown_name_message
 from fedplan.privacy.accounting.accountant import NOISE_MULTIPLIERS
 from fedplan.privacy.mechanisms.clipping import CLIPPING_NORMS
-from fedplan.tensors.devices import check_device_name
+from fedplan.studies.section import found_by
 from fedplan.training.client_hooks import CLIENT_HOOK_NAMES, get_client_hook
 from fedplan.training.loops import LOOP_NAMES, get_training_loop
 from fedplan.training.optimizers import OPTIMIZER_NAMES, make_client_optimizer
@@ -31,21 +29,8 @@ if TYPE_CHECKING:
     from fedplan.studies.sections import MethodSection
 
 
-STRICT = ConfigDict(
-    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
-"""Configuration of all sections: no unknown fields, no type conversion, no NaN or infinity."""
 MAX_INT = 10**9
 """Largest integer of any field."""
-
-
-@contextmanager
-def as_value_error() -> Generator[None]:
-    """Re-raise a FedplanError of the body as ValueError, which pydantic reports with the field."""
-    try:
-        yield
-    except FedplanError as error:
-        raise ValueError(str(error)) from error
 
 
 def one_of_validator(kind: str, names: Collection[str]) -> Callable[[str], str]:
@@ -74,17 +59,6 @@ def _range_validator(
     return check
 
 
-def _found_by(find: Callable[[str], object], *, optional: bool = False) -> AfterValidator:
-    """Return a validator of names for which `find(name)` succeeds, or "" if `optional` is set."""
-
-    def check(name: str) -> str:
-        with as_value_error():
-            _ = (optional and not name) or find(name)
-        return name
-
-    return AfterValidator(check)
-
-
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -94,17 +68,16 @@ NoiseMultiplier = Annotated[float, AfterValidator(_range_validator(NOISE_MULTIPL
 EvaluationNoise = Annotated[
     float, AfterValidator(_range_validator((0.25, NOISE_MULTIPLIERS[1]), zero=True))
 ]
-TaskKind = Annotated[str, _found_by(lambda kind: kind == CUSTOM_KIND or task_class(kind))]
+TaskKind = Annotated[str, found_by(lambda kind: kind == CUSTOM_KIND or task_class(kind))]
 PartitionKind = Annotated[str, AfterValidator(one_of_validator("partition", PARTITION_KINDS))]
-DeviceName = Annotated[str, _found_by(check_device_name)]
-ProbeName = Annotated[str, _found_by(get_probe, optional=True)]
-OptimizerName = Annotated[str, _found_by(make_client_optimizer)]
-ServerOptimizerName = Annotated[str, _found_by(SERVER_OPTIMIZER_REGISTRY.find, optional=True)]
-ProductText = Annotated[str, _found_by(parse_product_rule, optional=True)]
-ClientHookName = Annotated[str, _found_by(get_client_hook)]
-MetricName = Annotated[str, _found_by(metric_named)]
-LoopName = Annotated[str, _found_by(get_training_loop, optional=True)]
-AdapterName = Annotated[str, _found_by(adapter_family, optional=True)]
+ProbeName = Annotated[str, found_by(get_probe, optional=True)]
+OptimizerName = Annotated[str, found_by(make_client_optimizer)]
+ServerOptimizerName = Annotated[str, found_by(SERVER_OPTIMIZER_REGISTRY.find, optional=True)]
+ProductText = Annotated[str, found_by(parse_product_rule, optional=True)]
+ClientHookName = Annotated[str, found_by(get_client_hook)]
+MetricName = Annotated[str, found_by(metric_named)]
+LoopName = Annotated[str, found_by(get_training_loop, optional=True)]
+AdapterName = Annotated[str, found_by(adapter_family, optional=True)]
 
 
 def code_fingerprints(plugins: Iterable[NamedObject[Any]]) -> str:

@@ -18,8 +18,8 @@ from fedplan.data.tasks.kinds import adapt_task
 from fedplan.language.canonical import canonical_text
 from fedplan.methods.method import Method
 from fedplan.studies.federated_data import NO_TEST, FederatedData
-from fedplan.studies.schema import ConfigError, Study, study_from_dict
-from fedplan.studies.sections import Section
+from fedplan.studies.schema import Study, study_from_dict
+from fedplan.studies.section import ConfigError, Section
 
 KINDS = ("train", "validation", "test")
 """Kinds of a client's data."""

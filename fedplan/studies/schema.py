@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
@@ -17,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import METRIC_NAMES
 from fedplan.data.tasks.kinds import has_score_counts, task_class
-from fedplan.errors import FedplanError
 from fedplan.federation.client import TrainSetup
 from fedplan.models.catalog import is_hub_id
 from fedplan.naming import UnknownName, unknown_name_message
@@ -33,19 +31,24 @@ from fedplan.studies.federation_sections import (
     TimeoutsSection,
 )
 from fedplan.studies.field_types import (
-    DeviceName,
     Positive,
-    as_value_error,
     code_fingerprints,
     missing_field_message,
     named_objects,
     unknown_field_message,
 )
+from fedplan.studies.section import (
+    MAX_DEPTH,
+    ConfigError,
+    DeviceName,
+    Section,
+    as_value_error,
+    parse_toml,
+)
 from fedplan.studies.sections import (
     DataSection,
     MethodSection,
     ModelSection,
-    Section,
     TaskSection,
     TrainConfig,
 )
@@ -68,17 +71,6 @@ LATER_FIELDS = {
     "task": ("label_separator",),
 }
 """Fields by section that digests leave out if empty, so that older studies keep their digest."""
-MAX_DEPTH = 32
-"""Maximum nesting depth of values."""
-
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'")
-_KEY_SEPARATOR = re.compile(r"[,=\[\]{}\n]")
-
-
-class ConfigError(FedplanError):
-    """An invalid study, or a folder that does not fit the study; the message names the field."""
-
-    code = "settings"
 
 
 def read_json_object(file: Path, remedy: str = "restore it from a backup") -> dict[str, Any]:
@@ -443,18 +435,6 @@ def unserializable_reason(value: Any, depth: int = 0) -> str:
     if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
         return f"{value[:60]!r} cannot be written as UTF-8"
     return ""
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML text; raise ValueError if it is invalid, too deep, or has too many dots."""
-    # tomllib needs quadratic time for a long dotted key, so these are rejected first.
-    without_strings = _STRING.sub("", text)
-    if any(piece.count(".") > 2 * MAX_DEPTH for piece in _KEY_SEPARATOR.split(without_strings)):
-        raise ValueError(f"a key has more than {2 * MAX_DEPTH} dots")
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
 
 
 def parse_toml_value(text: str) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, dataclass_transform
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic._internal._model_construction import ModelMetaclass
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedplan.data.partition import Partition
 from fedplan.data.tasks.definition import Task
@@ -16,7 +15,6 @@ from fedplan.data.tasks.kinds import TASK_KINDS
 from fedplan.methods.method import Method
 from fedplan.models.values import QUANTIZATIONS
 from fedplan.studies.field_types import (
-    STRICT,
     AdapterName,
     ClientHookName,
     Count,
@@ -29,9 +27,9 @@ from fedplan.studies.field_types import (
     Scalar,
     ServerOptimizerName,
     TaskKind,
-    as_value_error,
     one_of_validator,
 )
+from fedplan.studies.section import STRICT, Section, as_value_error
 from fedplan.training.activation_cache import DEFAULT_MEGABYTES, ActivationCache
 from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import (
@@ -41,40 +39,6 @@ from fedplan.training.optimizers import (
     make_client_optimizer,
     make_lr_schedule,
 )
-
-
-@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
-class _SectionType(ModelMetaclass):
-    """Type of sections, whose constructors raise ConfigError in place of a ValidationError."""
-
-    if not TYPE_CHECKING:  # the constructor keeps its signature for editors
-
-        def __call__(cls, *values: object, **fields: object) -> Section:
-            if values:
-                from fedplan.studies.schema import ConfigError
-
-                name = next(iter(cls.model_fields))
-                raise ConfigError(
-                    f"{cls.__name__}({values[0]!r}): give each field by its name, as in "
-                    f"{cls.__name__}({name}={values[0]!r})"
-                )
-            try:
-                return super().__call__(**fields)
-            except ValidationError as error:
-                from fedplan.studies.schema import config_error
-
-                raise config_error(cls, error) from error
-
-
-class Section(BaseModel, metaclass=_SectionType):
-    """Base class of all sections of a study; rejects unknown fields and values of another type.
-
-    The constructor raises ConfigError, with the field that an unknown word may mean;
-    `model_validate` raises pydantic's ValidationError.
-    """
-
-    model_config = STRICT
-
 
 FORBIDDEN_SETTINGS = frozenset(
     (

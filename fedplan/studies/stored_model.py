@@ -30,8 +30,7 @@ from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import Preprocessing, image_mean_std, load_folder, save_folder
 from fedplan.models.values import is_packed, is_quantized, pin_packed_layout
 from fedplan.storage.files import PRIVATE, make_folder, wrap_disk_errors, write_atomic
-from fedplan.studies.schema import ConfigError
-from fedplan.studies.sections import Section
+from fedplan.studies.section import ConfigError, Section
 from fedplan.tensors.devices import CPU, fork_rng_state
 from fedplan.tensors.named import Tensors
 

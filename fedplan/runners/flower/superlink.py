@@ -39,8 +39,8 @@ from fedplan.runners.flower.supernode import (
 )
 from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import locked_folder
-from fedplan.studies.schema import Study, parse_toml
-from fedplan.studies.sections import Section
+from fedplan.studies.schema import Study
+from fedplan.studies.section import Section, parse_toml
 
 log = logging.getLogger("fedplan")
 SERVER, TOKEN, SECRET = "server.toml", "operator.token", "executor.secret"
