@@ -12,6 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fedplan.cli import app
+from fedplan.reports.run_summary import summarized_events
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.schema import read_study
 
 
 def run(*args: str, width: int = 80) -> tuple[int, str, str]:
@@ -77,12 +80,26 @@ def test_a_wrong_value_is_one_message_that_names_it(args: list[str], words: list
         assert word in err
 
 
-def test_to_explain_a_short_name_takes_neither_torch_nor_transformers() -> None:
+def test_a_command_that_computes_nothing_loads_neither_torch_nor_transformers(here: Path) -> None:
+    out = here / "out"
+    study = read_study(here / "study.toml", ["train.rounds=1"])
+    Simulation(study, out, events=summarized_events(out)).run()
+    commands = [
+        ["--version"],
+        ["explain", "bert-base", "share()", "--json"],
+        *(["status", "out", *more] for more in ([], ["--json"], ["--watch"])),
+        ["stop", "out"],
+        ["logs", "out"],
+        ["site", "inbox"],
+    ]
+    Path("site.toml").write_text('name = "north"')
     program = (
-        "import sys; from fedplan.cli import app\n"
-        "try: app(['explain', 'bert-base', 'share()', '--json'])\n"
+        "import json, sys; from fedplan.cli import app\n"
+        "try: app(json.loads(sys.argv[1]))\n"
         "except SystemExit: pass\n"
         "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for each in commands:
+        words = [sys.executable, "-c", program, json.dumps(each)]
+        done = subprocess.run(words, capture_output=True, check=False)
+        assert done.returncode == 0, (each, done.stderr)

@@ -41,7 +41,8 @@ WITHOUT_TORCH = (
         "fedplan.federation.ledger.faults",
         "fedplan.federation.wire_cost",
     ),
-    *("fedplan.reports.explanation", "fedplan.runners.flower"),
+    *("fedplan.reports.explanation", "fedplan.reports.status", "fedplan.runners.flower"),
+    *("fedplan.runners.site", "fedplan.studies.section", "fedplan.studies.run_scores"),
 )
 
 

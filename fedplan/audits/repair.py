@@ -12,8 +12,8 @@ from pathlib import Path
 from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.client import KEY
-from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS
-from fedplan.federation.identity import RUN_FILE, read_identity
+from fedplan.federation.global_state import BEST, METRICS
+from fedplan.federation.identity import GLOBAL_FOLDER, RUN_FILE, closed_rounds, read_identity
 from fedplan.federation.ledger.records import RecordError, RoundRecord, parse_line, read_record
 from fedplan.federation.ledger.segments import newest_segment
 from fedplan.federation.server import EVALUATION, STUDY, WRITE_ONCE_FILES
@@ -147,7 +147,7 @@ def _require_same_run(folder: Path, replica: Path) -> None:
         if checkpoint and checkpoint.meta["run"] != read_identity(replica).id:
             raise FedplanError(f"{RUN_FILE} is not of the same run as {GLOBAL_FOLDER}")
     ledgers = sorted(file.name for file in replica.glob("ledger*.jsonl"))
-    newest = max(Store(replica / GLOBAL_FOLDER, read_only=True).numbers(), default=0)
+    newest = closed_rounds(replica)
     evidence: tuple[list[str], ...] = (ledgers, [f"{GLOBAL_FOLDER}/{newest}.json"])
     if not any(
         names and not any(filecmp.cmpfiles(folder, replica, names, shallow=False)[1:])

@@ -150,18 +150,18 @@ def status_command(
     from rich.live import Live
 
     from fedplan.reports.plan_warnings import warnings_text
-    from fedplan.reports.run_warnings import read_run_warnings
-    from fedplan.reports.status import make_console, run_snapshot, watch
+    from fedplan.reports.status import make_console, run_snapshot, snapshot_warnings, watch
 
     with print_errors():
         if as_json:
             for snapshot in watch(folder) if refresh else [run_snapshot(folder)]:
                 # While it is watched, a run in progress is not read from its start each second.
-                warnings = read_run_warnings(folder) if not (refresh and snapshot.live) else []
+                skip = refresh and snapshot.live and snapshot.warnings is None
+                warnings = () if skip else snapshot_warnings(snapshot)
                 status = {**snapshot.json(), "warnings": [each.json() for each in warnings]}
                 print(json.dumps(replace_nonfinite(status)), flush=True)
             return
-        console = make_console()
+        console, snapshot = make_console(), run_snapshot(folder)
         if refresh:
             with Live(console=console, refresh_per_second=2) as live:
                 try:
@@ -170,8 +170,8 @@ def status_command(
                 except KeyboardInterrupt:
                     raise typer.Exit(0) from None
         else:
-            console.print(run_snapshot(folder))
-        for text in warnings_text(read_run_warnings(folder)):
+            console.print(snapshot)
+        for text in warnings_text(snapshot_warnings(snapshot)):
             console.print(text, soft_wrap=True)
 
 

@@ -45,8 +45,16 @@ from .evaluation import (
     make_eval_request,
     metrics_from_json,
 )
-from .global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_values, personal_values
-from .identity import RUN_FILE, RunIdentity, changed_examples, is_run_id, read_identity
+from .global_state import BEST, METRICS, GlobalState, global_values, personal_values
+from .identity import (
+    GLOBAL_FOLDER,
+    RUN_FILE,
+    RunIdentity,
+    changed_examples,
+    closed_rounds,
+    is_run_id,
+    read_identity,
+)
 from .ledger.callbacks import (
     COHORT_PREFIXES,
     PER_CLIENT_PREFIXES,
@@ -145,6 +153,7 @@ from .ledger.status import (
     read_status,
     read_stop_request,
     site_state_from_reason,
+    write_status,
 )
 from .ledger.stream import EventStream, StopRequested
 from .messages import (

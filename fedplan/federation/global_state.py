@@ -92,8 +92,8 @@ def unpack_client_sync(
     return {name: groups[i] for name, i in zip(names, positions, strict=True)}
 
 
-GLOBAL_FOLDER, LEDGER, METRICS, BEST = "global", "ledger.jsonl", "metrics.jsonl", "best"
-"""Names in a run's folder: global state, ledger, metrics, and the best global state."""
+LEDGER, METRICS, BEST = "ledger.jsonl", "metrics.jsonl", "best"
+"""Names in a run's folder: ledger, metrics, and the best global state."""
 
 FORMAT = 2
 """Version of the checkpoint format."""

@@ -12,12 +12,17 @@ from secrets import token_hex
 from typing import Any, cast
 
 from fedplan.errors import FedplanError
-from fedplan.storage.files import write_atomic
+from fedplan.storage.files import checkpoint_numbers, write_atomic
 
-RUN_FILE = "run.json"
-"""File in a run's folder with its identity."""
+RUN_FILE, GLOBAL_FOLDER = "run.json", "global"
+"""In a run's folder: the file with its identity, and the checkpoints of its global model."""
 
 _ID = re.compile("[0-9a-f]{16}")
+
+
+def closed_rounds(folder: Path) -> int:
+    """Return the number of the last round with a checkpoint of the global model; 0 if none."""
+    return max(checkpoint_numbers(folder / GLOBAL_FOLDER), default=0)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.aggregation.factory import make_aggregation
 from fedplan.federation.aggregation.protocol import Aggregator
 from fedplan.federation.agreement import Agreement, Roster, class_turns, last_changing_rounds
-from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState, global_values
+from fedplan.federation.global_state import BEST, METRICS, GlobalState, global_values
 from fedplan.federation.identity import (
+    GLOBAL_FOLDER,
     RUN_FILE,
     RunIdentity,
     load_or_create_identity,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ from fedplan.models.params import Kind, Params
 
 if TYPE_CHECKING:
     from fedplan.federation.agreement import Agreement
+
+FOLDER = "{folder}"
+"""Stands for the folder of a run in a remedy, since a folder may be moved."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class RunWarning:
     def json(self) -> dict[str, str]:
         """Return code, text and remedy by name."""
         return asdict(self)
+
+    def of_run(self, folder: Path) -> RunWarning:
+        """Return the warning with the folder of the run in place of FOLDER in its remedy."""
+        return replace(self, remedy=self.remedy.replace(FOLDER, str(folder)))
 
 
 PLAN_WARNINGS = {

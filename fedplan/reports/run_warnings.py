@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import fsum, isfinite
 from pathlib import Path
 from typing import Any
 
 from fedplan.audits.ledger import Movement
 from fedplan.errors import FedplanError
+from fedplan.federation.ledger.records import TurnRecord
 from fedplan.language.parts import named
 from fedplan.language.plan import chain, freeze
 from fedplan.language.predicates import Turn
 from fedplan.reports.pages.facts import RunFacts, read_run_facts
-from fedplan.reports.plan_warnings import RunWarning, plan_warnings
+from fedplan.reports.plan_warnings import FOLDER, RunWarning, plan_warnings
 from fedplan.reports.study_warnings import (
     data_warnings,
     join_names,
@@ -62,7 +64,8 @@ def read_run_warnings(folder: Path | str) -> list[RunWarning]:
     A damaged folder has a warning of its own. Raises FedplanError if there is no run.
     """
     try:
-        return read_consistently(Path(folder), lambda run: run_warnings(read_run_facts(run)))
+        warnings = read_consistently(Path(folder), lambda run: run_warnings(read_run_facts(run)))
+        return [each.of_run(Path(folder)) for each in warnings]
     except FedplanError as error:
         if not Path(folder).is_dir():
             raise
@@ -73,18 +76,24 @@ def run_warnings(facts: RunFacts) -> list[RunWarning]:
     """Return the warnings of a run, in the order of plan, data, training, clients and scores.
 
     For a run in progress only those that later rounds cannot take back. Under differential privacy
-    no warning tells more of clients or examples than a report shows.
+    no warning tells more of clients or examples than a report shows. FOLDER in a remedy stands for
+    the run's folder.
     """
-    record = read_data_record(facts.run.folder)
-    warnings = [*_plan_warnings(facts), *data_warnings(facts.study, record)]
-    warnings += _loss_warnings(facts)
+    warnings = [*first_warnings(facts), *loss_warnings(facts, read_losses(facts))]
     if facts.snapshot.live:
         return warnings
+    record = read_data_record(facts.run.folder)
     warnings += [*_movement_warnings(facts), *_client_warnings(facts)]
     nothing = any(each.code == "nothing-trained" for each in warnings)
     if not nothing and any(each.aggregated for each in facts.rounds):
         warnings += _score_warnings(facts, record)  # else the reason is among the warnings
     return [*warnings, *_end_warnings(facts)]
+
+
+def first_warnings(facts: RunFacts) -> list[RunWarning]:
+    """Return the warnings of a run's plan and data."""
+    record = read_data_record(facts.run.folder)
+    return [*_plan_warnings(facts), *data_warnings(facts.study, record)]
 
 
 def _plan_warnings(facts: RunFacts) -> Iterator[RunWarning]:
@@ -127,30 +136,52 @@ def _movement_warnings(facts: RunFacts) -> Iterator[RunWarning]:
         )
 
 
-def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
+@dataclass
+class Losses:
+    """Training losses of a run; `add` each turn.
+
+    `by_client`: first, highest and last loss of each client. `not_finite`: turns that trained and
+    have no finite loss, the first with its round and client in `first_not_finite`.
+    """
+
+    by_client: dict[str, tuple[float, float, float]] = field(
+        default_factory=dict[str, tuple[float, float, float]]
+    )
+    not_finite: int = 0
+    first_not_finite: str = ""
+
+    def add(self, turn: TurnRecord) -> None:
+        """Take in a turn."""
+        if turn.loss is not None:
+            first, highest, _ = self.by_client.get(turn.client, (turn.loss,) * 3)
+            self.by_client[turn.client] = first, max(highest, turn.loss), turn.loss
+        elif turn.steps:
+            self.not_finite += 1
+            self.first_not_finite = self.first_not_finite or f"round {turn.round} at {turn.client}"
+
+
+def read_losses(facts: RunFacts) -> Losses:
+    """Return the training losses of all closed rounds of a run."""
+    losses = Losses()
+    for turn in (turn for turns in facts.turns for turn in turns):
+        losses.add(turn)
+    return losses
+
+
+def loss_warnings(facts: RunFacts, losses: Losses) -> Iterator[RunWarning]:
     """Yield warnings of training losses: of each client's first, highest and last, the means."""
     agreement, remedy = facts.agreement, f"Lower {_lower_lr(facts.study)}"
     visible = agreement.guarantee is None and not agreement.secagg.active
-    visible = visible and facts.study.has_central_data
-    turns = [turn for turns in facts.turns for turn in turns]
-    not_finite = [turn for turn in turns if visible and turn.steps and turn.loss is None]
-    if not_finite:
-        first = not_finite[0]
+    if losses.not_finite and visible and facts.study.has_central_data:
         text = (
-            f"The training loss is not finite in {len(not_finite)} turns, first in round "
-            f"{first.round} at {first.client}."
+            f"The training loss is not finite in {losses.not_finite} turns, first in "
+            f"{losses.first_not_finite}."
         )
         yield RunWarning("loss-not-finite", text, remedy)
-    by_client = dict[str, list[float]]()
-    for turn in turns:
-        if turn.loss is not None:
-            by_client.setdefault(turn.client, []).append(turn.loss)
-    losses = list(by_client.values())
-    if not losses:
+    if not losses.by_client:
         return
     first, highest, last = (
-        fsum(values) / len(losses)
-        for values in zip(*((each[0], max(each), each[-1]) for each in losses), strict=True)
+        fsum(values) / len(values) for values in zip(*losses.by_client.values(), strict=True)
     )
     initial = read_initial_scores(facts.run.folder)
     tested = [value for name, value in initial.items() if name.endswith(".loss")]
@@ -177,7 +208,7 @@ def _client_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     """Yield warnings of clients without any part in the result; none under client-level DP."""
     if facts.client_level_dp:
         return
-    setting, folder = setting_text(facts.study), facts.run.folder
+    setting = setting_text(facts.study)
     empty = [record.round for record in facts.rounds if not record.aggregated]
     if empty:
         text = f"in {len(empty)} of {len(facts.rounds)} rounds, first in round {empty[0]}."
@@ -186,7 +217,7 @@ def _client_warnings(facts: RunFacts) -> Iterator[RunWarning]:
         yield RunWarning(
             "rounds-without-update",
             f"No update was aggregated {text}",
-            f"See why: fedplan logs {folder}",
+            f"See why: fedplan logs {FOLDER}",
         )
     aggregated = {name for record in facts.rounds for name in record.aggregated}
     reasons = {name: why for record in facts.rounds for name, why in record.rejected.items()}
@@ -209,7 +240,7 @@ def _client_warnings(facts: RunFacts) -> Iterator[RunWarning]:
         yield RunWarning(
             "client-never-aggregated",
             f"Never aggregated: {join_names(listed)}.",
-            remedies.get(why, f"Correct the client's data, or leave it out; fedplan logs {folder}"),
+            remedies.get(why, f"Correct the client's data, or leave it out; fedplan logs {FOLDER}"),
         )
     trained = {turn.client for turns in facts.turns for turn in turns} | reasons.keys()
     idle = [name for name in facts.client_scores if name not in trained]
@@ -293,7 +324,7 @@ def _end_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     if facts.run.round >= rounds or planned:
         return
     reason = f": {status.reason}" if status.reason and not facts.client_level_dp else ""
-    resume = f"fedplan run --resume {facts.run.folder}"
+    resume = f"fedplan run --resume {FOLDER}"
     yield RunWarning(
         "ended-early",
         f"The run ended after {facts.run.round} of {rounds} rounds{reason}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.errors import FedplanError
+from fedplan.federation.identity import closed_rounds
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import (
     LIVE,
@@ -34,7 +35,7 @@ from fedplan.reports.formats import (
     simulation_line,
     sites_line,
 )
-from fedplan.studies.run import RunAdvanced, read_run
+from fedplan.reports.plan_warnings import RunWarning
 from fedplan.studies.run_scores import RunScores, run_scores, score_rules
 
 DEAD = "died"
@@ -64,7 +65,8 @@ class RunSnapshot:
     """A run at one moment, as read from its folder; print with rich, or call `json`.
 
     `status` is the last that the run's process wrote; `state` and `round` (the last closed one) are
-    up to date even if it was killed since.
+    up to date even if it was killed since. `scores` are of the last evaluation. `warnings`: as the
+    run's process wrote them; None if they have to be computed from the folder.
     """
 
     folder: Path
@@ -72,6 +74,7 @@ class RunSnapshot:
     state: str
     round: int
     scores: RunScores | None = None
+    warnings: tuple[RunWarning, ...] | None = None
 
     @property
     def live(self) -> bool:
@@ -82,7 +85,9 @@ class RunSnapshot:
         """Return the status with the checked state and round, and `run_scores`, as plain values."""
         scores = self.scores.json() if self.scores else None
         checked = {"state": self.state, "round": self.round, "run_scores": scores}
-        return {**self.status.json(), **checked}
+        fields = {**self.status.json(), **checked}
+        fields.pop("warnings", None)  # the command adds those that it prints
+        return fields
 
     def __rich__(self) -> RenderableType:
         status, style = self.status, STATE_STYLES.get(self.state, "cyan")
@@ -174,7 +179,12 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
     no run.
     """
     folder = Path(folder)
-    run, status = read_run(folder), read_status(folder)
+    status = read_status(folder)
+    if status is not None and (written := _written_snapshot(folder, status)) is not None:
+        return written
+    from fedplan.studies.run import read_run  # loads torch
+
+    run = read_run(folder)
     if status is None:
         rounds, state, reason = run.study.train.rounds, UNTOLD, ""
         if run.round >= rounds:
@@ -191,6 +201,34 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
     scores = run_scores(run)
     status = replace(status, primary_metric=scores.metric)  # unset before round 1
     return RunSnapshot(folder, status, state, run.round, scores)
+
+
+def snapshot_warnings(snapshot: RunSnapshot) -> Sequence[RunWarning]:
+    """Return the warnings of a run: those of the snapshot, or else read from the run's folder."""
+    if snapshot.warnings is not None:
+        return snapshot.warnings
+    from fedplan.reports.run_warnings import read_run_warnings  # loads torch
+
+    return read_run_warnings(snapshot.folder)
+
+
+def _written_snapshot(folder: Path, status: RunStatus) -> RunSnapshot | None:
+    """Return the snapshot as the run's process wrote it; None if it died, or did not write it all.
+
+    Reads the status file and the names of checkpoints only.
+    """
+    died = status.state in LIVE and status.driver.alive is False
+    if died or status.warnings is None or status.run_scores is None:
+        return None
+    try:
+        scores = RunScores.from_json(status.run_scores)
+        warnings = tuple(RunWarning(**each).of_run(folder) for each in status.warnings)
+    except (TypeError, KeyError):
+        return None
+    if status.round != closed_rounds(folder):
+        return None
+    status = replace(status, primary_metric=scores.metric)  # unset before round 1
+    return RunSnapshot(folder, status, status.state, status.round, scores, warnings)
 
 
 def stop_run(folder: Path | str, *, at_once: bool = False) -> RunSnapshot:
@@ -221,6 +259,8 @@ def follow_run(folder: Path | str, show: Callable[[str], None]) -> RunSnapshot:
     Starts with round 1, after a heading if the run is a simulation. Blocks while the run is in
     progress, and returns the last snapshot. Raises FedplanError if there is no run.
     """
+    from fedplan.studies.run import RunAdvanced, read_run
+
     folder, after = Path(folder), 0
     run = read_run(folder)
     if run.study.has_central_data:

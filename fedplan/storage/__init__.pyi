@@ -14,6 +14,7 @@ from .encryption import Encryption
 from .files import (
     PRIVATE,
     SHARED,
+    checkpoint_numbers,
     failpoint,
     file_size_and_digest,
     make_folder,

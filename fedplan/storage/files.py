@@ -44,6 +44,17 @@ MAX_UNSYNCED = 5
 """The most folders within one another that a run makes at a time."""
 
 
+_CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})\.json", re.ASCII)
+
+
+def checkpoint_numbers(folder: Path) -> list[int]:
+    """Return the numbers of all manifests in the folder of a store, valid or not, newest first."""
+    if not folder.exists():
+        return []
+    names = (_CHECKPOINT.fullmatch(name) for name in os.listdir(folder))
+    return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
 def make_folder(folder: Path, *, private: bool = False) -> None:
     """Create a folder and its missing parents with mode 0700, each synced to disk.
 

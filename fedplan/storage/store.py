@@ -35,7 +35,14 @@ from fedplan.storage.checkpoints import (
     saved_tensors_digest,
 )
 from fedplan.storage.encryption import Encryption
-from fedplan.storage.files import PRIVATE, failpoint, make_folder, open_private, wrap_disk_errors
+from fedplan.storage.files import (
+    PRIVATE,
+    checkpoint_numbers,
+    failpoint,
+    make_folder,
+    open_private,
+    wrap_disk_errors,
+)
 from fedplan.storage.locks import acquire_folder_lock, locked_folder, sync_folder
 from fedplan.storage.tensor_file import (
     NameFilter,
@@ -57,7 +64,6 @@ MetaFilter = Callable[[dict[str, Any]], bool]
 """Whether to accept the checkpoint with this meta."""
 _Loader = Callable[[Manifest], dict[str, Tensor]]
 
-_NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})\.json", re.ASCII)
 _TENSORS = re.compile(r"[0-9]+\.[0-9a-f]{16}\.safetensors", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
 """Temporary files of this module, and of safetensors."""
@@ -243,10 +249,7 @@ class Store:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all manifests in the folder, valid or not, newest first."""
-        if not self._folder.exists():
-            return []
-        names = (_NUMBER.fullmatch(name) for name in os.listdir(self._folder))
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        return checkpoint_numbers(self._folder)
 
     def valid_numbers(self) -> list[int]:
         """Return the numbers in the folder that no read found damaged so far, newest first.

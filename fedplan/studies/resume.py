@@ -7,8 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from fedplan.federation.global_state import GLOBAL_FOLDER
-from fedplan.federation.identity import RUN_FILE, is_run_id, read_identity
+from fedplan.federation.identity import RUN_FILE, closed_rounds, is_run_id, read_identity
 from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
 from fedplan.federation.server import STUDY
 from fedplan.privacy.guard import CHARGES_FILE
@@ -16,7 +15,6 @@ from fedplan.storage.append_log import head_file
 from fedplan.storage.files import wrap_disk_errors
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.locks import locked_folder
-from fedplan.storage.store import Store
 from fedplan.studies.experiment import privacy_guarantee
 from fedplan.studies.record import (
     DATA_FILE,
@@ -26,7 +24,6 @@ from fedplan.studies.record import (
 )
 from fedplan.studies.run import MANIFEST, TASK, read_run, read_run_study
 from fedplan.studies.schema import (
-    ConfigError,
     Study,
     apply_overrides,
     changed_fields,
@@ -34,6 +31,7 @@ from fedplan.studies.schema import (
     resolve_paths,
     study_from_dict,
 )
+from fedplan.studies.section import ConfigError
 from fedplan.studies.stored_model import MODEL_FOLDER
 from fedplan.tensors.named import is_aux
 
@@ -164,7 +162,7 @@ def has_progress(folder: Path) -> bool:
     """
     with wrap_disk_errors(f"{folder} cannot be read", "make it readable to this user"):
         charges = (folder / "privacy").rglob(CHARGES_FILE)
-        closed = _closed_rounds(folder) > 0 or last_ledger_round(newest_segment(folder)) > 1
+        closed = closed_rounds(folder) > 0 or last_ledger_round(newest_segment(folder)) > 1
         return closed or any(file.stat().st_size for file in charges)
 
 
@@ -192,16 +190,8 @@ def require_same_study(folder: Path, study: Study) -> None:
             f"scheduled over {run_study.train.rounds}: name another folder; set "
             'train.lr_scheduler_span = "round" to add rounds later'
         )
-    if study.train.rounds < _closed_rounds(folder):
+    if study.train.rounds < closed_rounds(folder):
         raise ConfigError(
-            f"train.rounds is {study.train.rounds}, but {folder} has {_closed_rounds(folder)} "
+            f"train.rounds is {study.train.rounds}, but {folder} has {closed_rounds(folder)} "
             "already: rounds can be added, but not removed"
         )
-
-
-def _closed_rounds(folder: Path) -> int:
-    """Return the number of the last round with a checkpoint of the global model; 0 if none."""
-    checkpoints = folder / GLOBAL_FOLDER
-    if not checkpoints.is_dir():
-        return 0
-    return max(Store(checkpoints, read_only=True).numbers(), default=0)

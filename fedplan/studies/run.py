@@ -19,8 +19,8 @@ from fedplan.data.tasks.kinds import task_class
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import load_client_state
-from fedplan.federation.global_state import BEST, GLOBAL_FOLDER, METRICS, GlobalState
-from fedplan.federation.identity import RUN_FILE, RunIdentity, read_identity
+from fedplan.federation.global_state import BEST, METRICS, GlobalState
+from fedplan.federation.identity import GLOBAL_FOLDER, RUN_FILE, RunIdentity, read_identity
 from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_rows, run_failure
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
@@ -42,13 +42,8 @@ from fedplan.storage.locks import FolderLock, acquire_folder_lock
 from fedplan.storage.store import Store, TensorsAndMeta
 from fedplan.studies.experiment import Experiment, make_agreement, privacy_statement
 from fedplan.studies.model_builder import initial_expenses
-from fedplan.studies.schema import (
-    ConfigError,
-    Study,
-    read_json_object,
-    resolve_paths,
-    study_from_dict,
-)
+from fedplan.studies.schema import Study, read_json_object, resolve_paths, study_from_dict
+from fedplan.studies.section import ConfigError
 from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, stored_files
 
 MANIFEST, TASK = "manifest.json", "task.json"

@@ -8,15 +8,17 @@ personal models; of any other plan all models are the global one, which leads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fedplan.federation.agreement import Agreement
 from fedplan.language.plan import Role
 from fedplan.language.resolution import params_with_roles
 from fedplan.models.params import Params
-from fedplan.studies.run import RunReader
+
+if TYPE_CHECKING:  # `fedplan status` loads no torch
+    from fedplan.federation.agreement import Agreement
+    from fedplan.studies.run import RunReader
 
 ScoreKind = Literal["personal", "worst client", "global", "mean of clients", "this client"]
 """Mean over the clients' personal models; the worst of these; the global model; the mean over
@@ -129,6 +131,17 @@ class RunScores:
     def json(self) -> dict[str, Any]:
         """Return metric, direction, round and scores as plain values."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunScores:
+        """Return the scores that `json` has made plain; TypeError or KeyError if they are not."""
+        scores = list[RunScore]()
+        for each in fields["scores"]:
+            interval: list[float] | None = each["interval"]
+            score = RunScore(**each)
+            scores.append(replace(score, interval=(interval[0], interval[1]) if interval else None))
+        metric, higher, number = (fields[n] for n in ("metric", "higher_is_better", "round"))
+        return cls(metric, higher, number, tuple(scores))
 
 
 @dataclass(frozen=True)

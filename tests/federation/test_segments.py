@@ -17,7 +17,7 @@ from clients import RUN, few, know_secrets, loss
 from fedplan.audits.ledger import verify_ledger
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.global_state import GLOBAL_FOLDER
+from fedplan.federation.identity import GLOBAL_FOLDER
 from fedplan.federation.ledger import segments
 from fedplan.federation.ledger.segments import (
     closed_segment_faults,

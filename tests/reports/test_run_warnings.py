@@ -25,11 +25,16 @@ from silent_mistakes import (
 import fedplan as fp
 from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError
+from fedplan.federation.ledger.status import STATUS
 from fedplan.reports import run_warnings
 from fedplan.reports.plan_warnings import PLAN_WARNINGS
-from fedplan.reports.run_warnings import RESULT_WARNINGS
+from fedplan.reports.run_summary import summarized_events
+from fedplan.reports.run_warnings import RESULT_WARNINGS, read_run_warnings
 from fedplan.reports.status import run_snapshot
 from fedplan.reports.study_warnings import DATA_WARNINGS
+from fedplan.runners.simulation import Simulation
+from fedplan.studies.run import read_run
+from fedplan.studies.run_scores import run_scores
 from fedplan.studies.schema import read_study
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
@@ -122,6 +127,28 @@ def test_warnings_stand_on_every_screen(study: Path) -> None:
     assert explained["warnings"] == []
 
 
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_what_a_run_writes_of_itself_is_what_its_folder_says(study: Path, late: float) -> None:
+    """In each round and at its end, in a folder that was moved, and for a run of an older version."""
+    changes = [f"clients.late_fraction={late}", "train.rounds=2"]
+    events = summarized_events(study / "run")
+    simulation = Simulation(read_study(study / "study.toml", changes), study / "run", events=events)
+    for _ in simulation.rounds():
+        found = run_snapshot("run")
+        assert found.live and found.warnings is not None
+        assert [*found.warnings] == read_run_warnings("run")
+        assert found.scores == run_scores(read_run("run"))
+    (study / "run").rename(study / "moved")
+    written = json.loads(typed("status", "moved", "--json")[1])
+    fields = json.loads((study / "moved" / STATUS).read_text())
+    assert "{folder}" not in str(written["warnings"]) and bool(written["warnings"]) == bool(late)
+    assert bool(late) == ("fedplan logs moved" in str(written["warnings"]))
+    del fields["warnings"], fields["run_scores"]
+    (study / "moved" / STATUS).write_text(json.dumps(fields))
+    assert run_snapshot("moved").warnings is None
+    assert json.loads(typed("status", "moved", "--json")[1]) == written
+
+
 def test_strict_makes_them_errors(study: Path) -> None:
     code, words = typed("run", "study.toml", "--strict", "--set", "method.plan=freeze()")
     assert code == 2 and "nothing was run, because of nothing-trained" in words
@@ -181,7 +208,8 @@ def test_training_losses_are_compared_client_by_client(
         turns=(turns,),
         run=Like(folder=tmp_path),
     )
-    assert [each.code for each in run_warnings._loss_warnings(facts)] == [code] * bool(code)
+    found = run_warnings.loss_warnings(facts, run_warnings.read_losses(facts))
+    assert [each.code for each in found] == [code] * bool(code)
 
 
 def test_a_run_without_any_score_says_so_and_one_with_pooled_tests_does_not() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,9 @@ class RunStatus:
     the last rounds. `seconds_left`: estimate until the end. `epsilon_spent`, `epsilon`: privacy
     loss so far, and the guarantee; None without DP. `client_level_dp`: clients are protected, so
     sites are not shown to listeners. `sites`: status by site; empty if there are too many
-    (`status.MAX_LISTED_SITES`).
+    (`status.MAX_LISTED_SITES`). `run_scores`, `warnings`: scores of the last evaluated round, and
+    warnings of the run so far or of its result, as screens show them; None if the run's process
+    has not computed them.
     """
 
     study: str = ""
@@ -118,10 +120,13 @@ class RunStatus:
     epsilon: float | None = None
     client_level_dp: bool = False
     sites: dict[str, SiteStatus] = field(default_factory=dict[str, SiteStatus])
+    run_scores: dict[str, Any] | None = None
+    warnings: list[dict[str, str]] | None = None
 
     def json(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
-        return asdict(self)
+        """Return the status as JSON values, without scores and warnings that are None."""
+        optional = ("run_scores", "warnings")
+        return {k: v for k, v in asdict(self).items() if v is not None or k not in optional}
 
 
 def site_state_from_reason(reason: str) -> str:
@@ -157,6 +162,8 @@ def read_status(folder: Path) -> RunStatus | None:
             and all(type(each) is int for each in counts)
             and type(status.stopped_early) is bool
             and (status.round_seconds is None or status.round_seconds >= 0)
+            and type(status.run_scores) in (dict, type(None))
+            and all(type(each) is dict for each in status.warnings or ())
         ):
             raise TypeError("a field has another type")
         return status
@@ -167,6 +174,12 @@ def read_status(folder: Path) -> RunStatus | None:
             f"{file} cannot be read: {error!r}; it is damaged, or of another version of "
             "fedplan: a run that goes on writes it again"
         ) from error
+
+
+def write_status(folder: Path, status: RunStatus) -> None:
+    """Write the status file in a run's folder; raises StoreError if it cannot be written."""
+    fields = replace(status, updated_at=utc_now()).json()
+    write_atomic(folder / STATUS, json.dumps(fields, indent=1) + "\n")
 
 
 def ask_to_stop(folder: Path, *, at_once: bool = False) -> None:

@@ -149,6 +149,7 @@ def _lead(facts: Sequence[RunFacts]) -> Iterator[PageBlock]:
         yield _summary(group.runs[0])
     for name, each in zip(run_names(facts), facts, strict=True):
         if warnings := run_warnings(each):
+            warnings = [warning.of_run(each.run.folder) for warning in warnings]
             yield block("warnings", run=name, warnings=warnings)
 
 
