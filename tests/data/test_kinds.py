@@ -226,7 +226,8 @@ def test_a_weight_multiplies_the_loss_of_its_label_whatever_the_batch(
     model, rows = model_for(name, made), made.prepare(table())
     for number in range(len(rows)):
         batch = rows.batch(torch.tensor([number]))
-        logits, labels, _ = made._labelled_logits(model, batch)
+        inputs, labels, mask = made._inputs_and_labels(model, batch)
+        logits, labels = made._logits(model, inputs)[mask], labels[mask]
         if name == "multi-label":
             each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
             weight = torch.tensor([3.0, 1.0, 1.0])

@@ -124,8 +124,7 @@ class Task(ABC):
         The batch must contain `labels`; it is copied to the model's device. Keeps the model's mode.
         Raises DataError if the model has another number of classes than the task.
         """
-        logits, labels, _ = self._labelled_logits(model, batch)
-        return self._mean_loss(logits, labels) if len(labels) else logits.sum() * 0.0
+        return self._batch_loss(model, *self._inputs_and_labels(model, batch))
 
     def score(self, model: nn.Module, rows: Examples, *, batch_size: int) -> dict[str, float]:
         """Evaluate a model on all examples `rows`, in eval mode and without gradients.
@@ -155,16 +154,15 @@ class Task(ABC):
         parts = list[Predictions]()
         with eval_mode(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
-                logits, labels, sizes = self._labelled_logits(model, rows.batch(indices))
-                losses = self._loss_per_answer(logits, labels).double()
-                probabilities = self._probabilities(logits)
+                inputs, labels, mask = self._inputs_and_labels(model, rows.batch(indices))
+                predicted, probabilities, losses = self._answers(model, inputs, labels, mask)
                 parts.append(
                     Predictions(
-                        labels.cpu().numpy(),
-                        self._predict(logits).cpu().numpy(),
+                        labels[mask].cpu().numpy(),
+                        predicted.cpu().numpy(),
                         None if probabilities is None else probabilities.cpu().numpy(),
-                        losses.cpu().numpy(),
-                        sizes.cpu().numpy(),
+                        losses.double().cpu().numpy(),
+                        mask.reshape(len(mask), -1).sum(1).cpu().numpy(),
                     )
                 )
         return Predictions.join(parts)
@@ -186,21 +184,37 @@ class Task(ABC):
         extra = {metric.name: metric.higher_is_better for metric in self.extra_metrics}
         return {self.primary: self.higher_is_better, **extra}
 
-    def _labelled_logits(
+    def _inputs_and_labels(
         self, model: nn.Module, batch: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a model on a batch; return float32 logits and labels of the labelled positions.
-
-        Third are the numbers of labels of each row.
-        """
+    ) -> tuple[Mapping[str, Any], Tensor, Tensor]:
+        """Return the arguments of the model's call, labels and mask of the labelled positions."""
         inputs = to_device(batch, model_device(model))
         labels = inputs.pop("labels")
-        output: Any = model(**self._model_inputs(model, inputs, labels))
+        inputs = self._model_inputs(model, inputs, labels)
+        labels = self._targets(labels)
+        return inputs, labels, self._label_mask(labels)
+
+    def _batch_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Return the mean loss over the masked positions; 0 without any."""
+        logits, labels = self._logits(model, inputs)[mask], labels[mask]
+        return self._mean_loss(logits, labels) if len(labels) else logits.sum() * 0.0
+
+    def _answers(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return prediction, probabilities or None, and loss at the masked positions."""
+        logits = self._logits(model, inputs)[mask]
+        losses = self._loss_per_answer(logits, labels[mask])
+        return self._predict(logits), self._probabilities(logits), losses
+
+    def _logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Run a model and return its float32 logits."""
+        output: Any = model(**inputs)
         logits = cast("Tensor", output if isinstance(output, Tensor) else output.logits).float()
         self._require_output_size(logits)
-        labels = self._targets(labels)
-        mask = self._label_mask(labels)
-        return logits[mask], labels[mask], mask.reshape(len(mask), -1).sum(1)
+        return logits
 
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor

@@ -24,6 +24,12 @@ from fedplan.data.examples import (
 )
 from fedplan.data.metrics import METRICS, AnswerKind, Predictions, compute_metrics
 from fedplan.data.tables import DataError, column_values, select_rows
+from fedplan.data.tasks.chunked_loss import (
+    chunk_rows,
+    chunked_cross_entropy,
+    find_head,
+    head_inputs,
+)
 from fedplan.data.tasks.definition import Task, pad_token_id, require_tokens
 from fedplan.data.tasks.generation import generate_answer
 from fedplan.tensors.devices import eval_mode, model_device
@@ -159,6 +165,27 @@ class _Language(Task):
     def _probabilities(self, logits: Tensor) -> Tensor | None:
         # They would need the size of the vocabulary for each token.
         return None
+
+    def _batch_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+    ) -> Tensor:
+        if (head := find_head(model, inputs, mask.shape)) is None:
+            return super()._batch_loss(model, inputs, labels, mask)
+        hidden, labels = head_inputs(model, inputs, head)[mask], labels[mask]
+        return chunked_cross_entropy(head, hidden, labels) if len(labels) else hidden.sum() * 0.0
+
+    def _answers(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if (head := find_head(model, inputs, mask.shape)) is None:
+            return super()._answers(model, inputs, labels, mask)
+        hidden, labels = head_inputs(model, inputs, head)[mask], labels[mask]
+        predicted, losses = torch.empty_like(labels), hidden.new_empty(len(labels)).float()
+        for rows in chunk_rows(head, len(labels)):
+            logits = head.forward(hidden[rows]).float()
+            predicted[rows] = self._predict(logits)
+            losses[rows] = self._loss_per_answer(logits, labels[rows])
+        return predicted, None, losses
 
     def predict(self, model: nn.Module, rows: Examples, *, batch_size: int) -> Predictions:
         """Return predicted tokens; also answers in `texts`, if an extra metric takes these.
