@@ -3,7 +3,9 @@
 
 Measured are the bytes of activations that autograd saves (each storage once, without the weights),
 and the peak of all tensors that are alive in a step: weights, gradients, AdamW's memory and work.
-Models are drawn from configurations, without dropout, with torch's own attention, on the CPU.
+Models are drawn from configurations, without dropout, with torch's own attention, on the CPU. The
+last table has the peak of a language model's loss and its gradient alone: with the logits of all
+tokens at once, as of small batches, and in the chunks of larger ones.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fedplan.data.tasks import chunked_loss
+from fedplan.data.tasks.language import CausalLanguage
 from fedplan.language.parser import parse
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import resolve
@@ -29,9 +33,11 @@ from fedplan.models.description import describe
 from fedplan.reports.memory import TrainingStep, estimate_memory
 from fedplan.training.freezing import trainable
 
+LANGUAGE = CausalLanguage("causal-lm", "none", ("text",), "", ())
 OUT = Path(__file__).parent / "results" / "bench_turn.txt"
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 TINY: dict[str, Any] = {"vocab_size": 2000, "intermediate_size": 256, **SHAPE}
+MANY: dict[str, Any] = {**TINY, "vocab_size": 20000}
 MID: dict[str, Any] = {
     "hidden_size": 384,
     "num_hidden_layers": 12,
@@ -66,6 +72,12 @@ class Alive(TorchDispatchMode):
         self.now -= count
 
 
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a turn: fedplan's of a language model, else the model's own."""
+    lm = batch["labels"].dim() > 1
+    return LANGUAGE.loss(model, batch) if lm else model(**batch).loss
+
+
 def saved(model: nn.Module, batch: dict[str, Tensor]) -> int:
     """The bytes that autograd keeps of one forward pass, but for the weights."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -78,7 +90,7 @@ def saved(model: nn.Module, batch: dict[str, Tensor]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
-        loss = model(**batch).loss
+        loss = loss_of(model, batch)
         found = sum(seen.values())
         loss.backward()
     return found
@@ -98,7 +110,7 @@ def measured(model: nn.Module, plan: str, batch: dict[str, Tensor]) -> tuple[int
         alive = Alive(sum(t.nbytes for t in held))
         alive.before = {t.untyped_storage().data_ptr() for t in [*held, *batch.values()]}
         with alive:
-            model(**batch).loss.backward()
+            loss_of(model, batch).backward()
             optimizer.step()
     return found, alive.most
 
@@ -128,10 +140,37 @@ def compared(
     kept, most = measured(model, plan, batch)
     logs = 4 * step.tokens * words if said.logits else 0
     about = said.activations + logs
+    # Of a loss in chunks, autograd saves the logits of each, and keeps none.
+    many = step.tokens * words > chunked_loss.CHUNK_LOGITS
+    saves = f"{about / 1e6:9.2f} {kept / 1e6:9.2f} {about / max(kept, 1):6.2f}"
     return (
-        f"{name:28} {plan:34} {about / 1e6:9.2f} {kept / 1e6:9.2f} {about / max(kept, 1):6.2f}"
+        f"{name:28} {plan:34} {' ' * len(saves) if many else saves}"
         f" {said.total / 1e6:9.2f} {most / 1e6:9.2f} {said.total / most:6.2f}"
     )
+
+
+def peak_of_logits(dtype: torch.dtype, autocast: bool, most: int) -> str:
+    """The peak of the loss of 2,048 tokens of 20,000 words, with at most so many logits at once."""
+    shape: dict[str, Any] = {"vocab_size": 20000, "hidden_size": 64, "intermediate_size": 64}
+    model = llama(**shape, num_hidden_layers=1, num_attention_heads=2).to(dtype)
+    model.requires_grad_(False)
+    model.model.layers.requires_grad_(True)  # pyright: ignore
+    ids, before = torch.randint(20000, (4, 512)), chunked_loss.CHUNK_LOGITS
+    chunked_loss.CHUNK_LOGITS = most
+    batch = {"input_ids": ids, "labels": ids}
+    with torch.no_grad():
+        loss_of(model, {name: each[:, :500] for name, each in batch.items()})  # it is tried once
+    alive = Alive(0)
+    alive.before = {each.untyped_storage().data_ptr() for each in [*model.parameters(), ids]}
+    with alive:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, batch)
+        loss.backward()
+    chunked_loss.CHUNK_LOGITS = before
+    count = min(ids.numel() * 20000, most)
+    kind = f"{str(dtype)[6:]}{' under autocast' if autocast else ''}"
+    way = "in chunks" if most < ids.numel() * 20000 else "at once"
+    return f"{kind:28} {way:10} {alive.most / 1e6:9.2f} {alive.most / count:12.2f}"
 
 
 def bert(**settings: Any) -> nn.Module:
@@ -154,8 +193,9 @@ def gpt2(**settings: Any) -> nn.Module:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    small, again, mid = (
+    small, chunked, again, mid = (
         TrainingStep(4, 64),
+        TrainingStep(4, 256),
         TrainingStep(4, 64, gradient_checkpointing=True),
         TrainingStep(4, 128),
     )
@@ -173,6 +213,14 @@ def main() -> None:
         ),
         ("llama, checkpointing", lambda: llama(**TINY), ALL, again, 2000, False),
         *(
+            ("llama, 20,000 words", lambda: llama(**MANY), p, chunked, 20000, False)
+            for p in (ALL, LORA)
+        ),
+        *(
+            ("the same in bfloat16", lambda: llama(**MANY).bfloat16(), p, chunked, 20000, False)
+            for p in (ALL, LORA)
+        ),
+        *(
             ("bert as gte-small, 33 M", lambda: bert(**MID), p, mid, 2000, True)
             for p in (ALL, LORA)
         ),
@@ -180,7 +228,11 @@ def main() -> None:
     heads = f"{'model':28} {'plan':34} {'kept':>9} {'measured':>9} {'ratio':>6} {'in all':>9}"
     lines = [f"{heads} {'measured':>9} {'ratio':>6}"] + [compared(*case) for case in cases]
     told = f"# python research/bench_turn.py, {FACTS}; MB of a million"
-    text = "\n".join([told, *lines, ""])
+    kinds = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    ways = (sys.maxsize, chunked_loss.CHUNK_LOGITS)
+    logits = [peak_of_logits(*kind, most) for most in ways for kind in kinds]
+    last = f"{'loss of 41 M logits':28} {'way':10} {'peak':>9} {'bytes/logit':>12}"
+    text = "\n".join([told, *lines, "", last, *logits, ""])
     sys.stdout.write(text)
     OUT.write_text(text)
 

@@ -57,6 +57,7 @@ from .tables import (
     select_rows,
     split_labels,
 )
+from .tasks import CHUNK_LOGITS
 from .tasks.definition import Task
 from .tasks.kinds import TASK_KINDS, TASK_NAMES, adapt_task, has_score_counts, make_task, task_class
 from .tasks.language import require_attention_mask, require_packing_support

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from fedplan.data.tasks import CHUNK_LOGITS
 from fedplan.errors import FedplanError
 from fedplan.language.plan import Roles
 from fedplan.models.params import ITEMSIZE, TRAINABLE_DTYPES, Block, Kind, Param, Params
@@ -22,6 +23,8 @@ QUANTIZED_BYTES = {"": 0.0, "nf4": 0.5 + SCALE_BYTES, "fp4": 0.5 + SCALE_BYTES, 
 """Bytes per value of a quantized weight in bitsandbytes; the few scales of int8 are not counted."""
 PACKED_DTYPE = "uint8"
 """The dtype of a weight that is already quantized: two 4-bit values per byte."""
+LOGIT_BYTES = 12.5
+"""Bytes per logit at the peak of a loss: research/results/bench_turn.txt has 12.1 to 13.1."""
 GPU_BYTES = 24 * 10**9
 """The memory of the GPU that a step is compared with."""
 ATTENTION_INPUTS = (Kind.QUERY, Kind.KEY, Kind.VALUE)
@@ -127,9 +130,9 @@ def estimate_memory(params: Params, roles: Roles, step: TrainingStep) -> MemoryE
     heads += [p for p in params if p.kind is Kind.EMBED and p.tied]
     vocabulary, logits = max((p.shape[0] for p in heads), default=0), 0
     if trained and vocabulary >= 1000:  # below, the model is a classifier
-        # Logits in the precision of the head, log-probabilities and their gradients in float32.
-        item = 2 if step.autocast else ITEMSIZE[heads[0].dtype]
-        logits = step.tokens * vocabulary * (item + 8)
+        # The logits of one chunk of tokens, their log-probabilities and gradients.
+        tokens = min(step.tokens, max(CHUNK_LOGITS // vocabulary, 1))
+        logits = int(tokens * vocabulary * LOGIT_BYTES)
     return MemoryEstimate(
         {name: n for name, n in weights.items() if n},
         gradients,

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fedplan.data.tasks import CHUNK_LOGITS
 from fedplan.tensors.devices import fork_rng_state, model_device
-
-CHUNK_LOGITS = 2**23
-"""Most logits that are computed at a time; a batch with fewer is one chunk."""
 
 _IS_PLAIN = WeakKeyDictionary[nn.Module, bool]()
 """Whether a model returns what its head makes of each position, by models that were tried."""
