@@ -139,10 +139,17 @@ CAPABILITIES = (
     Capability(
         "GPUs",
         "partly",
-        '`device = "cuda"`, one device per client; tests ran on a simulated second device, never on a real GPU',
+        '`device = "cuda"`; tests ran on a simulated second device, never on a real GPU',
         ("devices/test_devices.py::*",),
-        elsewhere="NVFlare and Photon for one client on several GPUs",
         readme=True,
+    ),
+    Capability(
+        "Several GPUs for one client",
+        "partly",
+        "[`devices_per_client`](how-to/training.md#several-gpus-for-one-client): each holds the whole "
+        "model, none a part of it (FSDP); tested with two processes on a CPU",
+        ("training/test_ranks.py::test_two_ranks_train_as_one",),
+        elsewhere="NVFlare and Photon",
     ),
     Capability(
         "Hundreds of real sites",

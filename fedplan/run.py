@@ -248,6 +248,7 @@ def run_study(
     workers: int | None = None,
     gpus_per_worker: float = 0.0,
     ray_address: str = "",
+    devices_per_client: int = 1,
     strict: bool = False,
 ) -> Run:
     """Run all rounds of a study (an object or a TOML file) here; return the finished run.
@@ -257,9 +258,10 @@ def run_study(
     folder or id of an earlier run from which clients take their personal params. `callbacks` are
     called after each round. The `runner` "pool" or "ray" runs clients in `workers` processes
     (default: by the number of cores) with the same result as "local"; `gpus_per_worker` and
-    `ray_address` are for "ray". `strict` makes warnings errors: a FedplanError before the first
-    round, or at the end of the run, names them. Raises ConfigError if study, folder or arguments
-    are invalid.
+    `ray_address` are for "ray". `devices_per_client` is for "local": the number of CUDA cards that
+    train each client's model together, with the same result up to rounding. `strict` makes warnings
+    errors: a FedplanError before the first round, or at the end of the run, names them. Raises
+    ConfigError if study, folder or arguments are invalid.
     """
     pool_config = make_pool_config(runner, workers, gpus_per_worker, ray_address)
     study = study if isinstance(study, Study) else read_study(Path(study))
@@ -273,6 +275,7 @@ def run_study(
         callbacks=callbacks,
         events=EventStream(folder),
         pool_config=pool_config,
+        devices_per_client=devices_per_client,
     )
     if strict:
         record = read_data_record(folder)

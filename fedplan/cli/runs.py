@@ -73,6 +73,12 @@ def run_command(
     ray_address: Annotated[
         str, typer.Option(help="For ray: address of a cluster; default: start Ray here.")
     ] = "",
+    devices_per_client: Annotated[
+        int,
+        typer.Option(
+            min=1, help="For local: number of GPUs that train each client's model together."
+        ),
+    ] = 1,
     server: Annotated[
         Path, typer.Option(help="For flower: folder of the federation's server.")
     ] = Path("server"),
@@ -111,6 +117,11 @@ def run_command(
             same_environment=same_environment,
         )
         if runner == "flower":
+            if devices_per_client > 1:
+                raise FedplanError(
+                    "--devices-per-client is for simulations: a site sets devices_per_client in "
+                    "its site.toml"
+                )
             warnings = run_flower_with_progress(
                 opened_study,
                 folder,
@@ -127,6 +138,7 @@ def run_command(
                 earlier=continue_from,
                 metrics_port=metrics_port,
                 workers=pool,
+                devices_per_client=devices_per_client,
                 console=console,
                 strict=strict,
             )

@@ -10,6 +10,7 @@ from .examples import (
     SeededExamples,
     SparseExamples,
     TokenSequences,
+    count_labels,
     epoch_steps,
     first_examples,
     prefetch,

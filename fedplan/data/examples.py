@@ -300,21 +300,32 @@ def token_lengths(examples: Examples) -> Tensor:
 def split_step(examples: Examples, indices: Tensor, size: int) -> list[WeightedBatch]:
     """Load the examples at `indices` as batches of at most `size` examples, with loss weights.
 
-    The weight of a batch is the share of the labels that are not NO_LABEL, or of the examples if
-    labels are floating-point or absent: the weighted sum of mean losses is that of one large batch.
+    The weight of a batch is its share of the labels, as of `count_labels`: the weighted sum of mean
+    losses is that of one large batch. No indices give no batches.
     """
-    if len(indices) <= size:
-        return [WeightedBatch(examples.batch(indices), 1.0, indices)]
-    parts = _split(indices, size)
-    batches = [examples.batch(part) for part in parts]
-    counts = [len(part) for part in parts]
-    for i, batch in enumerate(batches):
-        labels = batch.get("labels")
-        if labels is not None and not labels.is_floating_point():
-            counts[i] = int((labels != NO_LABEL).sum())
+    parts = _split(indices, size) if len(indices) else ()
+    batches = [WeightedBatch(examples.batch(part), 1.0, part) for part in parts]
+    if len(batches) < 2:
+        return batches
+    counts = [count_labels([batch]) for batch in batches]
     total = sum(counts)
     shares = [count / total for count in counts] if total else [1 / len(batches)] * len(batches)
-    return [WeightedBatch(*fields) for fields in zip(batches, shares, parts, strict=True)]
+    return [each._replace(share=share) for each, share in zip(batches, shares, strict=True)]
+
+
+def count_labels(batches: Iterable[WeightedBatch]) -> int:
+    """Return the number of labels that are not NO_LABEL: the weight of a mean loss.
+
+    An example counts as one if labels are floating-point or absent.
+    """
+    total = 0
+    for batch, _, indices in batches:
+        labels = batch.get("labels")
+        if labels is None or labels.is_floating_point():
+            total += len(indices)
+        else:
+            total += int((labels != NO_LABEL).sum())
+    return total
 
 
 def prefetch(

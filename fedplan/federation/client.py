@@ -42,6 +42,7 @@ from fedplan.storage.store import TensorsAndMeta
 from fedplan.tensors.devices import deterministic
 from fedplan.tensors.named import DigestCache, Tensors, only_aux, param_key
 from fedplan.training.activation_cache import ActivationCache
+from fedplan.training.fit import ClientHook
 from fedplan.training.probes import ProbeInput, data_independent_input, is_data_independent
 
 EXAMPLE_COUNT = "examples"
@@ -142,9 +143,8 @@ class TrainSetup:
 
     `model`: trained in place by each turn, with `loss`. `start`: initial values of the params that
     may change. `initial`: digests of all initial values. `digests`: cache of digests of tensors.
-    `deterministic`: use deterministic algorithms, and fail where there are none.
-    `activation_cache`: cache of frozen activations. `trial_examples`: examples on which DP-SGD is
-    tested, at a site made up; None for none.
+    `deterministic`: fail where there is no deterministic algorithm. `spread`: trains a turn on
+    several devices. `activation_cache`: of frozen layers. `trial_examples`: to try DP-SGD, or None.
     """
 
     model: nn.Module
@@ -155,6 +155,7 @@ class TrainSetup:
     deterministic: bool = False
     activation_cache: ActivationCache | None = None
     trial_examples: Examples | None = None
+    spread: ClientHook | None = None
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,7 @@ def _charge_and_fit(
         round=turn.round,
         activation_cache=setup.activation_cache,
         examples_digest=client.examples_digest() if cached else "",
+        client=client.name,
     )
     report_fault = privacy.contained_fault
     if privacy.guard is not None:
@@ -221,8 +222,9 @@ def _charge_and_fit(
         return privacy.guard.make_fit(
             turn.round, request.name, content, trial=trial, report_fault=report_fault
         )(job)
+    fit = agreement.method.fit
     try:
-        return agreement.method.fit(job)
+        return (setup.spread(fit) if setup.spread else fit)(job)
     except Exception as error:
         if report_fault is None:
             raise

@@ -89,21 +89,27 @@ def run_with_progress(
     earlier: str = "",
     metrics_port: int | None = None,
     workers: PoolConfig | None = None,
+    devices_per_client: int = 1,
     console: Console | None = None,
     strict: bool = False,
 ) -> list[RunWarning]:
     """Simulate a study in a run folder, or resume the run there; print a line for each round.
 
-    Blocks until the run has ended. `earlier` and `workers` are passed to `Simulation`, and
-    `metrics_port` to `start_monitoring`; `console` defaults to stdout. With differential privacy,
-    writes and prints the privacy statement. Prints and returns the warnings of the run; those that
-    are known before are printed before, and with `strict` raise FedplanError. Ctrl-C prints how to
-    resume, and raises SystemExit(130).
+    Blocks until the run has ended. `earlier`, `workers` and `devices_per_client` are passed to
+    `Simulation`, and `metrics_port` to `start_monitoring`; `console` defaults to stdout. With
+    differential privacy, writes and prints the privacy statement. Prints and returns the warnings
+    of the run; those that are known before are printed before, and with `strict` raise
+    FedplanError. Ctrl-C prints how to resume, and raises SystemExit(130).
     """
     console = console or Console(highlight=False)
     with start_monitoring(folder, metrics_port) as events:
         simulation = Simulation(
-            study, folder, earlier_run=earlier, events=events, pool_config=workers
+            study,
+            folder,
+            earlier_run=earlier,
+            events=events,
+            pool_config=workers,
+            devices_per_client=devices_per_client,
         )
         federation = simulation.federation
         agreement, total = federation.agreement, study.train.rounds

@@ -29,6 +29,7 @@ from fedplan.runners.clients import Clients, Faults
 from fedplan.runners.executors.executor import Executor, SerialExecutor
 from fedplan.tensors.devices import move_model
 from fedplan.training.activation_cache import ActivationCache
+from fedplan.training.fit import ClientHook
 
 
 class Federation:
@@ -39,7 +40,7 @@ class Federation:
     `device`; the values of the global state stay in host memory. `deterministic` makes PyTorch fail
     where no deterministic kernel exists. `start` and `initial_model` are the model's initial values
     and digests, computed if None. `make_executor` makes the executor of clients (default:
-    SerialExecutor).
+    SerialExecutor). `spread` trains turns on several devices.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Federation:
         start: Mapping[str, Tensor] | None = None,
         initial_model: InitialModel | None = None,
         activation_cache: ActivationCache | None = None,
+        spread: ClientHook | None = None,
     ) -> None:
         self.events = events or EventStream()
         start = get_values(model, agreement.trainable) if start is None else start
@@ -94,6 +96,7 @@ class Federation:
                 deterministic=deterministic,
                 activation_cache=activation_cache,
                 trial_examples=first_examples(examples.values()),
+                spread=spread,
             ),
             examples=dict(examples),
             folder=folder,

@@ -30,6 +30,7 @@ from fedplan.models.values import set_values
 from fedplan.runners.clients import study_faults
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.executors.pool import PoolExecutor, start_pool
+from fedplan.runners.executors.ranks import ClientDevices
 from fedplan.runners.local import Federation
 from fedplan.studies.evaluation import is_evaluated, predict_all, write_evaluation
 from fedplan.studies.experiment import (
@@ -75,9 +76,10 @@ class Simulation:
     round; an unfinished run in the folder is continued. `in_memory` are Python objects in place of
     the study's files, `earlier_run` is the run folder from which clients take their personal params
     if the study continues another run. `callbacks` are called before the study's own. `pool_config`
-    runs clients in a worker pool, None in this process. `store_model` stores the initial model, so
-    that the run can be exported without `in_memory`. `stopped` says why the run ended before the
-    last round. Raises ConfigError if study, data and options do not fit together.
+    runs clients in a worker pool, None in this process. `devices_per_client`: see ClientDevices.
+    `store_model` stores the initial model, so that the run can be exported without `in_memory`.
+    `stopped` says why the run ended before the last round. Raises ConfigError if study, data and
+    options do not fit together.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Simulation:
         callbacks: Sequence[Callback] = (),
         events: EventStream | None = None,
         pool_config: PoolConfig | None = None,
+        devices_per_client: int = 1,
         store_model: bool = False,
     ) -> None:
         if not study.has_central_data:
@@ -101,6 +104,13 @@ class Simulation:
                 "aggregation.kind: secure aggregation has no partial sums for workers; "
                 "use --runner local"
             )
+        if pool_config is not None and devices_per_client > 1:
+            raise ConfigError(
+                f"devices_per_client = {devices_per_client} is for runner local and for sites, and "
+                f"a worker of runner {pool_config.runner} has one device: leave one of them out"
+            )
+        self.devices_per_client = devices_per_client
+        self.devices: ClientDevices | None = None
         self.study, self.folder, self.in_memory = study, folder, in_memory
         self.earlier_run, self.store_model = earlier_run, store_model
         self.callbacks = (*callbacks, *study.evaluate.callbacks)
@@ -110,6 +120,7 @@ class Simulation:
 
     def _open(self) -> None:
         """Load model and data, lock the folder and make the federation, while new workers start."""
+        self._close_devices()
         if self.pool is not None:
             self.pool.close()
         study = self.study
@@ -129,6 +140,8 @@ class Simulation:
                         f"there are {', '.join(names)}"
                     )
             require_usable_batches(experiment, study.train.batch_size)
+            if (count := self.devices_per_client) > 1:
+                self.devices = ClientDevices(study, experiment, count)
             self.scoring = make_scoring(study, self.data, agreement)
             self.folder_lock = claim_run_folder(self.folder, study, experiment)
             if study.continue_from and not has_progress(self.folder):
@@ -154,6 +167,7 @@ class Simulation:
                 start=experiment.initial_values,
                 initial_model=experiment.initial_model,
                 activation_cache=study.train.activation_cache,
+                spread=self.devices,
             )
             update_run_files(self.federation.server, study, experiment)
             server = self.federation.server
@@ -162,6 +176,8 @@ class Simulation:
                 server.record_files(stored_files(self.folder))
             write_record(server, DATA_FILE, data_record(study, self.data))
             runner = self.pool_config.runner if self.pool_config else "local"
+            if self.devices:
+                runner = f"{runner}, {self.devices_per_client} devices per client"
             record_session(self.folder, study, runner, self.federation.global_state.round)
 
     def run(self) -> Simulation:
@@ -204,6 +220,11 @@ class Simulation:
                     self._write_evaluation()
         finally:
             executor.close()
+            self._close_devices()
+
+    def _close_devices(self) -> None:
+        if self.devices is not None:
+            self.devices.close()
 
     @property
     def stopped(self) -> str:

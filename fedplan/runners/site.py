@@ -67,6 +67,8 @@ class Site(Section):
     """The site's own reader of its data, as file.py:function."""
     device: DeviceName | Literal[""] = ""
     """Device of the models, in place of the study's device."""
+    devices_per_client: int = Field(default=1, ge=1)
+    """Number of CUDA cards that train the model together, each on its share of every step."""
     allow_packages: list[str] = Field(default_factory=list[str])
     """Packages from which a study may import code."""
     traits: dict[str, str] = Field(default_factory=dict[str, str])

@@ -27,6 +27,7 @@ from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
 from fedplan.runners.clients import make_train_setup
+from fedplan.runners.executors.ranks import ClientDevices
 from fedplan.runners.site import Site
 from fedplan.storage.files import safe_folder_name
 from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation
@@ -88,6 +89,9 @@ class SiteRuntime:
             private = study.privacy is not None and study.privacy.unit == "example"
             trial = self.experiment.data.task.made_up_examples() if private else None
             self.setup = make_train_setup(study, self.experiment, trial)
+            if (count := site.devices_per_client) > 1:
+                devices = ClientDevices(study, self.experiment, count, site)
+                self.setup = replace(self.setup, spread=devices)
             require_private_setup(self.experiment.agreement, self.setup)
         self._endpoint: Endpoint | None = None
 

@@ -25,7 +25,7 @@ from fedplan.sites.policy import read_policy
 from fedplan.sites.tls_probe import find_proxy, probe_server
 from fedplan.storage.locks import NoLocks, locked_folder
 from fedplan.studies.federated_data import load_federated_data
-from fedplan.tensors.devices import AUTO, resolve_device
+from fedplan.tensors.devices import AUTO, rank_device, resolve_device
 
 CheckState = Literal["ok", "warn", "fail"]
 STYLES: dict[CheckState, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -225,9 +225,12 @@ def _check_versions(site: Site) -> Iterator[Finding]:
 
 
 def _check_device(site: Site) -> Iterator[Finding]:
-    device = resolve_device(site.device or AUTO)
+    device, count = resolve_device(site.device or AUTO), site.devices_per_client
+    together = f", {count} cards together" if count > 1 else ""
+    if together:
+        rank_device(site.device or AUTO, count - 1, count)
     default = "" if site.device else ", unless a study sets another device"
-    yield Finding("device", "ok", f"trains on {device}{default}")
+    yield Finding("device", "ok", f"trains on {device}{together}{default}")
 
 
 def _check_data(site: Site) -> Iterator[Finding]:

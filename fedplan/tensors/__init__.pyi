@@ -18,6 +18,7 @@ from .devices import (
     grad_scaler,
     model_device,
     move_model,
+    rank_device,
     read_floats,
     read_ints,
     resolve_device,

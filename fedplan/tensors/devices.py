@@ -72,6 +72,24 @@ def worker_device(name: str, number: int) -> torch.device:
     return device
 
 
+def rank_device(name: str, rank: int, count: int) -> torch.device:
+    """Return the device of rank `rank`, from 0, of `count` that train one model: a card each.
+
+    Several ranks share the CPU. Raises DeviceError if `name` is one card, if this machine has fewer
+    than `count`, and for other devices than CUDA and the CPU; and as `resolve_device`.
+    """
+    device = resolve_device(name)
+    if device.type == "cpu":
+        return device
+    cards = device_count(device.type)
+    if device.type != "cuda" or device.index is not None or cards < count:
+        raise DeviceError(
+            f"devices_per_client is {count}, and device {name!r} stands for {device} on a machine "
+            f'with {cards} cards: it needs {count} cards and device = "cuda"'
+        )
+    return torch.device(device.type, rank)
+
+
 def device_count(kind: str) -> int:
     """Return the number of available devices of a type such as "cuda"; 0 for "cpu"."""
     if kind == CPU.type:

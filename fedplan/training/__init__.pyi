@@ -48,6 +48,7 @@ from .probes import (
     middle_probe,
     random_probe,
 )
+from .ranks import RankLost, Ranks, require_mean_loss, tensor_specs
 
 __all__ = [
     "ActivationCache",

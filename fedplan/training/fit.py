@@ -19,6 +19,7 @@ from fedplan.data.examples import (
     Examples,
     Loss,
     SeededExamples,
+    count_labels,
     epoch_steps,
     prefetch,
     split_step,
@@ -40,6 +41,7 @@ from fedplan.tensors.named import Tensors
 from fedplan.training.activation_cache import ActivationCache, frozen_prefix
 from fedplan.training.freezing import TrainableParams, trainable
 from fedplan.training.optimizers import ClientOptimizer, LRSchedule, adamw
+from fedplan.training.ranks import Ranks
 
 
 class Stepper:
@@ -250,6 +252,8 @@ class Job:
     `traits`: the client's traits. `round`: number of the round, from 1.
     `activation_cache`: cache of frozen activations, used with `train_arguments.cache_activations`.
     `examples_digest`: key of the examples in that cache; empty uses the object's id.
+    `client`: the client's name. `ranks`: this process's place among those that train the model
+    together, each with the same job; None trains here alone.
     """
 
     model: nn.Module
@@ -266,6 +270,8 @@ class Job:
     round: int = 1
     activation_cache: ActivationCache | None = None
     examples_digest: str = ""
+    client: str = ""
+    ranks: Ranks | None = None
 
     def stepper(self, trainable_params: TrainableParams, steps: int) -> Stepper:
         """Create the Stepper of this turn: optimizer, learning rates of `steps` steps, and scaler.
@@ -322,8 +328,9 @@ def plain_fit(job: Job) -> FitResult:
     `frozen_prefix`, `use_gradient_checkpointing` and `compile_model` do.
     """
     config, device, losses = job.train_arguments, model_device(job.model), list[Tensor]()
+    ranks = job.ranks
     with (
-        fork_rng_state(device, job.seed),
+        fork_rng_state(device, ranks.seed(job.seed) if ranks else job.seed),
         trainable(job.model, job.roles) as trainable_params,
         use_gradient_checkpointing(job.model, config.gradient_checkpointing),
     ):
@@ -339,14 +346,20 @@ def plain_fit(job: Job) -> FitResult:
             loaded = prefix.examples if prefix else examples
             load_step = partial(split_step, loaded, size=config.batch_size)
             steps = config.draw_steps(loaded, job.seed)
+            steps = map(ranks.share, steps) if ranks else steps
             for batches in prefetch(load_step, steps, config.num_workers):
+                step_losses = list[Tensor]()
                 for batch, share, indices in batches:
                     if prefix:
                         prefix.enter(batch, indices)
                     with autocast(device, config.dtype):
                         loss = job.loss(model, to_device(batch, device))
                     stepper.backward(loss * share)
-                    losses.append(loss.detach().reshape(()) * share)
+                    step_losses.append(loss.detach().reshape(()) * share)
+                if ranks:
+                    params, labels = trainable_params.parameters(), count_labels(batches)
+                    step_losses = [ranks.average_step(params, step_losses, labels)]
+                losses += step_losses
                 stepper.step(lambda: adjust_gradients(trainable_params, job))
         job.model.eval()
     mean = reduce(add, read_floats(losses), 0.0) / max(config.step_count(len(job.examples)), 1)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import zoo
 from clients import loss
@@ -39,9 +41,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[key], other[key]) for key in one)
 
 
-def still(name: str) -> nn.Module:
+def still(name: str, build: Callable[[str], nn.Module] = zoo.build) -> nn.Module:
     """A tiny model in float64, without dropout: its steps are exact but for the last bits."""
-    model = zoo.build(name).double()
+    model = build(name).double()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
