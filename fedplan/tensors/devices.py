@@ -82,7 +82,7 @@ def rank_device(name: str, rank: int, count: int) -> torch.device:
     if device.type == "cpu":
         return device
     cards = device_count(device.type)
-    if device.type != "cuda" or device.index is not None or cards < count:
+    if device.type != "cuda" or ":" in str(device) or cards < count:
         raise DeviceError(
             f"devices_per_client is {count}, and device {name!r} stands for {device} on a machine "
             f'with {cards} cards: it needs {count} cards and device = "cuda"'
