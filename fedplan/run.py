@@ -19,11 +19,11 @@ from fedplan.data.custom_task import CustomTask, model_loss
 from fedplan.data.examples import Loss
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.client import TrainSetup
+from fedplan.federation.identity import STUDY
 from fedplan.federation.ledger.events import Callback, CommittedRound
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import Record
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.federation.server import STUDY
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
 from fedplan.reports.pages.run_report import report

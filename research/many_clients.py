@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.global_state import GLOBAL_FOLDER
+from fedplan.federation.identity import GLOBAL_FOLDER
 from fedplan.federation.ledger.records import VERSION, join_digests, read_turn
 from fedplan.federation.messages import Request, Update
 from fedplan.federation.participation import Participation

@@ -12,9 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fedplan.cli import app
-from fedplan.reports.run_summary import summarized_events
-from fedplan.runners.simulation import Simulation
-from fedplan.studies.schema import read_study
 
 
 def run(*args: str, width: int = 80) -> tuple[int, str, str]:
@@ -81,9 +78,7 @@ def test_a_wrong_value_is_one_message_that_names_it(args: list[str], words: list
 
 
 def test_a_command_that_computes_nothing_loads_neither_torch_nor_transformers(here: Path) -> None:
-    out = here / "out"
-    study = read_study(here / "study.toml", ["train.rounds=1"])
-    Simulation(study, out, events=summarized_events(out)).run()
+    assert run("run", "study.toml", "--set", "train.rounds=1", "--output", "out")[0] == 0
     commands = [
         ["--version"],
         ["explain", "bert-base", "share()", "--json"],

@@ -13,10 +13,10 @@ from fedplan.audits.run import audit_run
 from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.client import KEY
 from fedplan.federation.global_state import BEST, METRICS
-from fedplan.federation.identity import GLOBAL_FOLDER, RUN_FILE, closed_rounds, read_identity
+from fedplan.federation.identity import GLOBAL_FOLDER, RUN_FILE, STUDY, closed_rounds, read_identity
 from fedplan.federation.ledger.records import RecordError, RoundRecord, parse_line, read_record
 from fedplan.federation.ledger.segments import newest_segment
-from fedplan.federation.server import EVALUATION, STUDY, WRITE_ONCE_FILES
+from fedplan.federation.server import EVALUATION, WRITE_ONCE_FILES
 from fedplan.privacy.guard import CHARGES_FILE, SECRET_FILE
 from fedplan.runners.simulation import Simulation
 from fedplan.storage.append_log import AppendLog, LogHead, head_file

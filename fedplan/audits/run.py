@@ -299,7 +299,11 @@ def _personal_value_faults(run: RunReader, journal: Journal, turn: TurnRecord) -
 
 
 def _example_faults(run: RunReader) -> tuple[list[str], str]:
-    """A fault for each client with changed examples, and a sentence if there is none."""
+    """Return a fault for each client with changed examples, and a sentence.
+
+    The sentence says that the examples are unchanged (true only without faults), or why they were
+    not checked; "" if the run has no digests.
+    """
     if not run.identity.examples:
         return [], ""
     try:

@@ -97,10 +97,10 @@ def rejoin_command(
 @command(site_commands, "site inbox")
 def inbox_command(site: SiteOption = Path(), as_json: JsonOption = False) -> None:
     """List the studies that were offered to this site, and the decision on each."""
-    from fedplan.runners.site import read_site
-
     rows = list[dict[str, str]]()
     with print_errors():
+        from fedplan.runners.site import read_site  # optional dependency
+
         if read_site(site).has_offers:
             with _open_approvals(site) as approvals:
                 rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]

@@ -295,7 +295,7 @@ def _is_saved(folder: Path) -> bool:
 
 def _raise_missing(wanted: str, present: Iterable[object]) -> Any:
     """Raise DataError: there is no `wanted`; there are ... (the first 20 of `present`)."""
-    names = [str(name) for name in present]
+    names = [str(name) for name in present if name != ROW]
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     raise DataError(f"there is no {wanted}; there are {', '.join(names[:20])}{more}")
 

@@ -49,6 +49,7 @@ from .global_state import BEST, METRICS, GlobalState, global_values, personal_va
 from .identity import (
     GLOBAL_FOLDER,
     RUN_FILE,
+    STUDY,
     RunIdentity,
     changed_examples,
     closed_rounds,
@@ -184,5 +185,5 @@ from .rounds import (
 )
 from .score_sums import SENDERS, ScoreVector
 from .secure_client import SecAggClient
-from .server import EVALUATION, STUDY, WRITE_ONCE_FILES, Server
+from .server import EVALUATION, WRITE_ONCE_FILES, Server
 from .wire_cost import WireCost

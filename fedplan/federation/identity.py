@@ -14,8 +14,8 @@ from typing import Any, cast
 from fedplan.errors import FedplanError
 from fedplan.storage.files import checkpoint_numbers, write_atomic
 
-RUN_FILE, GLOBAL_FOLDER = "run.json", "global"
-"""In a run's folder: the file with its identity, and the checkpoints of its global model."""
+RUN_FILE, STUDY, GLOBAL_FOLDER = "run.json", "study.json", "global"
+"""In a run's folder: the files of its identity and study, and its global model's checkpoints."""
 
 _ID = re.compile("[0-9a-f]{16}")
 

@@ -22,6 +22,7 @@ from fedplan.federation.global_state import BEST, METRICS, GlobalState, global_v
 from fedplan.federation.identity import (
     GLOBAL_FOLDER,
     RUN_FILE,
+    STUDY,
     RunIdentity,
     load_or_create_identity,
     read_identity,
@@ -55,9 +56,6 @@ from fedplan.tensors.named import DigestCache, digests
 from fedplan.training.probes import data_independent_input
 
 log = logging.getLogger("fedplan")
-
-STUDY = "study.json"
-"""File in a run's folder with its study."""
 
 WRITE_ONCE_FILES = (STUDY, "manifest.json", "task.json", RUN_FILE)
 """Files of a run's folder that are written before the first round; only the study may change."""

@@ -384,7 +384,7 @@ def join_adapters(model: nn.Module) -> Any:
     UnknownAdapter for several adapters that are no plain LoRA.
     """
     adapted = cast("Any", model)
-    names = list(adapted.base_model.active_adapters)
+    names = list(adapted.active_adapters)
     if len(names) < 2:
         return adapted
     try:

@@ -155,7 +155,11 @@ class ServerGuard(Guard):
     def release_votes(
         self, ballots: Iterable[Collection[T]], blocks: Sequence[T], k: int, name: str
     ) -> dict[T, float]:
-        """Charge a vote as `vote_name(name)`; return the noisy number of clients by block."""
+        """Charge a vote as `vote_name(name)`; return the noisy number of clients by block.
+
+        `ballots`: one per client, at most `k` of `blocks` each; others are ignored. Raises a
+        PrivacyError if the budget does not allow the vote.
+        """
         ballots = list(ballots)
         content = str(sorted(sorted(map(repr, ballot)) for ballot in ballots))
         vote = NoisyVote(k, self.guarantee.vote_noise_multiplier)
@@ -167,7 +171,8 @@ class ServerGuard(Guard):
         """Charge a round as `name`, then return the noisy mean of the clipped changes in `total`.
 
         within: with adaptive clipping, a text with the numbers of unclipped and of all clients: the
-        charge pays for the next clipping norm too, and the text is part of its digest.
+        charge pays for the next clipping norm too, and the text is part of its digest. Raises a
+        PrivacyError if the budget does not allow the round.
         """
         digest = mechanism.digest(total, self._secret, name)
         if self.guarantee.clipping_quantile:
@@ -221,7 +226,8 @@ class ClientGuard(Guard):
         """Charge score counts as `evaluation_name(name)`; return them with integer noise.
 
         sensitivity: L2 norm of the counts of one example. content: digest of all that they depend
-        on: the same content has the same noise.
+        on: the same content has the same noise. Raises a PrivacyError if the budget does not allow
+        the release.
         """
         release = evaluation_name(name)
         event = self.guarantee.evaluation_events(name).get(release)

@@ -25,7 +25,6 @@ from .pages.test_scores import evaluation_lines
 from .plan_warnings import RunWarning, study_exposure, warnings_text
 from .progress import run_flower_with_progress, run_with_progress
 from .role_figure import RoleFigure, draw_roles
-from .run_summary import summarized_events
 from .run_warnings import read_run_warnings
 from .status import (
     follow_run,
@@ -34,6 +33,7 @@ from .status import (
     snapshot_warnings,
     stop_run,
     watch,
+    write_summary,
 )
 from .study_explanation import explain_study, read_privacy_statement, write_privacy_statement
 from .study_warnings import NOTHING_RUN, refuse_warnings, study_warnings

@@ -19,7 +19,6 @@ from fedplan.errors import FedplanError, import_extra
 from fedplan.federation.ledger.events import Notice
 from fedplan.federation.ledger.status import RunState, RunStatus, SiteState
 from fedplan.federation.ledger.stream import EventStream
-from fedplan.reports.run_summary import summarized_events
 
 HOST = "127.0.0.1"
 """Only this machine can connect; use a proxy to monitor from elsewhere."""
@@ -51,7 +50,7 @@ def start_monitoring(
     Inside of the context, in the main thread, SIGTERM raises KeyboardInterrupt as Ctrl-C does.
     Raises FedplanError if the port cannot be bound.
     """
-    events = summarized_events(folder)
+    events = EventStream(folder)
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -25,7 +25,7 @@ from fedplan.reports.formats import (
 )
 from fedplan.reports.monitoring import start_monitoring
 from fedplan.reports.plan_warnings import RunWarning, warnings_text
-from fedplan.reports.status import answered_text, run_snapshot, snapshot_warnings
+from fedplan.reports.status import answered_text, write_summary
 from fedplan.reports.study_explanation import write_privacy_statement
 from fedplan.reports.study_warnings import NOTHING_RUN, refuse_warnings, study_warnings
 from fedplan.runners.executors.executor import PoolConfig
@@ -152,7 +152,7 @@ def run_with_progress(
             console.print(write_privacy_statement(folder).text(), markup=False, soft_wrap=True)
         end = "" if simulation.stopped else _end_text(events.status)
         console.print(f"{end}To check it: fedplan verify {folder}", markup=False)
-    return _print_warnings(console, list(snapshot_warnings(run_snapshot(folder))))
+    return _print_warnings(console, write_summary(folder))
 
 
 def _print_warnings(console: Console, warnings: list[RunWarning]) -> list[RunWarning]:
@@ -206,4 +206,4 @@ def run_flower_with_progress(
     if events.stop_text:
         end = f"Stopped after round {events.status.round}: {events.stop_text}."
     console.print(end, markup=False)
-    return _print_warnings(console, list(snapshot_warnings(run_snapshot(folder))))
+    return _print_warnings(console, write_summary(folder))

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import fsum, isfinite
 from pathlib import Path
 from typing import Any
 
 from fedplan.audits.ledger import Movement
 from fedplan.errors import FedplanError
-from fedplan.federation.ledger.records import TurnRecord
 from fedplan.language.parts import named
 from fedplan.language.plan import chain, freeze
 from fedplan.language.predicates import Turn
@@ -63,13 +61,17 @@ def read_run_warnings(folder: Path | str) -> list[RunWarning]:
 
     A damaged folder has a warning of its own. Raises FedplanError if there is no run.
     """
+    return [each.of_run(Path(folder)) for each in read_warnings(Path(folder))]
+
+
+def read_warnings(folder: Path) -> list[RunWarning]:
+    """Return the same warnings, with FOLDER in place of the folder in their remedies."""
     try:
-        warnings = read_consistently(Path(folder), lambda run: run_warnings(read_run_facts(run)))
-        return [each.of_run(Path(folder)) for each in warnings]
+        return read_consistently(folder, lambda run: run_warnings(read_run_facts(run)))
     except FedplanError as error:
-        if not Path(folder).is_dir():
+        if not folder.is_dir():
             raise
-        return [RunWarning("unreadable", f"{error}.", f"Check it: fedplan verify {folder}")]
+        return [RunWarning("unreadable", f"{error}.", f"Check it: fedplan verify {FOLDER}")]
 
 
 def run_warnings(facts: RunFacts) -> list[RunWarning]:
@@ -79,21 +81,16 @@ def run_warnings(facts: RunFacts) -> list[RunWarning]:
     no warning tells more of clients or examples than a report shows. FOLDER in a remedy stands for
     the run's folder.
     """
-    warnings = [*first_warnings(facts), *loss_warnings(facts, read_losses(facts))]
+    record = read_data_record(facts.run.folder)
+    warnings = [*_plan_warnings(facts), *data_warnings(facts.study, record)]
+    warnings += _loss_warnings(facts)
     if facts.snapshot.live:
         return warnings
-    record = read_data_record(facts.run.folder)
     warnings += [*_movement_warnings(facts), *_client_warnings(facts)]
     nothing = any(each.code == "nothing-trained" for each in warnings)
     if not nothing and any(each.aggregated for each in facts.rounds):
         warnings += _score_warnings(facts, record)  # else the reason is among the warnings
     return [*warnings, *_end_warnings(facts)]
-
-
-def first_warnings(facts: RunFacts) -> list[RunWarning]:
-    """Return the warnings of a run's plan and data."""
-    record = read_data_record(facts.run.folder)
-    return [*_plan_warnings(facts), *data_warnings(facts.study, record)]
 
 
 def _plan_warnings(facts: RunFacts) -> Iterator[RunWarning]:
@@ -136,52 +133,30 @@ def _movement_warnings(facts: RunFacts) -> Iterator[RunWarning]:
         )
 
 
-@dataclass
-class Losses:
-    """Training losses of a run; `add` each turn.
-
-    `by_client`: first, highest and last loss of each client. `not_finite`: turns that trained and
-    have no finite loss, the first with its round and client in `first_not_finite`.
-    """
-
-    by_client: dict[str, tuple[float, float, float]] = field(
-        default_factory=dict[str, tuple[float, float, float]]
-    )
-    not_finite: int = 0
-    first_not_finite: str = ""
-
-    def add(self, turn: TurnRecord) -> None:
-        """Take in a turn."""
-        if turn.loss is not None:
-            first, highest, _ = self.by_client.get(turn.client, (turn.loss,) * 3)
-            self.by_client[turn.client] = first, max(highest, turn.loss), turn.loss
-        elif turn.steps:
-            self.not_finite += 1
-            self.first_not_finite = self.first_not_finite or f"round {turn.round} at {turn.client}"
-
-
-def read_losses(facts: RunFacts) -> Losses:
-    """Return the training losses of all closed rounds of a run."""
-    losses = Losses()
-    for turn in (turn for turns in facts.turns for turn in turns):
-        losses.add(turn)
-    return losses
-
-
-def loss_warnings(facts: RunFacts, losses: Losses) -> Iterator[RunWarning]:
+def _loss_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     """Yield warnings of training losses: of each client's first, highest and last, the means."""
     agreement, remedy = facts.agreement, f"Lower {_lower_lr(facts.study)}"
     visible = agreement.guarantee is None and not agreement.secagg.active
-    if losses.not_finite and visible and facts.study.has_central_data:
+    visible = visible and facts.study.has_central_data
+    turns = [turn for turns in facts.turns for turn in turns]
+    not_finite = [turn for turn in turns if visible and turn.steps and turn.loss is None]
+    if not_finite:
+        first = not_finite[0]
         text = (
-            f"The training loss is not finite in {losses.not_finite} turns, first in "
-            f"{losses.first_not_finite}."
+            f"The training loss is not finite in {len(not_finite)} turns, first in round "
+            f"{first.round} at {first.client}."
         )
         yield RunWarning("loss-not-finite", text, remedy)
-    if not losses.by_client:
+    by_client = dict[str, list[float]]()
+    for turn in turns:
+        if turn.loss is not None:
+            by_client.setdefault(turn.client, []).append(turn.loss)
+    losses = list(by_client.values())
+    if not losses:
         return
     first, highest, last = (
-        fsum(values) / len(values) for values in zip(*losses.by_client.values(), strict=True)
+        fsum(values) / len(losses)
+        for values in zip(*((each[0], max(each), each[-1]) for each in losses), strict=True)
     )
     initial = read_initial_scores(facts.run.folder)
     tested = [value for name, value in initial.items() if name.endswith(".loss")]

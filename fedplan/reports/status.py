@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedplan.errors import FedplanError
-from fedplan.federation.identity import closed_rounds
+from fedplan.federation.identity import STUDY, closed_rounds, read_identity
 from fedplan.federation.ledger.records import RoundRecord
 from fedplan.federation.ledger.status import (
     LIVE,
@@ -26,6 +26,7 @@ from fedplan.federation.ledger.status import (
     SiteState,
     ask_to_stop,
     read_status,
+    write_status,
 )
 from fedplan.reports.formats import (
     duration,
@@ -36,6 +37,7 @@ from fedplan.reports.formats import (
     sites_line,
 )
 from fedplan.reports.plan_warnings import RunWarning
+from fedplan.storage.files import file_size_and_digest
 from fedplan.studies.run_scores import RunScores, run_scores, score_rules
 
 DEAD = "died"
@@ -65,8 +67,8 @@ class RunSnapshot:
     """A run at one moment, as read from its folder; print with rich, or call `json`.
 
     `status` is the last that the run's process wrote; `state` and `round` (the last closed one) are
-    up to date even if it was killed since. `scores` are of the last evaluation. `warnings`: as the
-    run's process wrote them; None if they have to be computed from the folder.
+    up to date even if it was killed since. `scores` are of the last evaluation. `warnings`: as
+    `write_summary` wrote them; None if they have to be computed from the folder.
     """
 
     folder: Path
@@ -85,8 +87,8 @@ class RunSnapshot:
         """Return the status with the checked state and round, and `run_scores`, as plain values."""
         scores = self.scores.json() if self.scores else None
         checked = {"state": self.state, "round": self.round, "run_scores": scores}
-        fields = {**self.status.json(), **checked}
-        fields.pop("warnings", None)  # the command adds those that it prints
+        fields = {**asdict(self.status), **checked}
+        del fields["warnings"], fields["study_digest"]  # the command adds the warnings
         return fields
 
     def __rich__(self) -> RenderableType:
@@ -184,7 +186,8 @@ def run_snapshot(folder: Path | str) -> RunSnapshot:
         return written
     from fedplan.studies.run import read_run  # loads torch
 
-    run = read_run(folder)
+    # Again: to load torch takes seconds, in which a run may end.
+    run, status = read_run(folder), read_status(folder)
     if status is None:
         rounds, state, reason = run.study.train.rounds, UNTOLD, ""
         if run.round >= rounds:
@@ -212,18 +215,45 @@ def snapshot_warnings(snapshot: RunSnapshot) -> Sequence[RunWarning]:
     return read_run_warnings(snapshot.folder)
 
 
-def _written_snapshot(folder: Path, status: RunStatus) -> RunSnapshot | None:
-    """Return the snapshot as the run's process wrote it; None if it died, or did not write it all.
+def write_summary(folder: Path) -> list[RunWarning]:
+    """Return the warnings of a run, and write them and its scores into the status of its end.
 
-    Reads the status file and the names of checkpoints only.
+    `run_snapshot` then needs neither ledger nor torch. Writes nothing if the run has no status
+    file, or is in progress.
     """
-    died = status.state in LIVE and status.driver.alive is False
-    if died or status.warnings is None or status.run_scores is None:
+    from fedplan.reports.run_warnings import read_warnings  # loads torch
+    from fedplan.studies.run import read_run
+
+    warnings, status = read_warnings(folder), read_status(folder)
+    if status is not None and status.state not in LIVE:
+        with suppress(FedplanError):  # as of a full disk: it only saves time
+            scores = run_scores(read_run(folder)).json()
+            fields = [each.json() for each in warnings]
+            digest = _study_digest(folder)
+            write_status(
+                folder, replace(status, run_scores=scores, warnings=fields, study_digest=digest)
+            )
+    return [each.of_run(folder) for each in warnings]
+
+
+def _study_digest(folder: Path) -> str:
+    return str(file_size_and_digest(folder / STUDY)[1])
+
+
+def _written_snapshot(folder: Path, status: RunStatus) -> RunSnapshot | None:
+    """Return the snapshot of a run that has ended by its summary; None if that is missing or old.
+
+    Reads the status file, the study file, the run's identity and the names of checkpoints only.
+    """
+    if status.state in LIVE or status.warnings is None or status.run_scores is None:
         return None
     try:
+        same_run = read_identity(folder).id == status.run
+        if not same_run or status.study_digest != _study_digest(folder):
+            return None
         scores = RunScores.from_json(status.run_scores)
         warnings = tuple(RunWarning(**each).of_run(folder) for each in status.warnings)
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError, OSError, FedplanError):
         return None
     if status.round != closed_rounds(folder):
         return None

@@ -82,8 +82,13 @@ class Site(Section):
 
     @property
     def has_offers(self) -> bool:
-        """Whether a study was offered to the site."""
-        return any(Path(self.state, INBOX_FOLDER).glob("*.json"))
+        """Whether a study was offered to the site, or may have been where that cannot be read."""
+        try:
+            return any(f.suffix == ".json" for f in Path(self.state, INBOX_FOLDER).iterdir())
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     @property
     def encryption(self) -> Encryption | None:

@@ -152,7 +152,12 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
 def make_secagg_client(
     runtime: SiteRuntime, agreement: Agreement, client: Client, run_folder: Path
 ) -> SecAggClient:
-    """Make a client's side of secure aggregation; RequestRefused if a site's key is missing."""
+    """Make a client's side of secure aggregation.
+
+    Reads the site's node key and the public keys of all clients; `run_folder` stores the protocol's
+    state. Raises RequestRefused with code "peer-keys" if the site is not set up, or a key is
+    missing or invalid.
+    """
     from fedplan.federation.secure_client import SecAggClient  # optional dependency
     from fedplan.runners.site import read_node_key, read_peer_keys
 

@@ -160,7 +160,11 @@ def drift_tracked_kinds(method: Method) -> frozenset[str]:
 def check_secagg_support(
     secagg: SecAggConfig, method: Method, guarantee: Guarantee | None, defence: str
 ) -> None:
-    """Raise FedplanError, with a remedy, if secure aggregation is impossible in this run."""
+    """Raise FedplanError, with a remedy, if secure aggregation is impossible in this run.
+
+    Checks method, guarantee, `defence` (its text, "" if off), and min_contributors against
+    colluders. Does nothing without secure aggregation.
+    """
     client_dp = guarantee if guarantee is not None and guarantee.unit == "client" else None
     required = MIN_CONTRIBUTORS_WITH_SQUARES + max(0, secagg.colluders - 1)
     conflicts: list[tuple[bool, str]] = [

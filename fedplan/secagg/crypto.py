@@ -127,7 +127,10 @@ def sign(key: NodeKey, content: bytes) -> bytes:
 
 
 def verify_signature(public: bytes, content: bytes, signature: bytes) -> bool:
-    """Whether a signature is valid under a public node key in DER form, of a known type."""
+    """Whether a signature of `content` is valid under a public node key in DER form.
+
+    False for a key of another type. Raises ValueError for bytes that are no key.
+    """
     key = load_der_public_key(public)
     try:
         if isinstance(key, CurvePublic):

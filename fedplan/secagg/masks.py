@@ -39,7 +39,11 @@ class GroupVector:
     def of(
         group: SlotGroup, numbers: Mapping[str, Words], weight: int, clients: int
     ) -> GroupVector:
-        """A client's input, copied; a SecAggError for a wrong shape or possible overflow."""
+        """Return a client's input: a header of 1 and `weight`, and a copy of its numbers by slot.
+
+        Raises a SecAggError for a wrong shape, or a number so large that a sum over `clients`
+        clients could overflow.
+        """
         vector, limit = GroupVector.empty(group), 2 ** (WORD - 1) // clients
         vector.narrow[:HEADER] = (1, weight)
         for name, view in vector.numbers(group).items():

@@ -7,9 +7,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from fedplan.federation.identity import RUN_FILE, closed_rounds, is_run_id, read_identity
+from fedplan.federation.identity import RUN_FILE, STUDY, closed_rounds, is_run_id, read_identity
 from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
-from fedplan.federation.server import STUDY
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.storage.append_log import head_file
 from fedplan.storage.files import wrap_disk_errors

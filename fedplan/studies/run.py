@@ -20,12 +20,12 @@ from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import load_client_state
 from fedplan.federation.global_state import BEST, METRICS, GlobalState
-from fedplan.federation.identity import GLOBAL_FOLDER, RUN_FILE, RunIdentity, read_identity
+from fedplan.federation.identity import GLOBAL_FOLDER, RUN_FILE, STUDY, RunIdentity, read_identity
 from fedplan.federation.ledger.history import Metrics, Row, join_scores, ledger_rows, run_failure
 from fedplan.federation.ledger.records import Record, parse_line, read_record
 from fedplan.federation.ledger.segments import closed_segment_faults, ledger_lines
 from fedplan.federation.ledger.status import read_status
-from fedplan.federation.server import STUDY, WRITE_ONCE_FILES, Server
+from fedplan.federation.server import WRITE_ONCE_FILES, Server
 from fedplan.models.catalog import manifest_json, read_manifest
 from fedplan.models.params import Params
 from fedplan.privacy.accounting.budget import Unit
@@ -405,7 +405,11 @@ def sweep_expenses(folder: Path) -> tuple[Expense, ...]:
     of initial models that this run does not start from.
     """
     place, name = folder.absolute().parent, folder.absolute().name
-    names = read_json_object(place / SWEEP_FILE).get("runs", {})
+    file = place / SWEEP_FILE
+    sweep = read_json_object(file)
+    if file.exists() and "runs" not in sweep:
+        raise ConfigError(f"{file} lists no runs: restore it from a backup")
+    names = sweep.get("runs", {})
     others = [place / other for other in names if other != name]
     spent, models = dict[Unit, list[Statement]](), dict[Expense, None]()
     for other in others:

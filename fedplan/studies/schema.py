@@ -76,7 +76,10 @@ LATER_FIELDS = {
 def read_json_object(file: Path, remedy: str = "restore it from a backup") -> dict[str, Any]:
     """Return the JSON object in a file, {} without the file; raise ConfigError if unreadable."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        content: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(content, dict):
+            raise TypeError("it contains no JSON object")
+        return cast("dict[str, Any]", content)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; {remedy}") from error
 

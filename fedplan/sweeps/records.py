@@ -102,12 +102,12 @@ def read_trial_results(file: Path) -> dict[str, TrialResult]:
 
     Empty without the file. Raises ConfigError if it cannot be read.
     """
+    remedy = "delete it, and the trials are resumed"
     try:
-        return {name: TrialResult(**fields) for name, fields in read_json_object(file).items()}
+        results = read_json_object(file, remedy)
+        return {name: TrialResult(**fields) for name, fields in results.items()}
     except TypeError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error}; delete it, and the trials are resumed"
-        ) from error
+        raise ConfigError(f"{file} cannot be read: {error}; {remedy}") from error
 
 
 def write_trial_results(folder: Path, results: Mapping[str, TrialResult]) -> None:

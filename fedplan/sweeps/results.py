@@ -12,11 +12,11 @@ from typing import Any
 
 from fedplan.data.metrics import metric_direction
 from fedplan.errors import FedplanError
+from fedplan.federation.identity import STUDY
 from fedplan.federation.ledger.callbacks import COHORT_PREFIXES, PER_CLIENT_PREFIXES
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, read_record
 from fedplan.federation.ledger.status import RunState, read_status
-from fedplan.federation.server import STUDY
 from fedplan.language.plan import Role
 from fedplan.models.params import Kind
 from fedplan.reports.formats import millions

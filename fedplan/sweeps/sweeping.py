@@ -16,7 +16,7 @@ from typing import Any
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
 from fedplan.federation.ledger.status import read_status, read_stop_request
-from fedplan.reports.run_summary import summarized_events
+from fedplan.federation.ledger.stream import EventStream
 from fedplan.reports.study_explanation import write_privacy_statement
 from fedplan.runners.executors.processes import ProcessTransport
 from fedplan.runners.simulation import Simulation
@@ -264,7 +264,7 @@ def run_trial(study: Study, folder: Path) -> TrialResult:
     start = time.monotonic()
     try:
         prepare_folder(folder, study, resume=True)
-        stopped = Simulation(study, folder, events=summarized_events(folder)).run().stopped
+        stopped = Simulation(study, folder, events=EventStream(folder)).run().stopped
         if study.privacy is not None:
             write_privacy_statement(folder)
         stop_requested = bool(stopped and read_stop_request(folder))

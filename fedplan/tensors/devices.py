@@ -79,7 +79,7 @@ def rank_device(name: str, rank: int, count: int) -> torch.device:
     than `count`, and for other devices than CUDA and the CPU; and as `resolve_device`.
     """
     device = resolve_device(name)
-    if device.type == "cpu":
+    if name == "cpu":
         return device
     cards = device_count(device.type)
     if device.type != "cuda" or ":" in str(device) or cards < count:

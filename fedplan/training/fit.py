@@ -62,6 +62,8 @@ class Stepper:
         self._base_lrs = [group.get("lr") for group in optimizer.param_groups]
         self._last_factor, self._attempts = 1.0, 0
         self.steps_taken, self.factor_sum = 0, 0.0
+        # A rank without an example in the first step scales no loss, and unscales all the same.
+        scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate a loss; gradients accumulate until `step`."""

@@ -50,8 +50,7 @@ class Ranks:
                 "its own for devices_per_client: start the run in another process"
             )
         if sys.platform == "linux":  # the ranks are on this machine, and nobody else may listen
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
         # Else a lost rank ends this process, or never returns.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         on_card = device.type == "cuda"
@@ -60,7 +59,7 @@ class Ranks:
         try:
             dist.init_process_group(
                 "nccl" if on_card else "gloo",
-                init_method=file.as_uri(),
+                store=cast("Any", dist).FileStore(str(file), self.count),
                 rank=self.rank,
                 world_size=self.count,
                 timeout=timedelta(seconds=self.seconds),
@@ -127,7 +126,7 @@ class Ranks:
         flat.div_(total.clamp(min=1.0).clone())
         for leaf, gradient, found in zip(leaves, gradients, present, strict=True):
             leaf.grad = gradient.view_as(leaf).to(leaf.dtype) if found else None
-        return mean.reshape(())
+        return mean.clone().reshape(())  # a view would keep all gradients until the turn ends
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:
@@ -142,16 +141,22 @@ def tensor_specs(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
 
 
 @torch.no_grad()
-def require_mean_loss(model: nn.Module, loss: Loss, examples: Examples) -> None:
+def require_mean_loss(model: nn.Module, loss: Loss, examples: Examples) -> bool:
     """Raise FedplanError unless the loss of two examples is the mean of the losses of each.
 
-    Else the shares of several ranks would not add up to the step of one.
+    Else the shares of several ranks would not add up to the step of one. The two have different
+    labels if the first examples have. Returns False, unchecked, for fewer than two examples.
     """
     if len(examples) < 2:
-        return
+        return False
+    first, other = examples.batch(torch.tensor([0])).get("labels"), 1
+    if first is not None and first.numel() == 1:
+        found = examples.batch(torch.arange(min(len(examples), 256)))["labels"]
+        different = (found.reshape(-1) != first.reshape(())).nonzero()
+        other = int(different[0]) if len(different) else 1
     with eval_mode(model):
         whole, *single = (
-            split_step(examples, torch.tensor(rows), 2)[0] for rows in ([0, 1], [0], [1])
+            split_step(examples, torch.tensor(rows), 2)[0] for rows in ([0, other], [0], [other])
         )
         device, labels = model_device(model), count_labels([whole])
         both = loss(model, to_device(whole.batch, device)).item()
@@ -167,3 +172,4 @@ def require_mean_loss(model: nn.Module, loss: Loss, examples: Examples) -> None:
             f"losses of each is {mean:.6g}, so that devices cannot share the examples of a step: "
             "use one device per client, or a loss that is a mean over examples or labels"
         )
+    return True

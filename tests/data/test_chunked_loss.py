@@ -161,6 +161,9 @@ def test_a_batch_of_one_chunk_and_a_watched_head_take_all_logits(
     ids = torch.ones(2, 3, dtype=torch.long)
     monkeypatch.setattr(chunked_loss, "CHUNK_LOGITS", 6 * WORDS - 1)
     model, batch, shape = gpt2(), {"input_ids": ids}, ids.shape
+    # The gradients of a trained head would take more than these logits.
+    assert chunked_loss.find_head(model, batch, shape) is None
+    model.requires_grad_(False)
     with torch.autocast("cpu", torch.float16, enabled=autocast):
         head = chunked_loss.find_head(model, batch, shape)
         assert (head is None) is autocast

@@ -82,7 +82,7 @@ def alike(releases: list[Release]) -> Generator[None]:
         write(self, indices)
         config, stream = self._config, self._noise.__self__  # type: ignore[attr-defined]
         clip = config.max_grad_norm
-        noise = ("turn", stream._key, self.steps)
+        noise = ("turn", stream._key, self.stats.steps)
         releases.append(Release(dict(drawn), noise, clip, config.noise_multiplier * clip))
         drawn.clear()
 

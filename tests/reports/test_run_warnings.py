@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace as Like
 from typing import Any
@@ -28,13 +29,9 @@ from fedplan.errors import FedplanError
 from fedplan.federation.ledger.status import STATUS
 from fedplan.reports import run_warnings
 from fedplan.reports.plan_warnings import PLAN_WARNINGS
-from fedplan.reports.run_summary import summarized_events
-from fedplan.reports.run_warnings import RESULT_WARNINGS, read_run_warnings
+from fedplan.reports.run_warnings import RESULT_WARNINGS
 from fedplan.reports.status import run_snapshot
 from fedplan.reports.study_warnings import DATA_WARNINGS
-from fedplan.runners.simulation import Simulation
-from fedplan.studies.run import read_run
-from fedplan.studies.run_scores import run_scores
 from fedplan.studies.schema import read_study
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
@@ -128,25 +125,31 @@ def test_warnings_stand_on_every_screen(study: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 1.0])
-def test_what_a_run_writes_of_itself_is_what_its_folder_says(study: Path, late: float) -> None:
-    """In each round and at its end, in a folder that was moved, and for a run of an older version."""
+def test_the_summary_of_a_run_is_what_its_folder_says(study: Path, late: float) -> None:
+    """In a folder that was moved, too; without the summary, or an outdated one, the same."""
     changes = [f"clients.late_fraction={late}", "train.rounds=2"]
-    events = summarized_events(study / "run")
-    simulation = Simulation(read_study(study / "study.toml", changes), study / "run", events=events)
-    for _ in simulation.rounds():
-        found = run_snapshot("run")
-        assert found.live and found.warnings is not None
-        assert [*found.warnings] == read_run_warnings("run")
-        assert found.scores == run_scores(read_run("run"))
+    typed("run", "study.toml", "--output", "run", *(f"--set={each}" for each in changes))
     (study / "run").rename(study / "moved")
+    status = study / "moved" / STATUS
+    fields = json.loads(status.read_text())
+    assert run_snapshot("moved").warnings is not None
     written = json.loads(typed("status", "moved", "--json")[1])
-    fields = json.loads((study / "moved" / STATUS).read_text())
     assert "{folder}" not in str(written["warnings"]) and bool(written["warnings"]) == bool(late)
     assert bool(late) == ("fedplan logs moved" in str(written["warnings"]))
-    del fields["warnings"], fields["run_scores"]
-    (study / "moved" / STATUS).write_text(json.dumps(fields))
+    bare = {name: value for name, value in fields.items() if name not in ("warnings", "run_scores")}
+    status.write_text(json.dumps(bare))
     assert run_snapshot("moved").warnings is None
     assert json.loads(typed("status", "moved", "--json")[1]) == written
+    status.write_text(json.dumps(fields))
+    for name in ("run.json", "study.json"):  # another run, or a study that was changed since
+        content = (study / "moved" / name).read_text()
+        (study / "moved" / name).write_text(content.replace(written["run"], "0" * 16) + " ")
+        snapshot = None
+        with suppress(FedplanError):
+            snapshot = run_snapshot("moved")
+        assert snapshot is None or snapshot.warnings is None
+        (study / "moved" / name).write_text(content)
+    assert run_snapshot("moved").warnings is not None
 
 
 def test_strict_makes_them_errors(study: Path) -> None:
@@ -208,8 +211,7 @@ def test_training_losses_are_compared_client_by_client(
         turns=(turns,),
         run=Like(folder=tmp_path),
     )
-    found = run_warnings.loss_warnings(facts, run_warnings.read_losses(facts))
-    assert [each.code for each in found] == [code] * bool(code)
+    assert [each.code for each in run_warnings._loss_warnings(facts)] == [code] * bool(code)
 
 
 def test_a_run_without_any_score_says_so_and_one_with_pooled_tests_does_not() -> None:

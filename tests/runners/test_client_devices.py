@@ -33,6 +33,7 @@ def test_a_run_on_two_devices_is_that_on_one_and_names_a_rank_that_dies(
     monkeypatch.chdir(tmp_path)
     some_digits(tmp_path)
     study = study_with("phases", train={"rounds": 3, "optimizer": "sgd", "batch_size": 8})
+    study = study.model_copy(update={"device": "cpu"})
     one, two = (
         Simulation(study, tmp_path / "one"),
         Simulation(study, tmp_path / "two", devices_per_client=2),
@@ -53,7 +54,7 @@ def test_a_run_on_two_devices_is_that_on_one_and_names_a_rank_that_dies(
 
 
 def test_a_site_trains_on_two_devices(tmp_path: Path) -> None:
-    endpoint = site_of(tmp_path, study_text(privacy=""), devices_per_client=2)
+    endpoint = site_of(tmp_path, study_text(privacy=""), device="cpu", devices_per_client=2)
     client, agreement = endpoint.site, endpoint.agreement
     setup, roles = client.setup, agreement.resolved(Turn(1, client.name))
     arguments, spread = agreement.train_arguments, setup.spread
@@ -101,6 +102,8 @@ def test_a_study_that_ranks_cannot_share_is_refused_by_name(
 
 def test_each_rank_has_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_device("cpu", 1, 2) == CPU
+    with pytest.raises(DeviceError, match="'auto' stands for cpu on a machine with 0 cards"):
+        rank_device("auto", 0, 2)
     monkeypatch.setattr("fedplan.tensors.devices.device_count", lambda kind: 2 * (kind == "cuda"))
     assert [str(rank_device("auto", i, 2)) for i in range(2)] == ["cuda:0", "cuda:1"]
     for name, count in (("cuda:1", 2), ("cuda", 3)):

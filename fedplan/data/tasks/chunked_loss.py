@@ -24,14 +24,19 @@ def find_head(
     """Return the layer that makes a model's logits, if a batch is better given to it in chunks.
 
     `inputs`: of the batch; `positions`: examples and tokens of its labels. None if the logits fit
-    one chunk, if the forward pass of the layer or the model is replaced or has hooks after it, or
-    under float16, where a gradient could overflow before it is scaled. Also None if the model
-    changes what the layer returns, as by a soft cap: the first call for a model runs it to see.
+    one chunk, or are no more numbers than a trained head, if the forward pass of the layer or the
+    model is replaced or has hooks after it, or under float16, where a gradient could overflow
+    before it is scaled. Also None if the model changes what the layer returns, as by a soft cap:
+    the first call for a model runs it to see.
     """
     find: Any = getattr(model, "get_output_embeddings", None)
     head: Any = None if find is None else find()
     weight: Any = getattr(head, "weight", None)
-    if weight is None or positions.numel() * weight.shape[0] <= CHUNK_LOGITS:
+    if weight is None:
+        return None
+    # The sums of a trained head's gradients in float32 are as large as logits of so many numbers.
+    least = max(CHUNK_LOGITS, weight.numel() if weight.requires_grad else 0)
+    if positions.numel() * weight.shape[0] <= least:
         return None
     device = model_device(model)
     is_cast = torch.is_autocast_enabled(device.type)
@@ -43,6 +48,7 @@ def find_head(
         with torch.no_grad(), fork_rng_state(device):
             hidden, _IS_PLAIN[model] = _run(model, inputs, head)
             _IS_PLAIN[model] &= hidden.shape[:-1] == positions
+        torch.clear_autocast_cache()  # older versions of torch keep casts of it without gradient
     return head if _IS_PLAIN[model] else None
 
 
@@ -74,7 +80,7 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], head: nn.Module) -> tuple[
     returned = cast("Tensor", output if isinstance(output, Tensor) else output.logits)
     if len(hidden) != 1 or returned.shape != logits[0].shape:
         return returned, False
-    return hidden[0], torch.allclose(returned, logits[0], rtol=0, atol=0, equal_nan=True)
+    return hidden[0], returned is logits[0]
 
 
 def chunk_rows(head: nn.Module, count: int) -> Iterator[slice]:

@@ -241,11 +241,11 @@ class CausalLanguage(_BlockTask):
         end = tokenizer.eos_token_id
         end = tokenizer.sep_token_id if end is None else end
         blocks = self._blocks(table, tokenizer, special_tokens=False, end=end)
-        return TokenSequences(blocks, pad_token_id(tokenizer), blocks)
+        return TokenSequences(blocks, pad_token_id(tokenizer), _next_token_labels(blocks))
 
     def _made_up(self, draw: np.random.Generator) -> TokenSequences:
         ids = self._made_up_tokens(draw)
-        return TokenSequences(ids, pad_token_id(self.tokenizer), ids)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), _next_token_labels(ids))
 
     def _targets(self, labels: Tensor) -> Tensor:
         return _shift_left(labels)
@@ -355,10 +355,7 @@ class Instruction(_Language):
 
     def _made_up(self, draw: np.random.Generator) -> TokenSequences:
         ids = self._made_up_tokens(draw)
-        labels = ids.flat.clone()
-        labels[ids.starts[:-1]] = NO_LABEL
-        answers = RaggedArray(labels, ids.starts)
-        return TokenSequences(ids, pad_token_id(self.tokenizer), answers)
+        return TokenSequences(ids, pad_token_id(self.tokenizer), _next_token_labels(ids))
 
     def _model_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor
@@ -368,6 +365,13 @@ class Instruction(_Language):
 
     def _targets(self, labels: Tensor) -> Tensor:
         return _shift_left(labels)
+
+
+def _next_token_labels(ids: RaggedArray) -> RaggedArray:
+    """Return the tokens as labels, but for the first of each row, which nothing predicts."""
+    labels = ids.flat.clone()
+    labels[ids.starts[:-1]] = NO_LABEL
+    return RaggedArray(labels, ids.starts)
 
 
 def _shift_left(labels: Tensor) -> Tensor:

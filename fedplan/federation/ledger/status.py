@@ -95,8 +95,8 @@ class RunStatus:
     loss so far, and the guarantee; None without DP. `client_level_dp`: clients are protected, so
     sites are not shown to listeners. `sites`: status by site; empty if there are too many
     (`status.MAX_LISTED_SITES`). `run_scores`, `warnings`: scores of the last evaluated round, and
-    warnings of the run so far or of its result, as screens show them; None if the run's process
-    has not computed them.
+    warnings of the result, in which {folder} stands for the run's folder, of the study with the
+    digest `study_digest`; written after the end of a run, else None.
     """
 
     study: str = ""
@@ -122,10 +122,11 @@ class RunStatus:
     sites: dict[str, SiteStatus] = field(default_factory=dict[str, SiteStatus])
     run_scores: dict[str, Any] | None = None
     warnings: list[dict[str, str]] | None = None
+    study_digest: str | None = None
 
     def json(self) -> dict[str, Any]:
-        """Return the status as JSON values, without scores and warnings that are None."""
-        optional = ("run_scores", "warnings")
+        """Return the status as JSON values, without the last three if they are None."""
+        optional = ("run_scores", "warnings", "study_digest")
         return {k: v for k, v in asdict(self).items() if v is not None or k not in optional}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import isfinite
@@ -69,10 +69,6 @@ BUDGET_ALERTS = (0.8, 1.0)
 """Fractions of the promised epsilon at which a notice is emitted."""
 
 
-Summarize = Callable[[RunStatus, CommittedRound | None], RunStatus]
-"""Returns the status of a run with its scores and warnings, after a round, at start or end."""
-
-
 class StopRequested(FedplanError):
     """An operator asked to stop the run at once, without its open round."""
 
@@ -108,8 +104,7 @@ class EventStream:
     First the `status` of the run takes up an event, then log file and status file in `folder` are
     written (None: no files), then `subscribers` are called, and after a committed round the
     `callbacks`. Under client-level DP subscribers get no event of a single client. `stop_text`: why
-    the run stops, else "". `summarize` adds scores and warnings to the status. Other threads may
-    read `status`, and emit a Notice.
+    the run stops, else "". Other threads may read `status`, and emit a Notice.
     """
 
     def __init__(self, folder: Path | None = None, subscribers: Sequence[Subscriber] = ()) -> None:
@@ -117,7 +112,6 @@ class EventStream:
         self.callbacks: tuple[Callback, ...] = ()
         self.status: RunStatus = RunStatus()
         self.stop_text = ""
-        self.summarize: Summarize | None = None
         self._log = Log(folder) if folder else None
         self._status_file = StatusFile(folder) if folder else None
         # A weak reference: a screen may outlive the run, and would keep its folder locked.
@@ -322,7 +316,7 @@ class EventStream:
         match event:
             case RunStarted(first):
                 self._progress = self._round_start = now
-                self.status = self.summarize(first, None) if self.summarize else first
+                self.status = first
             case RunChanged(state, reason) if state in LIVE:
                 # A run that is stopping stays so until it ends.
                 if status.state in (state, RunState.STOPPING):
@@ -330,8 +324,7 @@ class EventStream:
                 self._round_start = now if state != RunState.STOPPING else self._round_start
                 self.status = replace(status, state=state)
             case RunChanged(state, reason):
-                ended = replace(status, state=state, reason=reason, seconds_left=None)
-                self.status = self.summarize(ended, None) if self.summarize else ended
+                self.status = replace(status, state=state, reason=reason, seconds_left=None)
             case RunStalled(reason):
                 if status.reason == reason or status.state not in LIVE:
                     return False
@@ -412,8 +405,6 @@ class EventStream:
         has_readers = self.folder is not None or self.subscribers
         if server and guarantee and self.status.epsilon and has_readers:
             self.status = replace(self.status, epsilon_spent=self._epsilon_spent(server, closed))
-        if self.summarize:
-            self.status = self.summarize(self.status, closed)
 
     def _epsilon_spent(self, server: Server, closed: CommittedRound) -> float:
         """Return the run's epsilon after a round; with example-level DP the largest of a client.

@@ -118,11 +118,17 @@ class GaussianMechanism:
         return total
 
     def release(self, total: ExactSum, secret: bytes, name: str) -> dict[str, Tensor]:
-        """Return the noisy mean of `total`, always with the same bits. Charge `event` first."""
+        """Return `total` plus noise, divided by `divisor`; `total` is unchanged.
+
+        Equal sum, secret and name give equal bits. Charge `event` first.
+        """
         return self.divide(self.add_noise(total, secret, name))
 
     def add_noise(self, total: ExactSum, secret: bytes, name: str, *content: bytes) -> ExactSum:
-        """Return a new sum: `total` plus noise of `share_stddev` on every public coordinate."""
+        """Return a new sum: `total` plus noise of `share_stddev` on every public coordinate.
+
+        The noise follows from secret, name, `content` and the bits of `total`.
+        """
         # Added in whole grid steps, as one more sender: no rounding depends on the sum.
         source = NoiseStream.for_release(secret, name, *content, self._digest(total))
         noisy = ExactSum()

@@ -74,7 +74,11 @@ class NoisyVote:
     def release(
         self, counts: Mapping[T, int], secret: bytes, name: str, content: str = ""
     ) -> dict[T, float]:
-        """Noisy count of each block, by the same arguments the same. Charge `event` first."""
+        """Return the noisy count of each block. Charges nothing: charge `event` first.
+
+        The noise follows from secret, name, counts and `content`, a digest of all that the ballots
+        depend on; equal arguments give equal bits.
+        """
         source = NoiseStream.for_release(secret, name, content, *self._words(counts))
         noise = source.rounded_gaussian((len(counts),), self.stddev, COUNT_GRID_STEP)
         return {block: counts[block] + float(n) for block, n in zip(counts, noise, strict=True)}

@@ -120,7 +120,11 @@ class PoolExecutor:
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train clients, longest turns first; again in this process if partial sums overflow."""
+        """Train `names`, longest turns first, into `round_state` in the order of `names`.
+
+        Updates of `late` clients are recorded only. If partial sums overflow, all turns run again
+        in this process.
+        """
         step_count, tasks = self.server.agreement.train_arguments.step_count, list[WorkerTask]()
         for name in names:
             task = self._make_task("turn", round_state, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
@@ -46,6 +47,8 @@ JOB_FIELDS = ("client", "seed", "round", "traits")
 class RankWorker:
     """Handler of a rank other than 0: a copy of a study, built by the first message."""
 
+    at_site = False
+
     def reply(self, message: JsonObject, tensors: Tensors) -> TensorsAndJson:
         """Build the study, or train a turn; return the digests of the trained values.
 
@@ -58,12 +61,17 @@ class RankWorker:
                 return {}, {}
             return {}, {"digests": self._fit(message)}
         except Exception as error:
-            Ranks.leave()
-            return {}, {**worker_error(error), "lost": isinstance(error, RankLost)}
+            with suppress(Exception):
+                Ranks.leave()
+            # At a site the text may contain examples: rank 0 has it for the site's fault log.
+            text = {"error": f"{type(error).__name__}: {error}"}
+            fields = text if self.at_site else worker_error(error)
+            return {}, {**fields, "lost": isinstance(error, RankLost)}
 
     def _begin(self, message: JsonObject) -> None:
         """Build the study, or a site's part of it; FedplanError if it differs from rank 0's."""
         self.ranks, self.has_joined = Ranks(**message["ranks"]), False
+        self.at_site = message["site"] is not None
         if message["site"] is None:
             self.study = study_from_dict(message["study"])
             self.experiment = build_experiment(self.study)
@@ -142,7 +150,7 @@ class ClientDevices:
             "examples": experiment.data.digests,
             "device": device,
         }
-        self._ends = list[Callable[[], Any]]()
+        self._ends, self._is_checked = list[Callable[[], Any]](), False
         self._start()
 
     def _start(self) -> None:
@@ -179,8 +187,9 @@ class ClientDevices:
         )
         if not self._ends:
             self._start()
+        if not self._is_checked:
+            self._is_checked = require_mean_loss(job.model, job.loss, job.examples)
         if not self._has_joined:
-            require_mean_loss(job.model, job.loss, job.examples)
             self._receive(START, "while it started")
         message: JsonObject = {
             "do": "fit",
@@ -234,7 +243,7 @@ class ClientDevices:
                         "memory ran out, use smaller batches"
                     )
                 replies[rank] = reply[1]
-                if "error" in reply[1] and not reply[1]["lost"]:
+                if "error" in reply[1] and not reply[1].get("lost"):
                     raise FedplanError(f"{self._name(rank)} failed {when}: {reply[1]['error']}")
         if silent:
             raise FedplanError(f"{self._name(min(silent))} was silent for {seconds:.0f} s {when}")

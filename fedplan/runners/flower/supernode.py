@@ -248,7 +248,11 @@ def _acquire_task(client: internals.RuntimeHttpClient) -> str:
 
 
 def _run_task(api: RuntimeApi, token: str, answer: Answer, guard: StalledPullGuard) -> None:
-    """Pull a task's message, and push the reply; an error is logged by an empty message."""
+    """Pull a task's message, and push the reply of `answer`.
+
+    Raises httpx.HTTPError; after any other error `answer` gets an empty message, which logs it.
+    `guard` gives up an incomplete message.
+    """
     try:
         with closing(api.task_client(token)) as client:
             # The instance's attribute overrides the method of its class.
