@@ -133,8 +133,6 @@ def estimate_memory(params: Params, roles: Roles, step: TrainingStep) -> MemoryE
         # The logits of one chunk of tokens, their log-probabilities and gradients.
         tokens = min(step.tokens, max(CHUNK_LOGITS // vocabulary, 1))
         logits = int(tokens * vocabulary * LOGIT_BYTES)
-        if tokens < step.tokens:  # a trained head's gradients are summed in float32
-            logits += 4 * max((p.numel for p in heads if p in trained), default=0)
     return MemoryEstimate(
         {name: n for name, n in weights.items() if n},
         gradients,
