@@ -149,7 +149,6 @@ CAPABILITIES = (
         "[`devices_per_client`](how-to/training.md#several-gpus-for-one-client): each holds the whole "
         "model, none a part of it (FSDP); tested with two processes on a CPU",
         ("training/test_ranks.py::test_two_ranks_train_as_one",),
-        elsewhere="NVFlare and Photon",
     ),
     Capability(
         "Hundreds of real sites",

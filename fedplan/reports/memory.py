@@ -130,9 +130,12 @@ def estimate_memory(params: Params, roles: Roles, step: TrainingStep) -> MemoryE
     heads += [p for p in params if p.kind is Kind.EMBED and p.tied]
     vocabulary, logits = max((p.shape[0] for p in heads), default=0), 0
     if trained and vocabulary >= 1000:  # below, the model is a classifier
-        # The logits of one chunk of tokens, their log-probabilities and gradients.
-        tokens = min(step.tokens, max(CHUNK_LOGITS // vocabulary, 1))
-        logits = int(tokens * vocabulary * LOGIT_BYTES)
+        # The logits of one chunk of tokens, their log-probabilities and gradients; and where chunks
+        # of a trained head are summed, its gradients in float32 (see `find_head`).
+        tokens, sums = step.tokens, max((p.numel for p in heads if p in trained), default=0)
+        if tokens * vocabulary > max(CHUNK_LOGITS, sums):
+            tokens, logits = max(CHUNK_LOGITS // vocabulary, 1), 4 * sums
+        logits += int(tokens * vocabulary * LOGIT_BYTES)
     return MemoryEstimate(
         {name: n for name, n in weights.items() if n},
         gradients,
