@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,9 +59,12 @@ def of_wandb(run: Path) -> Series:
 
     series: Series = {}
     for file in sorted(run.glob("trackers/wandb/wandb/offline-run-*/*.wandb")):
-        for data in records(file.read_bytes()):
-            record = protocol.Record()
-            record.ParseFromString(data)
+        found = list[Any]()
+        until = time.monotonic() + 60  # W&B's own process closes the file after `finish` returns
+        while not (found and found[-1].HasField("exit")) and time.monotonic() < until:
+            found = [protocol.Record.FromString(each) for each in records(file.read_bytes())]
+            time.sleep(0.02)
+        for record in found:
             items = record.history.item
             row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
             step = record.history.step.num
