@@ -95,7 +95,8 @@ def soak(rounds: int, folder: Path) -> None:
                 last = number
                 with samples.open("a") as file:
                     file.write(json.dumps(sample(fed, last)) + "\n")
-                write_soak(samples, rounds)
+                if last > EVERY:
+                    write_soak(samples, rounds)
             time.sleep(1.0)
         play.finish(600)
 
