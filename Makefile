@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test t examples nightly simulate simulated research picture architecture manifests reference site blocks
+.PHONY: help check test t examples nightly hostile simulate simulated research picture architecture manifests reference site blocks
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -23,6 +23,13 @@ examples: ## the scripts of examples, and two rounds of each of the README's stu
 	for study in digits safl prompts; do \
 	  folder=$$(mktemp -d) && fedplan run examples/$$study.toml --set train.rounds=2 --output $$folder/run \
 	  && fedplan verify $$folder/run && rm -r $$folder || exit 1; done
+
+HOSTILE = test_inputs.py audits/test_tamper.py audits/test_damage.py federation/test_robust.py language/test_parser.py \
+  privacy/test_hostile_server.py privacy/test_hostile_values.py runners/test_no_code.py runners/test_modes.py \
+  runners/test_flower.py runners/test_starter.py secagg/test_attacks.py secagg/test_liars.py sites/test_attacks.py \
+  sites/test_home.py sites/test_lies.py sites/test_people.py federation/test_trees.py
+hostile: ## the tests of drawn lies, damage and inputs, which docs/explanation/threat-model.md names
+	pytest -n auto -q $(addprefix tests/,$(HOSTILE))
 
 SEED ?= 0
 SEEDS ?= 1

@@ -71,7 +71,7 @@ CAPABILITIES = (
         readme=True,
     ),
     Capability(
-        "30 published methods, which combine",
+        "33 published methods, which combine",
         "yes",
         "[methods](explanation/methods.md)",
         (
@@ -92,6 +92,14 @@ CAPABILITIES = (
         "[three sites](tutorials/three-sites.md)",
         ("runners/test_walkthrough.py::*",),
         readme=True,
+    ),
+    Capability(
+        "Trees of servers: edges that sum the updates of their sites, with the same bits",
+        "yes",
+        "[edges](explanation/scale.md#edges)",
+        (
+            "federation/test_trees.py::test_any_tree_leaves_the_bits_and_the_ledger_of_the_flat_federation",
+        ),
     ),
     Capability(
         "Kill any process at any time and resume with the same bits",

@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
-PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 START = {"README.md": "index.md"}
 
 
@@ -55,6 +55,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{match[1]}{relpath(name, Path(uri).parent)}{anchor}{match[4]}"
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let the links of llms.txt lead to pages of the site."""
+    file = Path(config.site_dir) / "llms.txt"
+    text = file.read_text(encoding="utf-8").replace("(../", "(").replace(".md)", ".html)")
+    file.write_text(text, encoding="utf-8")
 
 
 def targets(file: Path) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the pages of the reference, `reference/*.md`, from the schemas and the sources.
 
-Descriptions and defaults of fields come from the classes. Public names of a package are read from its
+Beside them, `*.schema.json` has the JSON schema of each file, for editors. Descriptions and defaults of fields come from the classes. Public names of a package are read from its
 source without importing it, so that a page is the same with every version of Python. `glossary.md` is
 written by hand.
 """
@@ -12,7 +12,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import cleandoc
 from pathlib import Path
 from textwrap import dedent
@@ -36,11 +36,13 @@ A study is one TOML file. This page lists every field with its type, default and
 field or an invalid value is an error. `--set train.rounds=30` on the command line replaces a value.
 
 `fedplan explain study.toml` describes a study before it runs. The [glossary](glossary.md) defines the
-words."""
+words. An editor with [Taplo](https://taplo.tamasfe.dev), such as VS Code with Even Better TOML, explains
+and checks each field as you type: the first line, `#:schema`, names the [JSON schema](study.schema.json)."""
 SITE = """# The files of a site
 
 A [site](../how-to/approve.md) writes two files itself. `site.toml` has its name, its data and its keys;
-`policy.toml` has its limits on studies. Both are read again for every request."""
+`policy.toml` has its limits on studies. Both are read again for every request. The operator of the server
+has `server.toml`."""
 
 
 def section_in(field: FieldInfo) -> type[BaseModel] | None:
@@ -300,17 +302,60 @@ def list_of_packages() -> str:
     return "\n\n".join([*head, "\n".join(["| package | content |", "|---|---|", *rows])]) + "\n"
 
 
-def pages() -> dict[str, str]:
-    """All pages by their names."""
+def files() -> dict[str, type[BaseModel]]:
+    """The classes of all TOML files, by the names of the files."""
+    from fedplan.runners.flower.superlink import ServerFile
     from fedplan.runners.site import Site
     from fedplan.sites.policy import Policy
     from fedplan.studies.schema import Study
 
+    return {"study": Study, "site": Site, "policy": Policy, "server": ServerFile}
+
+
+def known_names() -> dict[str, Iterable[str]]:
+    """Names for which an editor completes a field; a study may also name an object of its own."""
+    from fedplan.data.tasks.kinds import TASK_KINDS
+    from fedplan.methods.registry import METHODS, SERVER_OPTIMIZER_REGISTRY
+    from fedplan.training.optimizers import OPTIMIZER_NAMES
+    from fedplan.training.probes import PROBE_NAMES
+
+    return {
+        "MethodSection.name": METHODS,
+        "MethodSection.server_optimizer": SERVER_OPTIMIZER_REGISTRY.built_in,
+        "MethodSection.probe": PROBE_NAMES.built_in,
+        "TaskSection.kind": TASK_KINDS,
+        "TrainConfig.optimizer": OPTIMIZER_NAMES.built_in,
+    }
+
+
+def json_schema(name: str, made: type[BaseModel]) -> str:
+    """The JSON schema of a file, without the fields that only fedplan itself sets."""
+    from fedplan.studies.section import SCHEMA_LINE
+
+    whole = made.model_json_schema()
+    for section, said in {made.__name__: whole, **whole.get("$defs", {})}.items():
+        properties = said.get("properties", {})
+        properties.pop("from_python", None)
+        for field, names in known_names().items():
+            if field.startswith(f"{section}."):
+                text = properties[field.partition(".")[2]]
+                text["anyOf"] = [{"enum": sorted(filter(None, names))}, {"type": text.pop("type")}]
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_LINE.format(name).removeprefix("#:schema "),
+    }
+    return json.dumps(head | whole, indent=1) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """All pages and schemas by their names."""
+    study, *others = files().items()
     made = {
-        "study.md": page_of(STUDY, {"The whole file": Study}),
-        "site.md": page_of(SITE, {"site.toml": Site, "policy.toml": Policy}),
+        "study.md": page_of(STUDY, {"The whole file": study[1]}),
+        "site.md": page_of(SITE, {f"{name}.toml": schema for name, schema in others}),
         "index.md": list_of_packages(),
     }
+    made |= {f"{name}.schema.json": json_schema(name, schema) for name, schema in files().items()}
     for package in PACKAGES:
         made[f"{package.split('.')[-1]}.md"] = page_of_package(package)
     return made
@@ -321,7 +366,7 @@ def main() -> None:
     place = DOCS / "reference"
     place.mkdir(exist_ok=True)
     made = pages()
-    for old in place.glob("*.md"):
+    for old in place.glob("*.*"):
         if old.name not in made and old.name != "glossary.md":
             old.unlink()
     for name, text in made.items():

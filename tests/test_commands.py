@@ -29,7 +29,7 @@ from fedplan.reports.status import run_snapshot
 from fedplan.runners.flower.starter import new_federation
 
 SERVING = "it serves until it is ended, and prints what the node or the SuperLink logs"
-NO_JSON = {"site serve": SERVING, "server link": SERVING}
+NO_JSON = dict.fromkeys(("site serve", "server link", "server edge"), SERVING)
 """Commands that do not take --json, and why."""
 LINES = ("status", "logs")
 """Commands that may follow a run: they print a line of JSON for each thing that happens."""

@@ -231,6 +231,14 @@ def test_most_of_what_the_documents_show_is_run() -> None:
     assert ran > 10 * count.get("blocks not run", 0), count
 
 
+def test_the_tests_of_the_threat_model_are_there_and_have_one_command() -> None:
+    page = (ROOT / "docs" / "explanation" / "threat-model.md").read_text()
+    named = set(re.findall(r"`tests/([\w/]+\.py)`", page))
+    listed = re.search(r"^HOSTILE = ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert listed is not None and named <= set(listed[1].replace("\\", "").split())
+    assert all((ROOT / "tests" / file).is_file() for file in listed[1].replace("\\", "").split())
+
+
 def test_every_command_has_a_function_with_a_documented_name() -> None:
     named = runpy.run_path(str(ROOT / "docs" / "commands.py"))["FUNCTIONS"]
     commands = {str(c.name) for c in app.registered_commands}

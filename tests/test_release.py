@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from pages import GLOSSARY, anchors
 
 import fedplan
+from fedplan.studies.section import SCHEMA_LINE, SITE_ADDRESS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -32,6 +34,38 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert re.search(
         rf"^## {re.escape(fedplan.__version__)}( - \d{{4}}-\d\d-\d\d)?$", changes, re.M
     )
+
+
+def test_the_site_has_one_address() -> None:
+    urls = PROJECT["project"]["urls"]
+    assert urls["Documentation"] == SITE_ADDRESS
+    assert all(url.startswith(SITE_ADDRESS) for url in urls.values())
+
+
+def test_links_of_the_readme_lead_to_the_site_on_a_package_index() -> None:
+    hook = runpy.run_path(str(ROOT / "docs" / "index_readme.py"))
+    text = hook["with_addresses"]((ROOT / "README.md").read_text(), SITE_ADDRESS)
+    found = re.findall(r"\]\(([^)\s#]+)", text)
+    assert f"{SITE_ADDRESS}/roles.png" in found and len(found) > 20
+    for link in found:
+        name = link.removeprefix(f"{SITE_ADDRESS}/").replace(".html", ".md")
+        assert name != link and ((ROOT / "docs" / name).exists() or (ROOT / name).exists()), link
+
+
+def test_the_citation_is_of_this_version() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert f"version = {{{fedplan.__version__}}}" in readme
+    title = re.search(r'^title: "(.+)"$', (ROOT / "CITATION.cff").read_text(), re.M)
+    assert title and f"title = {{{title[1]}}}" in readme
+
+
+def test_a_shell_completes_the_commands() -> None:
+    env = {**os.environ, "_FEDPLAN_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv[0] = 'fedplan'; from fedplan.cli import main; main()"
+    words = [sys.executable, "-c", code]
+    env["COMP_WORDS"] = "fedplan ex"
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert {"explain", "export"} <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("module", ["fedplan", "fedplan.cli"])
@@ -54,6 +88,15 @@ def test_every_extra_is_tried_alone_and_told_in_the_readme() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == extras
 
 
+def test_every_dependency_is_listed_with_its_versions_and_a_licence() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    made = runpy.run_path(str(ROOT / "docs" / "versions.py"))["dependencies"]()
+    rows = re.findall(r"^\| ([\w-]+) \| (\S[^|]*) \| ([a-z]*) ?\| (\S[^|]*) \|$", page, re.M)
+    assert {name: (versions, extra) for name, versions, extra, _ in rows[1:]} == made, (
+        "python docs/versions.py writes it anew"
+    )
+
+
 def test_workflows_name_what_is_there() -> None:
     text = "".join(p.read_text() for p in (ROOT / ".github" / "workflows").glob("*.yml"))
     for script in set(re.findall(r"\.ci/(\w+)", text)) - {"constraints"}:
@@ -67,7 +110,7 @@ def test_the_site_has_every_page() -> None:
     listed = set(re.findall(r"([\w/-]+\.md)$", nav, re.M))
     docs = ROOT / "docs"
     pages = {p.relative_to(docs).as_posix() for p in docs.rglob("*.md")}
-    assert listed - {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} == pages
+    assert listed - {"AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} == pages
 
 
 def test_terms_that_are_linked_stand_in_the_dictionary() -> None:
@@ -86,6 +129,11 @@ def test_the_site_is_built_without_a_warning_and_asks_nobody(tmp_path: Path) -> 
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
+    for link in re.findall(r"\]\((\S+)\)", (tmp_path / "llms.txt").read_text()):
+        assert (tmp_path / link).is_file(), link
+    for kind in ("study", "site", "policy", "server"):
+        address = SCHEMA_LINE.format(kind).partition(f"{SITE_ADDRESS}/")[2]
+        assert (tmp_path / address).is_file(), address
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(
             r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"?(https?:[^\" >]+)", page.read_text()

@@ -102,6 +102,22 @@ def link_command(server: ServerOption = Path("server")) -> None:
         run_superlink(server.absolute())
 
 
+@command(server_commands, "server edge --server east/server --site sites/east")
+def edge_command(
+    server: ServerOption = Path("server"),
+    site: Annotated[
+        Path, typer.Option(help="Folder with the site.toml by which the edge is a site.")
+    ] = Path(),
+) -> None:
+    """Serve an edge: sum the updates of the sites of --server for the server above."""
+    with outlive_viewer(), print_errors():
+        from fedplan.runners.flower.edge import serve_edge
+        from fedplan.runners.flower.superlink import read_superlink
+        from fedplan.runners.site import read_site
+
+        serve_edge(read_superlink(server.absolute()), read_site(site))
+
+
 @command(server_commands, "server register north north/node.pub")
 def register_command(
     name: Annotated[str, typer.Argument(help="Name of the site, as in the study's clients.names.")],

@@ -35,6 +35,11 @@ DigestArgument = Annotated[
     str, typer.Argument(help="First digits of the study's digest; default: the only waiting study.")
 ]
 
+PersonOption = Annotated[str, typer.Option("--person", help="Name of a person in policy.toml.")]
+UntilOption = Annotated[
+    str, typer.Option("--until", help="Last day of the approval, as 2027-01-31.")
+]
+
 
 @command(site_commands, "site keys --site sites/north", name="keys")
 def site_keys_command(
@@ -124,16 +129,63 @@ def show_command(
         Console(highlight=False).print(review)
 
 
+@command(site_commands, "site statement 3fa9c2 --person ada --until 2027-01-31")
+def statement_command(
+    person: PersonOption,
+    ends: UntilOption,
+    digest: DigestArgument = "",
+    site: SiteOption = Path(),
+    as_json: JsonOption = False,
+) -> None:
+    """Print the text that a person signs, elsewhere, to approve a study.
+
+    Sign its file with `ssh-keygen -Y sign -n fedplan-approval -f KEY FILE`.
+    """
+    with print_errors(), _open_approvals(site) as approvals:
+        digest = digest or _only_waiting_study(approvals)
+        text = approvals.statement(digest, person, ends)
+    print_result({"statement": text}, text.rstrip(), as_json=as_json)
+
+
 @command(site_commands, "site approve 3fa9c2")
 def approve_command(
-    digest: DigestArgument = "", site: SiteOption = Path(), as_json: JsonOption = False
+    digest: DigestArgument = "",
+    site: SiteOption = Path(),
+    person: PersonOption = "",
+    ends: UntilOption = "",
+    key: Annotated[
+        Path | None, typer.Option(help="That person's SSH key: signs the approval here.")
+    ] = None,
+    signature: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="File with that person's signature of the statement."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Approve a study exactly as offered. Any change of the study needs a new approval."""
+    """Approve a study exactly as offered. Any change of the study needs a new approval.
+
+    If policy.toml has [people], the approval needs a signature: by --key, or made elsewhere.
+    """
     with print_errors(), _open_approvals(site) as approvals:
-        approval = approvals.approve(digest or _only_waiting_study(approvals))
+        if person and not digest:
+            raise FedplanError("give the study's digest, as `fedplan site show` prints it")
+        digest, signed = digest or _only_waiting_study(approvals), ""
+        if signature is not None:
+            signed = signature.read_text(encoding="ascii", errors="replace")
+        elif key is not None:
+            from fedplan.sites.signatures import sign_statement
+
+            statement = approvals.statement(digest, person, ends)
+            Console(stderr=True, highlight=False).print(statement, markup=False)
+            signed = sign_statement(statement, key)
+        approval = approvals.approve(digest, ends=ends, person=person, signature=signed)
     value = {"study": approval.study_digest, "approver": approval.approver}
     text = f"Approved by {approval.approver}: {approval.study_digest}"
-    print_result(value, text, as_json=as_json)
+    if approval.missing:
+        text += f". More signatures that it needs: {approval.missing}"
+    print_result({**value, "missing": approval.missing}, text, as_json=as_json)
 
 
 @command(site_commands, "site refuse 3fa9c2 --reason 'not our patients'")

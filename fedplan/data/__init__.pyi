@@ -3,6 +3,7 @@
 from .custom_task import CUSTOM_KIND, CustomTask, model_loss
 from .evaluation import MIN_EXAMPLES, evaluate_predictions, youden_threshold
 from .examples import (
+    NO_LABEL,
     Examples,
     ImageExamples,
     Loss,

@@ -23,11 +23,22 @@ from .client import (
     require_private_setup,
 )
 from .client_round import keep_rejected_turn, score_layers, train_round
+from .edges import (
+    accept_sum,
+    edge_request_message,
+    open_edge_round,
+    read_edge_request,
+    read_sum,
+    report_sum,
+    sum_limit,
+    sum_message,
+)
 from .endpoint import (
     COMMITTED_ROUND,
     EVALUATE,
     EVALUATED_ROUND,
     HELLO,
+    TRAIN,
     Endpoint,
     only_run_folder,
     open_journal,
@@ -45,7 +56,14 @@ from .evaluation import (
     make_eval_request,
     metrics_from_json,
 )
-from .global_state import BEST, METRICS, GlobalState, global_values, personal_values
+from .global_state import (
+    BEST,
+    METRICS,
+    GlobalState,
+    continued_state,
+    global_values,
+    personal_values,
+)
 from .identity import (
     GLOBAL_FOLDER,
     RUN_FILE,
@@ -85,6 +103,7 @@ from .ledger.egress import (
     Limits,
     agreement_folders,
     bytes_by_part,
+    content_digest,
     error_entry,
     read_agreement,
     read_egress,

@@ -15,7 +15,7 @@ from math import inf
 
 import torch
 
-from fedplan.errors import PrivacyError
+from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.defence import Defence, require_defence
 from fedplan.federation.aggregation.lora_products import check_product_rule, shared_lora_layers
 from fedplan.federation.wire_cost import WireCost
@@ -34,6 +34,7 @@ from fedplan.language.resolution import (
 from fedplan.methods.lora import LoraLayer
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
+from fedplan.methods.server_optimizer import Dynamic
 from fedplan.models.catalog import manifest_json
 from fedplan.models.params import ITEMSIZE, Block, Param, Params
 from fedplan.privacy.guarantee import Guarantee
@@ -41,7 +42,10 @@ from fedplan.secagg.config import SecAggConfig, check_secagg_support, drift_trac
 from fedplan.tensors.compression import plain
 from fedplan.tensors.named import aux_names, param_key
 from fedplan.training.fit import TrainArguments, plain_fit
+from fedplan.training.optimizers import check_lr_by_part
 from fedplan.training.probes import is_data_independent
+
+_COPY_TEXT = "each client also trains its own copy of each shared param, which it never sends"
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Agreement:
     the names of requests; no result depends on it. `defence`: robust aggregation.
     `secagg`: secure aggregation. Server and clients compare `fingerprint`. Other members derive
     from the plan the roles, params and bytes of a turn (one client in one round). The constructor
-    raises FedplanError if the method cannot be combined with `defence`, `secagg` or the guarantee.
+    raises FedplanError if the method cannot be combined with `defence`, `secagg`, the guarantee or
+    `lr_by_part`.
     """
 
     experiment: str
@@ -69,6 +74,13 @@ class Agreement:
     secagg: SecAggConfig = field(default_factory=SecAggConfig)
 
     def __post_init__(self) -> None:
+        if rates := self.train_arguments.lr_by_part:
+            check_lr_by_part(rates, self.params)
+            if self.method.loop is not plain_fit:
+                raise FedplanError(
+                    "lr_by_part is for fedplan's own training loop, and this method has another: "
+                    "set the rates there"
+                )
         require_defence(self.defence, self.method, self.guarantee)
         defence = self.defence.text if self.defence.active else ""
         check_secagg_support(self.secagg, self.method, self.guarantee, defence)
@@ -91,10 +103,16 @@ class Agreement:
         """Whether no metrics of one client leave, but score counts, under masks or with noise."""
         return self.secagg.active or self.guarantee is not None
 
+    @property
+    def equal_weights(self) -> bool:
+        """Whether all clients weigh alike in a mean, by the method or for secure aggregation."""
+        return self.method.equal_weights or self.secagg.equal_weights
+
     @cached_property
     def has_personal(self) -> bool:
-        """Whether some turn makes a param personal, so that clients' models differ."""
-        return bool(params_with_roles(self.method.plan, self.params, Role.KEEP, Role.HOLD))
+        """Whether clients' models differ: a turn makes a param personal, or clients have copies."""
+        plan, params = self.method.plan, self.params
+        return self.method.own_copy or bool(params_with_roles(plan, params, Role.KEEP, Role.HOLD))
 
     @cached_property
     def clients_keep_state(self) -> bool:
@@ -305,6 +323,7 @@ class Agreement:
         compression, aux = self.method.compression.text, self.method.aux
         words = [f"wire {compression}"] if compression != plain().text else []
         words += [f"each shared param has auxiliary tensors: {', '.join(aux)}"] if aux else []
+        words += [_COPY_TEXT] if self.method.own_copy else []
         server_merged = frozenset(p.key for p in self.server_merged)
         if server_merged:
             words.append(f"the server merges into {len(server_merged)} weights and sends them")
@@ -328,8 +347,8 @@ def require_private_method(guarantee: Guarantee, method: Method) -> None:
     """Raise PrivacyError, with a remedy, if a method cannot be combined with a DP guarantee.
 
     Refused: layer choice by private scores without a vote (or a vote without that choice),
-    auxiliary tensors, LoRA products under client-level DP, phases that depend on updates, and
-    client hooks or a custom loop under example-level DP.
+    auxiliary tensors, LoRA products and FedDyn's server under client-level DP, phases that depend
+    on updates, and client hooks or a custom loop under example-level DP.
     """
     selects_blocks = any(isinstance(step, Best) for step in method.plan.walk())
     private = selects_blocks and not is_data_independent(method.probe)
@@ -351,6 +370,11 @@ def require_private_method(guarantee: Guarantee, method: Method) -> None:
             guarantee.unit == "client" and not method.lora_aggregation.is_separate,
             "its server multiplies each client's update, and noise protects only sums of clipped "
             "updates: average the factors separately (fedit), or set privacy.unit to example",
+        ),
+        (
+            guarantee.unit == "client" and isinstance(method.server_optimizer, Dynamic),
+            "FedDyn's server counts the clients that sent each param, which the guarantee hides: "
+            "use a method that does not count, such as fedprox",
         ),
         (
             type(method.phase_rule) is not PlannedPhases,

@@ -30,14 +30,13 @@ from fedplan.federation.client import (
     receive_request,
     received_values,
 )
-from fedplan.federation.global_state import NEVER_SEEN, GlobalState
+from fedplan.federation.global_state import NEVER_SEEN, GlobalState, own_values
 from fedplan.federation.ledger.digests import combine_digests, examples_digest, model_digest
 from fedplan.federation.ledger.egress import Answer
 from fedplan.federation.ledger.history import Metrics
 from fedplan.federation.messages import Request, RequestRefused
 from fedplan.federation.rounds import make_request
 from fedplan.federation.score_sums import GLOBAL, PERSONAL, VALIDATION, ScoreVector
-from fedplan.language.resolution import permitted_roles
 from fedplan.models.values import set_values
 from fedplan.privacy.guard import OneExample, contain_faults
 from fedplan.tensors.devices import deterministic
@@ -140,14 +139,10 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
         # No notes: personal values are needed from the server, too, for the global model.
         receive_request(agreement, client, request, {})
         turn, params = request.turn, agreement.trainable
-        roles = permitted_roles(
-            agreement.method.plan, agreement.params, client_turn(client, request)
-        )
-        personal = {p.key for p in params if roles[p].is_personal}
         models = {GLOBAL: received_values(client, [p.key for p in params])}
         if eval_set.personal and privacy.metric_policy.personal:
-            stored = {key: value for key, value in client_state.items() if key in personal}
-            models[PERSONAL] = models[GLOBAL] | stored
+            own = own_values(agreement, client_turn(client, request), client_state)
+            models[PERSONAL] = models[GLOBAL] | own
         content, vector = "", None
         if agreement.hides_metrics and eval_set.counts is not None:
             vector = ScoreVector.of(

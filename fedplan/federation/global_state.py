@@ -17,7 +17,8 @@ from fedplan.federation.messages import block_scores_from_json, block_scores_to_
 from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles
 from fedplan.models.params import Block
-from fedplan.tensors.named import Tensors, aux_names, param_key
+from fedplan.tensors.named import Tensors, aux_name, aux_names, is_aux, param_key
+from fedplan.training.client_hooks import COPY
 
 NAMES, GROUPS, VERSIONS, ROUNDS = "sync/names", "sync/groups", "sync/versions", "sync/rounds"
 """Names of the tensors in a checkpoint."""
@@ -207,11 +208,37 @@ def personal_values(
 ) -> dict[str, Tensor]:
     """Return the trainable values of a client's personal model, by key.
 
-    A param with a personal role in `turn` (a turn of the client) has the value stored in
-    `client_state`, if any. Every other param has the value of `global_values` for the agreement,
-    the global state and the initial values `start`.
+    The client's own values in `client_state` (`own_values` of a turn of the client), and all others
+    of `global_values` for the agreement, the global state and the initial values `start`.
+    """
+    values = global_values(agreement, global_state, start)
+    return values | own_values(agreement, turn, client_state)
+
+
+def own_values(
+    agreement: Agreement, turn: Turn, client_state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return by key the values in `client_state` that a client's personal model has in a turn.
+
+    Those of params with a personal role, and under a method with `own_copy` the client's copies of
+    all others. Values that are not in `client_state` are left out.
     """
     roles = permitted_roles(agreement.method.plan, agreement.params, turn)
-    personal = {p.key for p in agreement.trainable if roles[p].is_personal}
-    values = global_values(agreement, global_state, start)
-    return values | {key: value for key, value in client_state.items() if key in personal}
+    personal = [p.key for p in agreement.trainable if roles[p].is_personal]
+    names = {key: key for key in personal}
+    if agreement.method.own_copy:
+        names = {p.key: aux_name(p.key, COPY) for p in agreement.trainable} | names
+    return {key: client_state[name] for key, name in names.items() if name in client_state}
+
+
+def continued_state(agreement: Agreement, client_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a client takes from an earlier run into the one of an agreement.
+
+    Its personal values, and its copies of other params if the method of the agreement has them.
+    """
+    copies = agreement.method.own_copy
+    return {
+        name: value
+        for name, value in client_state.items()
+        if not is_aux(name) or (copies and name == aux_name(param_key(name), COPY))
+    }

@@ -3,18 +3,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from fedplan import seeds
 
+Edges = Mapping[str, Sequence[str]]
+"""Names of the clients of each edge, by the edge's name."""
+
 
 @dataclass(frozen=True)
 class Participation:
-    """Sampling of a `fraction` of all clients in each round, without replacement."""
+    """Sampling of a `fraction` of all clients in each round, without replacement.
+
+    `edges`: whose updates an edge sums before the server merges the sums; others send theirs to the
+    server.
+    """
 
     fraction: float = 1.0
+    edges: Edges = field(default_factory=dict[str, Sequence[str]])
+
+    @property
+    def edge_of(self) -> dict[str, str]:
+        """The edge of each client that has one."""
+        return {name: edge for edge, names in self.edges.items() for name in names}
 
     def cohort(self, experiment: str, number: int, roster: list[str]) -> list[str]:
         """Return the sampled clients of round `number`, at least one, in the order of `roster`.

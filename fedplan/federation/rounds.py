@@ -21,6 +21,7 @@ from fedplan.federation.validation import validate_digests, validate_record
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.methods.phases import PhaseContext
+from fedplan.methods.server_optimizer import Dynamic
 from fedplan.models.params import Block
 from fedplan.storage.files import failpoint
 from fedplan.tensors.named import DigestCache, Tensors, all_finite, aux_names, nbytes, param_key
@@ -113,6 +114,7 @@ class RoundState:
     state. `responded`: clients with a valid update, in order of arrival. `aggregated`: clients
     with an update in the sum. `rejected`: by client, why the update is not in the sum.
     `records`: by client, the validated record of the turn.
+    `edges`: by edge, the clients of the sums that were merged.
     `products`, `defence`, `secagg`: as in AggregationResult; None until the round is closed.
     """
 
@@ -125,6 +127,7 @@ class RoundState:
     responded: list[str] = field(default_factory=list[str])
     rejected: dict[str, str] = field(default_factory=dict[str, str])
     records: dict[str, TurnRecord] = field(default_factory=dict[str, TurnRecord])
+    edges: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     products: Errors | None = None
     defence: DefenceRecord | None = None
     secagg: SecAggRecord | None = None
@@ -151,7 +154,7 @@ def accept_update(
     """
     client = str(update.client)
     try:
-        request = _request_of(round_state, update)
+        request = require_request(round_state, update)
         if type(update.weight) is not int or not 0 < update.weight < 2**40:
             raise UpdateRejected(f"weight {update.weight!r} is not a positive whole number")
         max_bytes = 2 * nbytes(global_state.values) + 2**20
@@ -164,7 +167,7 @@ def accept_update(
         values = agreement.method.compression.decode(update.values, base)
         _require_allowed_tensors(agreement, global_state, request.turn, values, update.aux)
         round_state.aggregator.require(values, update.aux, update.weight)
-        record = _read_record(agreement, global_state, round_state, update, values)
+        record = validate_turn(agreement, global_state, round_state, update, values)
         if not is_late:
             round_state.aggregator.add(client, values, update.aux, update.weight)
     except FedplanError as error:
@@ -195,8 +198,8 @@ def accept_masked_report(
     if client in round_state.records:
         return True  # another attempt of secure aggregation, with the same turn
     try:
-        _request_of(round_state, update)
-        record = _read_record(agreement, global_state, round_state, update, None)
+        require_request(round_state, update)
+        record = validate_turn(agreement, global_state, round_state, update, None)
     except FedplanError as error:
         round_state.rejected.setdefault(client, str(error).splitlines()[0][:300])
         return False
@@ -205,7 +208,7 @@ def accept_masked_report(
     return True
 
 
-def _request_of(round_state: RoundState, update: Update) -> Request:
+def require_request(round_state: RoundState, update: Update) -> Request:
     """Return the round's request to the client of an update.
 
     Raises UpdateRejected if there was no request to the client, if the round has a record of the
@@ -221,7 +224,7 @@ def _request_of(round_state: RoundState, update: Update) -> Request:
     return request
 
 
-def _read_record(
+def validate_turn(
     agreement: Agreement,
     global_state: GlobalState,
     round_state: RoundState,
@@ -230,12 +233,13 @@ def _read_record(
 ) -> TurnRecord:
     """Return the validated record of an update's turn, from `update.ledger_line`.
 
-    `values`: the update's decoded values; None under secure aggregation. Raises RecordError for a
-    malformed line. Raises UpdateRejected if the record contradicts the request, the plan, the
-    shared params, the bytes sent to the client, or a digest of the global state or of `values`.
+    `values`: the update's decoded values; None if masked, or summed by an edge. Raises
+    RecordError for a malformed line. Raises UpdateRejected if the record contradicts the request,
+    the plan, the shared params, the bytes sent to the client, or a digest of the global state or of
+    `values`.
     """
     request, record = round_state.cohort[update.client], read_turn(update.ledger_line)
-    roles = validate_record(agreement, request, update, record)
+    roles = validate_record(agreement, request, update, record, without_values=values is None)
     shared = {p.key for p, role in roles.items() if role is Role.SHARE}
     if values is not None and set(values) != shared:
         raise UpdateRejected("its record says that other params are shared than it sent")
@@ -255,7 +259,7 @@ def _read_record(
             return round_state.start_digests.get(key)
         return round_state.digests.short_digest(value)
 
-    validate_digests(agreement, record, roles, values or {}, sent_digest, round_state.digests)
+    validate_digests(agreement, record, roles, values, sent_digest, round_state.digests)
     return record
 
 
@@ -307,6 +311,8 @@ def close_round(
     memory = {key: state for key, state in global_state.memory.items() if key in later}
     for key, mean in result.means.items():
         old = values[key]
+        if isinstance(optimize, Dynamic):
+            optimize = optimize.at(result.fractions[key])
         new, state = optimize(old, mean, global_state.memory.get(key, {}))
         if (new.shape, new.dtype) != (old.shape, old.dtype) or not all_finite(new):
             raise FedplanError(

@@ -423,6 +423,7 @@ class Server:
             products=round_state.products,
             defence=round_state.defence,
             secagg=round_state.secagg,
+            edges=dict(sorted(round_state.edges.items())) or None,
         )
 
     def _update_files(self) -> dict[str, list[int | str]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, split_digests
 from fedplan.federation.messages import Request, Update, UpdateRejected, block_scores_to_json
-from fedplan.language.plan import Role, Roles
+from fedplan.language.plan import Roles
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
 from fedplan.tensors.named import DigestCache, Tensors
@@ -50,15 +50,22 @@ def require_plan_roles(agreement: Agreement, record: TurnRecord) -> Roles:
 
 
 def validate_record(
-    agreement: Agreement, request: Request, update: Update, record: TurnRecord
+    agreement: Agreement,
+    request: Request,
+    update: Update,
+    record: TurnRecord,
+    *,
+    without_values: bool = False,
 ) -> Roles:
     """Return the role of each param, if a client's record agrees with all that the server knows.
 
     Raises UpdateRejected if round, client, phase, traits, weight, uploaded bytes or joint scores
     contradict the request or the update, if a private run's record has a loss or a weight other
-    than 1, if roles contradict the agreement's plan, if a param without a trained role changed, or
-    if a turn in `record.missed` is of another client, out of order, or invalid. Digests of trained
-    params are not checked here (`validate_digests`).
+    than 1, if clients weigh alike and the weight is not 1, if roles contradict the agreement's
+    plan, if a param without a trained role changed, or if a turn in `record.missed` is of another
+    client, out of order, or invalid. Digests of trained params are not checked here
+    (`validate_digests`). `without_values`: the update is in a sum of others, so weight and uploaded
+    bytes are not compared.
     """
     turn, masked = request.turn, agreement.secagg.active
     fields = {
@@ -66,9 +73,12 @@ def validate_record(
         "client": (record.client, update.client),
         "phase": (record.phase, turn.phase),
         "traits": (record.traits, dict(turn.traits)),
-        **({} if masked else {"weight": (record.weight, update.weight)}),
-        **({} if masked else {"upload_bytes": (record.upload_bytes, update.nbytes)}),
     }
+    if not (masked or without_values):
+        fields |= {
+            "weight": (record.weight, update.weight),
+            "upload_bytes": (record.upload_bytes, update.nbytes),
+        }
     for name, (recorded, expected) in fields.items():
         if recorded != expected:
             raise UpdateRejected(
@@ -77,6 +87,8 @@ def validate_record(
     private = masked or agreement.guarantee is not None
     if private and (record.weight != 1 or record.loss is not None):
         raise UpdateRejected("its record has a weight or a loss, which are private in this run")
+    if agreement.equal_weights and record.weight != 1:
+        raise UpdateRejected(f"its weight is {record.weight}, and all clients weigh 1 in this run")
     roles = require_plan_roles(agreement, record)
     if masked:
         upload = sum(map(agreement.upload_bytes, agreement.sent_params(turn, roles)))
@@ -102,7 +114,7 @@ def validate_digests(
     agreement: Agreement,
     record: TurnRecord,
     roles: Roles,
-    values: Tensors,
+    values: Tensors | None,
     sent_digest: SentDigest,
     digests: DigestCache,
 ) -> None:
@@ -111,19 +123,21 @@ def validate_digests(
     `sent_digest`: returns by key the digest of the value that the client received; None if unknown.
     Before training, each param must have this digest, except params with a personal role. After
     training, the shared params must have the digests of `values` (the client's decoded update);
-    this is only compared if the agreement has no compression, scaling or masking. `digests` caches
-    digests of tensors.
+    this is only compared if the agreement has no compression or scaling, and not if `values` is
+    None: the update is masked, or in a sum of others. `digests` caches digests of tensors.
     """
     before = split_digests(agreement.params, record.before)
     after = split_digests(agreement.params, record.after)
     scaled = agreement.guarantee is not None and agreement.guarantee.max_weight
     uncompressed = agreement.method.compression.text == "plain()"
-    exact = uncompressed and not scaled and not agreement.secagg.active
+    exact: Tensors = {}
+    if values is not None and uncompressed and not (scaled or agreement.secagg.active):
+        exact = values
     for param, role in roles.items():
         key = param.key
         if not role.is_personal and sent_digest(key) not in (None, before[key]):
             raise UpdateRejected(f"its record says that {key} started from a value not sent to it")
-        if role is Role.SHARE and exact and digests.short_digest(values[key]) != after[key]:
+        if key in exact and digests.short_digest(exact[key]) != after[key]:
             raise UpdateRejected(f"its record has another digest of {key} than its update")
 
 

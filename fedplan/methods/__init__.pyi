@@ -29,12 +29,15 @@ from .method import Method, RecordedMethod, parse_recorded_method
 from .phases import PhaseContext, PhaseRule, PlannedPhases, SettledPhase
 from .published import (
     bitfit,
+    ditto,
     fedadam,
     fedavg,
     fedavgm,
     fedbabu,
     fedbn,
+    feddyn,
     fedfrozen,
+    fednova,
     fedpart,
     fedper,
     fedprox,
@@ -56,7 +59,7 @@ from .registry import (
     method_info,
     register_method,
 )
-from .server_optimizer import ServerOptimizer, adagrad, adam, mean, momentum, yogi
+from .server_optimizer import Dynamic, ServerOptimizer, adagrad, adam, mean, momentum, yogi
 
 __all__ = [
     "METHODS",
@@ -73,15 +76,18 @@ __all__ = [
     "bitfit",
     "by_residual",
     "by_svd",
+    "ditto",
     "fedadam",
     "fedavg",
     "fedavgm",
     "fedbabu",
     "fedbn",
     "feddpa",
+    "feddyn",
     "fedex_lora",
     "fedfrozen",
     "fedit",
+    "fednova",
     "fedpart",
     "fedper",
     "fedper_safl",

@@ -183,6 +183,7 @@ def pfeddc(
     width: int = 64,
     start: str = "words",
     vision_at: int = 0,
+    gate: float = 0.0,
 ) -> Method:
     """pFedDC: common prompts are averaged; each client keeps own prompts and the fusion module.
 
@@ -191,8 +192,8 @@ def pfeddc(
     `vision` prompts, prompts in all blocks (`deep`), the block where image prompts enter
     (`vision_at`), initial values (`start`: words or noise), the prompts that are the queries of the
     fusion attention (`query`), the `heads` and inner `width` of the attention, and whether the
-    output replaces the prompts or is added. `fusion` is attention, replace, sum, or mlp (a control
-    with as many parameters).
+    output replaces the prompts or is added, times a learned gate that starts at `gate`. `fusion` is
+    attention, replace, sum, or mlp (a control with as many parameters).
     """
     personal = prompt & own if fusion == "sum" else prompt & own | _fusion
     adapt = partial(
@@ -206,6 +207,7 @@ def pfeddc(
         width=width,
         start=start,
         vision_at=vision_at,
+        gate=gate,
     )
     return Method(chain(freeze(), share(prompt & common), keep(personal)), adapt=adapt)
 

@@ -18,7 +18,7 @@ from fedplan.language.parser import parse
 from fedplan.language.plan import Plan
 from fedplan.methods.lora import ProductRule, average_separately, parse_product_rule
 from fedplan.methods.phases import PhaseRule, PlannedPhases
-from fedplan.methods.server_optimizer import ServerOptimizer, mean
+from fedplan.methods.server_optimizer import Dynamic, ServerOptimizer, mean
 from fedplan.tensors.codecs import CODED_PART_NAMES, Codec
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.compression import plain as as_is
@@ -37,12 +37,14 @@ class Method:
     of each round. `aux`: kinds of auxiliary tensors that travel with each shared param, for example
     "control". `compression`: the codec of updates. `absent`: average each param over all clients of
     the round, where a client that did not send the param counts as unchanged; if False, over the
-    senders only. `server_optimizer`: makes the next global value of a param from the mean of the
-    clients. `adapt`: adds modules, for example LoRA, to the initial model; None for no change.
-    `lora_aggregation`: how the two factors of LoRA are aggregated. `loop`: the local fit inside all
-    hooks; for your own training loop see `fedplan.attach`. `fit` is the wrapped loop. Raises
-    FedplanError for invalid `aux`, for a `loop` with several required arguments, and for settings
-    that would make `lora_aggregation` inexact.
+    senders only. `equal_weights`: all clients weigh alike; if False, by their number of examples.
+    `own_copy`: client hooks keep a copy of shared params in memory of the kind `COPY`, which the
+    client's personal model has. `server_optimizer`: makes the next global value of a param from the
+    mean of the clients. `adapt`: adds modules, for example LoRA, to the initial model; None for no
+    change. `lora_aggregation`: how the two factors of LoRA are aggregated. `loop`: the local fit
+    inside all hooks; for your own training loop see `fedplan.attach`. `fit` is the wrapped loop.
+    Raises FedplanError for invalid `aux`, for a `loop` with several required arguments, and for
+    settings that would make `lora_aggregation` or FedDyn's server optimizer inexact.
     """
 
     plan: Plan
@@ -53,6 +55,8 @@ class Method:
     aux: tuple[str, ...] = ()
     compression: Codec = field(default_factory=as_is)
     absent: bool = False
+    equal_weights: bool = False
+    own_copy: bool = False
     server_optimizer: ServerOptimizer = field(default_factory=mean)
     adapt: Callable[[nn.Module], nn.Module] | None = None
     lora_aggregation: ProductRule = field(default_factory=average_separately)
@@ -77,6 +81,11 @@ class Method:
             }
             for problem in (problem for problem, present in problems.items() if present):
                 raise FedplanError(f"{self.lora_aggregation.text} would not be exact: {problem}")
+        if isinstance(self.server_optimizer, Dynamic) and (self.absent or not self.equal_weights):
+            raise FedplanError(
+                "FedDyn's server adds up the changes of all clients alike: set equal_weights, and "
+                "leave absent out"
+            )
         try:
             params = list(signature(self.loop).parameters.values())
         except (TypeError, ValueError):  # a signature that cannot be read is accepted
@@ -106,6 +115,9 @@ class Method:
         }
         if not self.lora_aggregation.is_separate:
             texts["lora_aggregation"] = self.lora_aggregation.text
+        # Written only if set, so that other methods keep the text of earlier versions.
+        flags = {"equal_weights": self.equal_weights, "own_copy": self.own_copy}
+        texts |= {name: canonical_text(flag) for name, flag in flags.items() if flag}
         return tuple(f"{key} {text}" for key, text in texts.items())
 
     @property
@@ -127,9 +139,9 @@ class Method:
 
         Example: `fedfrozen().with_training_of(scaffold())`.
 
-        Hooks and aux kinds of `other` are put before this method's; the server optimizer is of
-        `other`; the loop too if this method has the default loop. Plan, probe, compression and the
-        rest stay.
+        Hooks and aux kinds of `other` are put before this method's; server optimizer and weights
+        are of `other`; the loop too if this method has the default loop. Plan, probe, compression
+        and the rest stay.
         """
         return replace(
             self,
@@ -137,6 +149,8 @@ class Method:
             aux=(*other.aux, *self.aux),
             loop=other.loop if self.loop is plain_fit else self.loop,
             server_optimizer=other.server_optimizer,
+            equal_weights=other.equal_weights,
+            own_copy=other.own_copy or self.own_copy,
         )
 
 
@@ -173,6 +187,8 @@ def parse_recorded_method(lines: Sequence[str]) -> RecordedMethod:
             plan=parse(texts["plan"].partition(" ")[2]),
             joint_choice=json.loads(texts["joint_choice"]),
             absent=json.loads(texts["absent"]),
+            equal_weights="equal_weights" in texts,
+            own_copy="own_copy" in texts,
             aux=tuple(json.loads(texts["aux"])),
             compression=parse_codec(texts["compression"]),
             lora_aggregation=parse_product_rule(

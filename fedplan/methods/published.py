@@ -10,10 +10,18 @@ from fedplan.language.plan import best, chain, cycle, freeze, keep, share, when
 from fedplan.language.predicates import after, phase
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases, SettledPhase
-from fedplan.methods.server_optimizer import adam, yogi
+from fedplan.methods.server_optimizer import Dynamic, adam, yogi
 from fedplan.methods.server_optimizer import momentum as with_momentum
 from fedplan.models.params import Kind
-from fedplan.training.client_hooks import CONTROL, alternate, control_variates, proximal
+from fedplan.training.client_hooks import (
+    CONTROL,
+    alternate,
+    control_variates,
+    dynamic,
+    normalize_steps,
+    proximal,
+    train_own_copy,
+)
 from fedplan.training.probes import attention_probe, get_probe
 
 
@@ -40,6 +48,42 @@ def scaffold() -> Method:
     variate is sent with each shared param, which doubles the traffic. Derived for plain SGD.
     """
     return Method(share(), client_hooks=(control_variates,), aux=(CONTROL,))
+
+
+def feddyn(alpha: float = 0.01) -> Method:
+    """FedDyn: a linear term at each client, and its sum at the server, remove client drift.
+
+    Acar et al., Federated Learning Based on Dynamic Regularization, 2021 (arXiv 2111.04263). The
+    loss of a client has in addition alpha/2 * squared distance to the global model, minus a linear
+    term that the client keeps and changes by alpha * its change in each turn. The traffic is that
+    of FedAvg, and all clients weigh alike.
+    """
+    optimizer = Dynamic()
+    return Method(
+        share(), client_hooks=(dynamic(alpha),), equal_weights=True, server_optimizer=optimizer
+    )
+
+
+def fednova(steps: int = 10) -> Method:
+    """FedNova: clients with more local steps do not pull the global model more.
+
+    Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+    Optimization, 2020 (arXiv 2007.07481). Each client sends its change per local step, times
+    `steps`. The paper takes the mean of the clients' numbers of steps there, which the server would
+    have to know; set `steps` to about that. A step counts 1, as derived for plain SGD.
+    """
+    return Method(share(), client_hooks=(normalize_steps(steps),))
+
+
+def ditto(lam: float = 0.1) -> Method:
+    """Ditto: FedAvg, and each client trains its own copy of the model near the global one.
+
+    Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, 2021 (arXiv
+    2012.04221). After its update a client trains its copy with lam/2 * squared distance to the
+    global model, by the same settings, so a turn takes twice the steps. The copy is never sent;
+    personal scores and exports of a client are of the copy.
+    """
+    return Method(share(), client_hooks=(train_own_copy(lam),), own_copy=True)
 
 
 def fedavgm(lr: float = 1.0, momentum: float = 0.9) -> Method:
@@ -211,8 +255,8 @@ def fedfrozen(
 
 
 METHODS = (
-    *(fedavg, fedprox, scaffold, fedavgm, fedadam, fedyogi, local_only),
-    *(fedper, fedrep, lg_fedavg, fedbabu, fedbn, fedfrozen),
+    *(fedavg, fedprox, scaffold, feddyn, fednova, fedavgm, fedadam, fedyogi, local_only),
+    *(ditto, fedper, fedrep, lg_fedavg, fedbabu, fedbn, fedfrozen),
     *(safl, bitfit, fedpart, head_only),
 )
 """The methods of this module, as lists of methods order them."""

@@ -77,6 +77,7 @@ def list_methods() -> list[list[str]]:
 
 SETTING_DESCRIPTIONS = {
     "absent": "Whether clients that did not send a block count as not having changed it.",
+    "alpha": "Weight alpha of the proximal term, and the rate at which the linear term changes.",
     "by": "In safl, the query tokens that count: all, first or last; empty for the default of the "
     "model's kind. In fedfrozen, the rule by which a part has settled: bend or chance.",
     "deep": "Whether every block has its own prompts, instead of the first block only.",
@@ -84,10 +85,12 @@ SETTING_DESCRIPTIONS = {
     "eps": "Added to the root in the denominator: the larger, the less adaptive the server is.",
     "examples": "Number of examples on which a client scores its blocks.",
     "fusion": "How common and own prompts are combined: attention, replace, sum or mlp.",
+    "gate": "Initial weight of the fusion's output, which is added to the sum of both prompts.",
     "head_epochs": "Epochs for which a client trains its personal params before the shared ones.",
     "heads": "Number of heads of the fusion attention.",
     "joint_choice": "Whether all clients train the same blocks, chosen by the sum of their scores.",
     "k": "Number of blocks that each client trains and sends in a round.",
+    "lam": "Weight lambda of the term that pulls a client's own copy to the global model.",
     "lr": "Learning rate of the server optimizer.",
     "momentum": "Momentum of the server optimizer.",
     "mu": "Weight mu of the proximal term, which pulls a client to the global model.",
@@ -100,9 +103,10 @@ SETTING_DESCRIPTIONS = {
     "rounds": "Number of rounds for which the base is trained under a frozen head.",
     "settle": "Relative movement below which a part counts as settled and is frozen; 0 is off.",
     "start": "Initial values of prompts: words or noise.",
+    "steps": "Number of local steps that the change of every client counts.",
     "target": "The part whose layers get LoRA.",
     "text": "Number of text prompts.",
-    "to": "The key tokens that count: first, last, content or labelled; empty as with `by`.",
+    "to": "The keys that count: first, last, content, labelled or entities; empty as with `by`.",
     "trait": "The trait with which a client declares a lower rank; empty: one rank for all.",
     "vision": "Number of image prompts.",
     "vision_at": "The block before which the image prompts enter.",

@@ -64,6 +64,32 @@ def _apply_step(old: Tensor, step: Tensor, rate: float) -> Tensor:
     return (old.double() + rate * step).to(old.dtype)
 
 
+@dataclass(frozen=True)
+class Dynamic:
+    """FedDyn's ServerOptimizer: mean of the clients + the sum of all changes so far, over clients.
+
+    The sum is of `fraction` x (mean - old value) over rounds. `fraction`: how many of all clients
+    sent the param in this round; the server calls `at` before each step.
+    """
+
+    fraction: float = 1.0
+
+    @property
+    def text(self) -> str:
+        return "dynamic()"
+
+    def at(self, fraction: float) -> Dynamic:
+        """Return the optimizer of a round in which this fraction of all clients sent the param."""
+        return Dynamic(fraction)
+
+    def __call__(
+        self, old: Tensor, mean: Tensor, state: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
+        change = mean.double() - old.double()
+        total = state.get("changes", torch.zeros_like(change)).double() + self.fraction * change
+        return _apply_step(mean, total, 1.0), {"changes": total.float()}
+
+
 def mean(lr: float = 1.0) -> Mean:
     """Return FedAvg's optimizer: the mean of the clients; `lr` below 1 goes a part of the way."""
     return Mean(float(lr))

@@ -42,11 +42,14 @@ class AttentionFusion(nn.Module):
     """Fusion by cross-attention F between the prompts: `own + common + gate * F`.
 
     `size` is the width of the prompts, `width` the inner width (0: `size`). `query` is the prompt
-    that gives the queries; with "both", F is the mean of both directions. The gate starts at zero;
-    if not `gated`, the result is F alone. Raises ModelError if `heads` does not divide the width.
+    that gives the queries; with "both", F is the mean of both directions. The gate starts at
+    `gate`; with None, the result is F alone. Raises ModelError if `heads` does not divide the
+    width.
     """
 
-    def __init__(self, size: int, *, heads: int, width: int, query: str, gated: bool) -> None:
+    def __init__(
+        self, size: int, *, heads: int, width: int, query: str, gate: float | None
+    ) -> None:
         super().__init__()
         width = width or size
         if heads < 1 or width % heads:
@@ -54,7 +57,7 @@ class AttentionFusion(nn.Module):
         self.heads, self.query_level = heads, query
         self.query, self.key, self.value = (nn.Linear(size, width, bias=False) for _ in range(3))
         self.out = nn.Linear(width, size, bias=False)
-        self.gate = nn.Parameter(torch.zeros(())) if gated else None
+        self.gate = None if gate is None else nn.Parameter(torch.tensor(float(gate)))
 
     def forward(self, common: Tensor, own: Tensor) -> Tensor:
         """The prompt (length x size) fused from a common and an own prompt of that shape."""
@@ -77,15 +80,15 @@ class MlpFusion(nn.Module):
     """Fusion by a gated feed-forward layer with as many parameters as AttentionFusion.
 
     A control experiment: each vector is fused only with the other prompt's vector at the same
-    position. The gate starts at zero, so the result starts as the sum of both prompts.
+    position. The gate starts at `gate`; at 0 the result starts as the sum of both prompts.
     """
 
-    def __init__(self, size: int, *, width: int) -> None:
+    def __init__(self, size: int, *, width: int, gate: float) -> None:
         super().__init__()
         width = width or size
         layers = {n: nn.Linear(size, width, bias=False) for n in ("first", "second", "third")}
         self.mlp = nn.ModuleDict({**layers, "last": nn.Linear(width, size, bias=False)})
-        self.gate = nn.Parameter(torch.zeros(()))
+        self.gate = nn.Parameter(torch.tensor(float(gate)))
 
     def forward(self, common: Tensor, own: Tensor) -> Tensor:
         """The prompt (length x size) fused from a common and an own prompt of that shape."""
@@ -94,7 +97,9 @@ class MlpFusion(nn.Module):
         return own + common + self.gate * mixed
 
 
-def make_fusion(kind: str, size: int, *, query: str, heads: int, width: int) -> nn.Module | None:
+def make_fusion(
+    kind: str, size: int, *, query: str, heads: int, width: int, gate: float
+) -> nn.Module | None:
     """The fusion module of a kind (one of FUSIONS) for prompts of width `size`; None for "sum"."""
     if kind not in FUSIONS or query not in QUERIES:
         raise ModelError(
@@ -104,8 +109,9 @@ def make_fusion(kind: str, size: int, *, query: str, heads: int, width: int) -> 
     if kind == "sum":
         return None
     if kind == "mlp":
-        return MlpFusion(size, width=width)
-    return AttentionFusion(size, heads=heads, width=width, query=query, gated=kind == "attention")
+        return MlpFusion(size, width=width, gate=gate)
+    start = gate if kind == "attention" else None
+    return AttentionFusion(size, heads=heads, width=width, query=query, gate=start)
 
 
 LEVELS = ("common", "own")
@@ -132,6 +138,7 @@ class PromptConfig:
     width: int = 64
     start: str = "words"
     vision_at: int = 0
+    gate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.text < 0 or self.vision < 0 or not self.text + self.vision:
@@ -189,23 +196,26 @@ def add_prompts(
     width: int = 64,
     start: str = "words",
     vision_at: int = 0,
+    gate: float = 0.0,
 ) -> DualEncoder:
     """Add prompts to a DualEncoder `dual`, in place, and return `dual`; weights do not change.
 
     `text` and `vision` are the numbers of prompts. Text prompts replace the words of the template
     after the first token (texts are lengthened if there are too few); image prompts are inserted
     between the class token and the patches, before block `vision_at`. `levels`: "common", "own" or
-    both, combined by `fusion` (with `query`, `heads`, `width`: see `make_fusion`). `deep`: separate
-    prompts for each block. `start` "words" sets the common text prompts (without these the own
-    ones) to the hidden vectors of the replaced words; all others are drawn from N(0, 0.02²). Raises
-    ModelError if `dual` is no DualEncoder or has prompts, and for invalid settings.
+    both, combined by `fusion` (`query`, `heads`, `width`, `gate`: see AttentionFusion). `deep`:
+    separate prompts for each block. `start` "words" sets the common text prompts (without these the
+    own ones) to the hidden vectors of the replaced words; all others are drawn from N(0, 0.02²).
+    Raises ModelError if `dual` is no DualEncoder or has prompts, and for invalid settings.
     """
     if not isinstance(dual, DualEncoder) or dual.prompts is not None:
         raise ModelError(
             f"prompts are added to a DualEncoder without prompts, not to {type(dual).__name__}: "
             'in a study use task.kind = "image-text"'
         )
-    config = PromptConfig(text, vision, levels, deep, fusion, query, heads, width, start, vision_at)
+    config = PromptConfig(
+        text, vision, levels, deep, fusion, query, heads, width, start, vision_at, gate
+    )
     depth = sum(block.stack == "vision" for block in block_modules(dual.backbone))
     if not 0 <= vision_at < depth:
         raise ModelError(
@@ -246,8 +256,9 @@ def attach_prompts(dual: DualEncoder, config: PromptConfig) -> None:
         prompts = [Prompt(length, size, config.levels) for _ in range(count)]
         dual.prompts.add_module(stack, nn.ModuleList(prompts) if config.deep else prompts[0])
         if len(config.levels) == len(LEVELS):
-            query, heads, width = config.query, config.heads, config.width
-            fusion = make_fusion(config.fusion, size, query=query, heads=heads, width=width)
+            names = ("query", "heads", "width", "gate")
+            settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+            fusion = make_fusion(config.fusion, size, **settings)
             if fusion is not None:
                 fusions[stack] = fusion
     if fusions:

@@ -28,6 +28,7 @@ from fedplan.studies.run import read_consistently
 from fedplan.studies.run_scores import COMMON_TEST, RunScore
 from fedplan.studies.schema import Study
 from fedplan.studies.sections import TrainConfig
+from fedplan.tensors.compression import plain
 
 RESULT_WARNINGS = {
     "param-not-moved": "a param was trained and has the same value after every turn",
@@ -112,14 +113,14 @@ def _movement_warnings(facts: RunFacts) -> Iterator[RunWarning]:
     for record in facts.run.records:
         movement.add(record)
     if unmoved := movement.unmoved:
-        names, codec = join_names(unmoved), facts.forecast.wire_cost.text
+        names, codec = join_names(unmoved), facts.agreement.method.compression.text
         text = f"{len(unmoved)} of {len(movement.trained)} trained params never moved: {names}."
         layer = unmoved[0].rpartition(".")[0] + "."
         alone = not any(key.startswith(layer) for key in movement.moved)
         pattern = f"{layer}*" if alone and all(k.startswith(layer) for k in unmoved) else unmoved[0]
         freezing = chain(method.plan, freeze(named(pattern))).text
         remedy = f"If the model does not use them, freeze them: {setting('method.plan', freezing)}"
-        if codec:
+        if codec != plain().text:
             text += f" Updates are compressed: {codec}."
             remedy = f"Compress less: {setting('method.compression', 'bf16()')}"
         elif len(unmoved) == len(movement.trained):

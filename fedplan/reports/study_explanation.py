@@ -88,7 +88,7 @@ def explain_experiment(
 def full_participation(study: Study, guarantee: Guarantee | None) -> bool:
     """Whether every client takes part in every round: no sampling by the study or for privacy."""
     sampled = guarantee and guarantee.unit == "client" and guarantee.sampling_rate is not None
-    return make_participation(study) == Participation() and not sampled
+    return make_participation(study).fraction == Participation.fraction and not sampled
 
 
 def explain_method(

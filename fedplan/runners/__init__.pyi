@@ -2,6 +2,7 @@
 # pyright: reportUnusedImport=false
 from .executors.executor import PoolConfig, make_pool_config
 from .executors.processes import ProcessTransport
+from .flower.edge import serve_edge
 from .flower.keys import make_keys, make_site_keys, replace_node_key
 from .flower.starter import new_federation, new_site
 from .flower.superlink import read_public_key, read_superlink, run_on_superlink, run_superlink

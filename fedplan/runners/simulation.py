@@ -104,6 +104,11 @@ class Simulation:
                 "aggregation.kind: secure aggregation has no partial sums for workers; "
                 "use --runner local"
             )
+        if pool_config is not None and study.clients.edges:
+            raise ConfigError(
+                "clients.edges: the workers of a pool sum their own clients; use --runner local, "
+                "or leave the edges out"
+            )
         if pool_config is not None and devices_per_client > 1:
             raise ConfigError(
                 f"devices_per_client = {devices_per_client} is for runner local and for sites, and "
@@ -132,7 +137,9 @@ class Simulation:
                 private = "differential privacy" if agreement.guarantee else "secure aggregation"
                 require_extra("cryptography", private)  # before anything is written
             names = study.clients.names or list(self.data.train)
+            participation = make_participation(study)
             sources = {"clients.traits": study.clients.traits, "data": self.data.train}
+            sources |= {"clients.edges": participation.edge_of}
             for source, clients in sources.items():
                 if unknown := clients.keys() - set(names):
                     raise ConfigError(
@@ -140,12 +147,12 @@ class Simulation:
                         f"there are {', '.join(names)}"
                     )
             require_usable_batches(experiment, study.train.batch_size)
-            if (count := self.devices_per_client) > 1:
-                self.devices = ClientDevices(study, experiment, count)
+            if self.devices_per_client > 1:
+                self.devices = ClientDevices(study, experiment, self.devices_per_client)
             self.scoring = make_scoring(study, self.data, agreement)
             self.folder_lock = claim_run_folder(self.folder, study, experiment)
             if study.continue_from and not has_progress(self.folder):
-                import_kept_params(study, self.earlier_run, self.folder)
+                import_kept_params(study, agreement, self.earlier_run, self.folder)
             tested = names if study.evaluate.on_clients else ()
             self.federation = Federation(
                 agreement,
@@ -154,7 +161,7 @@ class Simulation:
                 self.data.task.loss,
                 self.folder,
                 rounds=study.train.rounds,
-                participation=make_participation(study),
+                participation=participation,
                 faults=study_faults(study),
                 traits=study.clients.traits,
                 names=names,
@@ -176,9 +183,10 @@ class Simulation:
                 server.record_files(stored_files(self.folder))
             write_record(server, DATA_FILE, data_record(study, self.data))
             runner = self.pool_config.runner if self.pool_config else "local"
+            done, count = self.federation.global_state.round, self.devices_per_client
+            record_session(self.folder, study, runner, done, count)
             if self.devices:
-                runner = f"{runner}, {self.devices_per_client} devices per client"
-            record_session(self.folder, study, runner, self.federation.global_state.round)
+                self.devices.start()
 
     def run(self) -> Simulation:
         """Run all remaining rounds, each committed before the next starts; return this object."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from fedplan.errors import needs_extra
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import safe_folder_name, validate_client_names
-from fedplan.studies.section import ConfigError, DeviceName, Section, parse_toml
+from fedplan.studies.section import ConfigError, DeviceName, Section, parse_section
 
 with needs_extra("a site"):
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -100,7 +100,7 @@ def read_site(folder: Path) -> Site:
     """Read a site.toml, or that in a folder; paths become absolute. ConfigError if invalid."""
     file = folder / SITE if folder.is_dir() else folder
     try:
-        site, base = parse_site(parse_toml(file.read_text(encoding="utf-8"))), file.parent.resolve()
+        site, base = parse_section(Site, file.read_text(encoding="utf-8")), file.parent.resolve()
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder} holds no {SITE}: name the site's folder by --site, as `fedplan new "
@@ -116,15 +116,6 @@ def read_site(folder: Path) -> Site:
     server = site.server and site.server.model_copy(update=resolve(site.server, "ca", "node_key"))
     paths = resolve(site, "data", "state", "encryption_key", "reader", "policy", "peer_keys")
     return site.model_copy(update={**paths, "server": server})
-
-
-def parse_site(fields: Mapping[str, object]) -> Site:
-    """Return the Site of the fields of site.toml; ConfigError lists the invalid ones."""
-    try:
-        return Site.model_validate(dict(fields))
-    except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("invalid site file:\n  " + "\n  ".join(faults)) from error
 
 
 SUFFIX = ".pub"

@@ -22,6 +22,7 @@ from fedplan.federation.client import (
     require_private_setup,
 )
 from fedplan.federation.endpoint import Endpoint, open_journal, site_run_folder
+from fedplan.federation.global_state import continued_state
 from fedplan.federation.ledger.egress import Account, EgressLog, Limits, require_complete_account
 from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
@@ -35,7 +36,6 @@ from fedplan.studies.run import write_run_files
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import is_aux
 from fedplan.tensors.serialization import pack_message
 
 if TYPE_CHECKING:
@@ -89,10 +89,12 @@ class SiteRuntime:
             private = study.privacy is not None and study.privacy.unit == "example"
             trial = self.experiment.data.task.made_up_examples() if private else None
             self.setup = make_train_setup(study, self.experiment, trial)
-            if (count := site.devices_per_client) > 1:
-                devices = ClientDevices(study, self.experiment, count, site)
-                self.setup = replace(self.setup, spread=devices)
+            count = site.devices_per_client
+            devices = ClientDevices(study, self.experiment, count, site) if count > 1 else None
+            self.setup = replace(self.setup, spread=devices)
             require_private_setup(self.experiment.agreement, self.setup)
+            if devices:
+                devices.start()
         self._endpoint: Endpoint | None = None
 
     def answer(self, kind: str, message: Message) -> Message:
@@ -138,7 +140,7 @@ def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:
         pattern = f"*/{safe_folder_name(name)}/{study.continue_from}"
         for earlier in Path(site.state).glob(pattern):
             state, _ = open_journal(earlier, runtime.encryption, reading=True).client_state()
-            client.journal.initialize({k: v for k, v in state.items() if not is_aux(k)})
+            client.journal.initialize(continued_state(agreement, state))
     write_run_files(run_folder, study, experiment)
     secagg_client = None
     if agreement.secagg.active:

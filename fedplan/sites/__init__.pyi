@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
-from .approvals import Approvals, Inbox, site_approvals
+from .approvals import Approvals, site_approvals
 from .compliance_report import compliance_page
 from .doctor import check_site, doctor_table
 from .egress import is_site_state, read_egress_report
 from .gateway import allow_rejoin, serve_site
+from .inbox import Inbox
 from .policy import read_policy
 from .review import review_study
+from .signatures import sign_statement
 
 __all__ = ["Approvals", "Inbox", "read_policy", "review_study"]

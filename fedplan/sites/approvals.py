@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import os
 import pwd
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from fedplan.federation.messages import RequestRefused
 from fedplan.language.predicates import Turn
 from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
-from fedplan.runners.site import INBOX_FOLDER, Site
+from fedplan.runners.site import Site
+from fedplan.sites.inbox import Inbox, Offer
 from fedplan.sites.policy import (
     RULE_APPROVER,
     Policy,
@@ -28,10 +29,11 @@ from fedplan.sites.policy import (
     site_in_study,
 )
 from fedplan.sites.review import StudyReview, review_study
+from fedplan.sites.signatures import is_signed
 from fedplan.storage.append_log import AppendLog, LogHead, timestamp
-from fedplan.storage.files import make_folder, write_atomic
+from fedplan.storage.files import make_folder
 from fedplan.studies.experiment import outline_agreement
-from fedplan.studies.schema import Study, study_from_dict
+from fedplan.studies.schema import Study
 
 APPROVALS_FILE = "approvals.jsonl"
 """File of all decisions on studies, inside the site's state folder."""
@@ -41,105 +43,81 @@ UNDECIDED = (OFFERED, STARTED, REJOINED)
 """Values of `decision` in entries that record an event, not a decision on the study."""
 _MAX_CACHED = 256
 """Policy checks of studies that are cached."""
-MAX_STUDIES, MAX_STUDY_BYTES = 200, 1 << 20
-"""Limits on the number of studies and on the bytes of one, since a server may offer any number."""
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A study as a server, known by the digest of its TLS certificate, offered it at `time`."""
-
-    digest: str
-    study: Study
-    time: str
-    server: str = ""
-
-
-class Inbox:
-    """Studies offered to a site, one JSON file each; their code is of packages in `allow` only."""
-
-    def __init__(self, state_folder: Path, allow: Sequence[str] = ()) -> None:
-        self.folder, self.allow = state_folder / INBOX_FOLDER, tuple(allow)
-
-    def digests(self) -> list[str]:
-        """Return the full digests of all stored studies, oldest file first."""
-        files = self.folder.glob("*.json") if self.folder.exists() else ()
-        return [file.stem for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
-
-    def add(self, study: Study, *, server: str = "", decided: Container[str] = ()) -> bool:
-        """Write a study to the inbox and return True; return False if the study is there already.
-
-        A full inbox first deletes its oldest study that is not in `decided`. Raises RequestRefused
-        if the study is too large, or if the inbox is full of decided studies.
-        """
-        with allow_imports(self.allow):
-            file = self._file(study.full_digest)
-        if file.exists():
-            return False
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        offer = {"study": study.model_dump(mode="json"), "time": time, "server": server}
-        text = json.dumps(offer, indent=1, sort_keys=True) + "\n"
-        present = self.digests()
-        removable = [digest for digest in present if digest not in decided]
-        if len(text) > MAX_STUDY_BYTES or (len(present) >= MAX_STUDIES and not removable):
-            raise RequestRefused(
-                f"the inbox {self.folder} holds at most {MAX_STUDIES} studies of at most "
-                f"{MAX_STUDY_BYTES} bytes each: delete files of studies that are no longer needed"
-            ).with_code("not-approved")
-        if len(present) >= MAX_STUDIES:
-            self._file(removable[0]).unlink(missing_ok=True)
-        make_folder(self.folder)
-        write_atomic(file, text)
-        return True
-
-    def read_offer(self, digest: str) -> Offer:
-        """Load the offered study with this full digest; FedplanError if it or its code changed."""
-        file = self._file(digest)
-        try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-            with allow_imports(self.allow):
-                study = study_from_dict(fields["study"])
-                unchanged = study.full_digest == digest
-            offer = Offer(digest, study, str(fields["time"]), str(fields["server"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FedplanError(
-                f"{file} cannot be read: {error}; ask the server to offer the study again"
-            ) from error
-        if not unchanged:
-            raise FedplanError(
-                f"{file} is no longer the study that was offered, or the code that the study names "
-                "has changed: delete the file, and ask the server to offer the study again"
-            )
-        return offer
-
-    def find_digest(self, prefix: str) -> str:
-        """Return the one stored digest that starts with `prefix`; FedplanError if not one does."""
-        matches = [digest for digest in self.digests() if prefix and digest.startswith(prefix)]
-        if not matches:
-            raise FedplanError(
-                f"no offered study has a digest that starts with {prefix!r}: `fedplan site inbox` "
-                "lists the offered studies"
-            )
-        if len(matches) > 1:
-            examples = ", ".join(digest[:16] for digest in matches[:4])
-            raise FedplanError(
-                f"{len(matches)} studies have a digest that starts with {prefix!r}: give more "
-                f"characters, as in {examples}"
-            )
-        return matches[0]
-
-    def _file(self, digest: str) -> Path:
-        return self.folder / f"{digest}.json"
 
 
 @dataclass(frozen=True)
 class Approval:
-    """A valid approval of a study, at a UTC time, by a user or RULE_APPROVER, and its policy."""
+    """The approval of a study by `approver`: a user, RULE_APPROVER, or people joined by ", ".
+
+    `run` is the id of the run that uses it, or ""; `missing` is how many signatures it lacks.
+    """
 
     study_digest: str
     approver: str
-    time: str
-    policy: str
+    run: str = ""
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The entries of the approval of a study that stands, and the id of the run that uses it.
+
+    `pending` are the approvals by person since the last start, refusal or withdrawal; `attempt`
+    counts those events: each signature names it, so that none counts again after one of them.
+    """
+
+    entries: tuple[Mapping[str, Any], ...] = ()
+    run: str = ""
+    pending: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    attempt: int = 0
+
+    @property
+    def approver(self) -> str:
+        """The names of all approvers, or ""."""
+        return ", ".join(str(entry["approver"]) for entry in self.entries)
+
+
+def read_standing(
+    entries: Iterable[Mapping[str, Any]],
+    is_valid: Callable[[Mapping[str, Any], int], bool],
+    signatures: int,
+) -> Standing:
+    """Return the approval that stands after all entries of one study.
+
+    `is_valid` decides whether an approval in an attempt counts, and `signatures` is how many it
+    needs.
+    """
+    standing = Standing()
+    for entry in entries:
+        decision = entry["decision"]
+        if decision == APPROVED and is_valid(entry, standing.attempt):
+            if entry["approver"] == RULE_APPROVER:
+                standing = replace(standing, entries=(entry,), run="")
+                continue
+            pending = {**standing.pending, entry["approver"]: entry}
+            standing = replace(standing, pending=pending)
+            if len(pending) >= signatures:
+                standing = replace(standing, entries=tuple(pending.values()), run="")
+        elif decision == STARTED:
+            # An approval is of the first run that starts with it.
+            run = standing.run or str(entry.get("run", ""))
+            standing = Standing(standing.entries, run, {}, standing.attempt + 1)
+        elif decision in (REFUSED, WITHDRAWN):
+            standing = Standing(attempt=standing.attempt + 1)
+    return standing
+
+
+def signed_statement(entry: Mapping[str, Any], attempt: int) -> str:
+    """Return the text that a person signs for an entry of the approvals file."""
+    fields = {
+        "approve study": entry["study"],
+        "named": entry["name"],
+        "at site": entry.get("site", ""),
+        "until": entry.get("ends", ""),
+        "by": entry["approver"],
+        "attempt": attempt,
+    }
+    return json.dumps(fields, indent=1) + "\n"
 
 
 class Approvals:
@@ -161,6 +139,7 @@ class Approvals:
     ) -> None:
         self.inbox = Inbox(state_folder, allow)
         self._policy_file, self._site, self._allow = policy_file, site, allow
+        self._name = site.client if site else ""
         self._state_folder = state_folder
         self._log = AppendLog(state_folder / APPROVALS_FILE, chained=True)
         self._cached_violations = dict[tuple[str, str], list[str]]()
@@ -185,16 +164,20 @@ class Approvals:
         self.record_offer(study, server=server)
         approval = self.find_approval(study)
         if approval is not None:
-            started_run = self._started_run(self._digest(study))
-            if run and not started_run:
-                self._append(STARTED, study, "", server=server, run=run)
-            if not run or not started_run or started_run == run:
+            if run and not approval.run:
+                signed = {"signatures": self.policy.signatures} if self.policy.people else {}
+                self._append(STARTED, study, "", server=server, run=run, signed=signed)
+            if not run or approval.run in ("", run):
                 return approval.approver
         digest, violations = self._digest(study)[:12], self.violations(study)
         if violations:
             raise RequestRefused(
                 f"the study {digest} violates this site's policy: {'; '.join(violations)}"
             ).with_code("policy")
+        if has_ended(study):
+            raise RequestRefused(
+                f"the last day of the study {digest}, by its purpose, is over"
+            ).with_code("not-approved")
         if self.last_decision(self._digest(study)) == REFUSED:
             raise RequestRefused(f"the study {digest} was refused at this site").with_code(
                 "study-refused"
@@ -206,13 +189,40 @@ class Approvals:
 
     def find_approval(self, study: Study) -> Approval | None:
         """Return the approval of a study, used or not, if valid under the present policy."""
-        digest = self._digest(study)
-        entry = self._last_decision_entry(digest)
-        if entry is None or entry["decision"] != APPROVED or self.violations(study):
+        standing = self._standing(study)
+        if not standing.entries or has_ended(study) or self.violations(study):
             return None
-        policy, approver = self.policy, entry["approver"]
-        valid = policy.auto_approve if approver == RULE_APPROVER else policy.may_approve(approver)
-        return Approval(digest, approver, entry["time"], entry["policy"]) if valid else None
+        return Approval(self._digest(study), standing.approver, standing.run)
+
+    def _standing(self, study: Study) -> Standing:
+        policy, digest = self.policy, self._digest(study)
+
+        def is_valid(entry: Mapping[str, Any], attempt: int) -> bool:
+            if entry["approver"] == RULE_APPROVER:
+                return policy.auto_approve
+            ends = entry.get("ends", "")
+            if ends < _today() if policy.people else "" < ends < _today():
+                return False
+            key = policy.people.get(entry["approver"], "")
+            statement = signed_statement({**entry, "site": self._name}, attempt)
+            return policy.may_approve(entry["approver"]) and (
+                not policy.people or is_signed(statement, entry.get("signature", ""), key)
+            )
+
+        entries = (entry for entry in self._log.read() if entry["study"] == digest)
+        return read_standing(entries, is_valid, policy.signatures)
+
+    def statement(self, prefix: str, person: str, ends: str) -> str:
+        """Return the text that a person signs to approve a study until a date, as "2027-01-31"."""
+        study = self.inbox.read_offer(self.inbox.find_digest(prefix)).study
+        if person not in self.policy.people:
+            raise FedplanError(
+                f"--person {person!r} has no key in {self._policy_file}: its [people] are "
+                f"{', '.join(self.policy.people) or 'none'}"
+            )
+        fields = {"study": self._digest(study), "name": study.name, "site": self._name}
+        fields |= {"approver": person, "ends": _last_day(ends)}
+        return signed_statement(fields, self._standing(study).attempt)
 
     def record_offer(self, study: Study, *, server: str = "") -> None:
         """Put an offered study into the inbox, and record the offer if this is the first.
@@ -240,62 +250,80 @@ class Approvals:
             entry["decision"] not in UNDECIDED and entry["approver"] != RULE_APPROVER
             for entry in entries
         )
-        by_rule = self.policy.auto_approve and not by_person and not example_filters(study)
+        by_rule = self.policy.auto_approve and not (
+            by_person or example_filters(study) or has_ended(study)
+        )
         if by_rule and self.find_approval(study) is None and not self.violations(study):
             self._append(APPROVED, study, RULE_APPROVER, server=server)
 
-    def _started_run(self, digest: str) -> str:
-        """Return the id of the run that uses a study's last approval; "" if no run has started."""
-        run = ""
-        for entry in self._log.read():
-            if entry["study"] == digest and entry["decision"] in (APPROVED, STARTED):
-                run = str(entry.get("run", ""))
-        return run
-
-    def approve(self, prefix: str) -> Approval:
+    def approve(
+        self, prefix: str, *, ends: str = "", person: str = "", signature: str = ""
+    ) -> Approval:
         """Record that the current user approves the study with a digest that starts with `prefix`.
 
-        Records nothing if a person has, and no run has started since. Raises FedplanError if the
-        study is not in the inbox, or user or policy do not allow it.
+        With people in the policy, `person` does, by a `signature` of `statement`. `ends` is the
+        last day of the approval. Records nothing twice. Raises FedplanError if the study is not in
+        the inbox, or user, signature or policy do not allow it.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
-        self._require_approver()
-        if violations := self.violations(offer.study):
+        study, policy, ends = offer.study, self.policy, _last_day(ends) if ends else ""
+        if violations := self.violations(study):
             raise FedplanError(
                 f"the study {offer.digest[:12]} violates this site's policy: "
                 f"{'; '.join(violations)}; to allow it, change {self._policy_file}"
             )
-        approval = self.find_approval(offer.study)
-        if (
-            approval is None
-            or approval.approver == RULE_APPROVER
-            or self._started_run(offer.digest)
-        ):
-            self._append(APPROVED, offer.study, current_user(), server=offer.server)
-        approval = self.find_approval(offer.study)
-        assert approval is not None
-        return approval
+        if has_ended(study):
+            raise FedplanError(f"the last day of the study {offer.digest[:12]} is over")
+        if policy.people:
+            self._require_signature(study, person, ends, signature)
+        elif person or signature:
+            raise FedplanError(f"{self._policy_file} has no [people], whose signatures count")
+        approver = person or current_user()
+        self._require_approver(approver)
+        standing = self._standing(study)
+        if approver not in standing.pending:
+            key = policy.people.get(approver, "")
+            signed = {"signature": signature, "key": key, "site": self._name}
+            signed = signed if key else {}
+            self._append(APPROVED, study, approver, server=offer.server, ends=ends, signed=signed)
+            standing = self._standing(study)
+        missing = 0 if standing.entries and not standing.run else policy.signatures
+        missing = max(0, missing - len(standing.pending))
+        return Approval(offer.digest, ", ".join(standing.pending), missing=missing)
+
+    def _require_signature(self, study: Study, person: str, ends: str, signature: str) -> None:
+        if not ends:
+            raise FedplanError(
+                f"{self._policy_file} has [people]: a signed approval needs --person, its last day "
+                "(--until), and --key or --signature"
+            )
+        statement = self.statement(self._digest(study), person, ends)
+        if not is_signed(statement, signature, self.policy.people[person]):
+            raise FedplanError(
+                f"this is no signature by {person}'s key in {self._policy_file} of the present "
+                "statement: print it with `fedplan site statement`, and sign it"
+            )
 
     def refuse(self, prefix: str, reason: str = "") -> None:
         """Record that the current user refuses a study; `reason` is stored, not sent."""
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
-        self._require_approver()
-        self._append(REFUSED, offer.study, current_user(), server=offer.server, reason=reason)
+        self._append(
+            REFUSED, offer.study, self._require_decider(), server=offer.server, reason=reason
+        )
 
     def withdraw(self, prefix: str) -> None:
         """Record that the current user withdraws the approval of a study."""
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
-        self._require_approver()
+        user = self._require_decider()
         if self.last_decision(offer.digest) != APPROVED:
             raise FedplanError(
                 f"the study {offer.digest[:12]} is not approved, so there is nothing to withdraw"
             )
-        self._append(WITHDRAWN, offer.study, current_user(), server=offer.server)
+        self._append(WITHDRAWN, offer.study, user, server=offer.server)
 
     def record_rejoin(self, run: str, study: Study) -> None:
         """Record that the current user lets a run continue from restored state."""
-        self._require_approver()
-        self._append(REJOINED, study, current_user(), server="", run=run)
+        self._append(REJOINED, study, self._require_decider(), server="", run=run)
 
     def last_decision(self, digest: str) -> str:
         """Return the last decision on a study: offered, approved, refused or withdrawn."""
@@ -305,10 +333,15 @@ class Approvals:
     def status_text(self, study: Study) -> str:
         """Return the state of a study in a few words, such as "approved by ada for run 0123"."""
         if (approval := self.find_approval(study)) is not None:
-            run = self._started_run(approval.study_digest)
-            return f"approved by {approval.approver}" + (f" for run {run}" if run else "")
+            return f"approved by {approval.approver}" + (
+                f" for run {approval.run}" if approval.run else ""
+            )
         if self.violations(study):
             return "violates the policy"
+        if has_ended(study):
+            return "has ended"
+        if (pending := self._standing(study).pending) and self.policy.people:
+            return f"waits for approval: {len(pending)} of {self.policy.signatures} signatures"
         decision = self.last_decision(self._digest(study))
         return "waits for approval" if decision in (OFFERED, APPROVED) else decision
 
@@ -360,13 +393,22 @@ class Approvals:
         with allow_imports(self._allow):
             return study.full_digest
 
-    def _require_approver(self) -> None:
+    def _require_approver(self, name: str) -> None:
         policy = self.policy
-        if not policy.may_approve(current_user()):
+        if not policy.may_approve(name):
             raise FedplanError(
-                f"{current_user()} may not decide on studies: the approvers in "
+                f"{name} may not decide on studies: the approvers in "
                 f"{self._policy_file} are {', '.join(policy.approvers)}"
             )
+
+    def _require_decider(self) -> str:
+        """Return the current user, who must be an approver unless the policy has people.
+
+        With people, whoever can write the state folder may stop a study; only approvals are signed.
+        """
+        if not self.policy.people:
+            self._require_approver(current_user())
+        return current_user()
 
     def _last_decision_entry(self, digest: str) -> dict[str, Any] | None:
         entries = (entry for entry in reversed(self._log.read()) if entry["study"] == digest)
@@ -381,6 +423,8 @@ class Approvals:
         server: str,
         reason: str = "",
         run: str = "",
+        ends: str = "",
+        signed: Mapping[str, Any] | None = None,
     ) -> None:
         make_folder(self._state_folder)
         self._log.append(
@@ -395,6 +439,8 @@ class Approvals:
                 "reason": reason,
                 "run": run,
                 "time": timestamp(),
+                **({"ends": ends} if ends else {}),
+                **(signed or {}),
             }
         )
 
@@ -403,6 +449,28 @@ def site_approvals(site: Site) -> Approvals:
     """Return the approvals of a site, read from its state folder and its policy file."""
     client = Turn(client=site.name, traits=site.traits)
     return Approvals(Path(site.state), Path(site.policy), site=client, allow=site.allow_packages)
+
+
+def has_ended(study: Study) -> bool:
+    """Whether the last day of a study, by its purpose, is over."""
+    return study.purpose is not None and study.purpose.ends < _today()
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def _last_day(text: str) -> str:
+    """Return a date of today or later, as "2027-01-31"; FedplanError if it is none."""
+    try:
+        day = date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise FedplanError(
+            f"the last day of an approval (--until) is a date such as 2027-01-31, not {text[:40]!r}"
+        ) from error
+    if day < _today():
+        raise FedplanError(f"the last day {day} is in the past")
+    return day
 
 
 def current_user() -> str:

@@ -74,12 +74,21 @@ def _check_policy(site: Site) -> Iterator[Finding]:
         remedy = "write it; with an empty file, each study needs the approval of a person"
         yield Finding("policy", "fail", f"{file} does not exist", remedy)
         return
+    policy = read_policy(file)
     approval = (
         "studies that it allows are approved automatically"
-        if read_policy(file).auto_approve
+        if policy.auto_approve
         else "each study needs the approval of a person"
     )
     yield Finding("policy", "ok", f"{file.name} is valid; {approval}")
+    owned = (file, file.parent)
+    if policy.people and (names := [str(each) for each in owned if os.access(each, os.W_OK)]):
+        message = f"this user can change {' and '.join(names)}, and so the keys of the people"
+        remedy = "if this user serves the site, give the file and its folder to another user"
+        yield Finding("policy", "warn", message, remedy)
+    if policy.people and shutil.which("ssh-keygen") is None:
+        message = "ssh-keygen is not installed, so no signature can be checked"
+        yield Finding("policy", "fail", message, "install OpenSSH's client")
 
 
 def _check_keys(site: Site) -> Iterator[Finding]:

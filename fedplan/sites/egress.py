@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,16 @@ from fedplan.language.resolution import params_with_roles
 from fedplan.naming import allow_imports
 from fedplan.privacy.accounting.budget import Budget, read_budget_unit
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.sites.approvals import APPROVALS_FILE, APPROVED, STARTED, UNDECIDED, Inbox
+from fedplan.sites.approvals import (
+    APPROVALS_FILE,
+    APPROVED,
+    REFUSED,
+    STARTED,
+    WITHDRAWN,
+    signed_statement,
+)
+from fedplan.sites.inbox import Inbox
+from fedplan.sites.signatures import is_signed
 from fedplan.storage.append_log import AppendLog, DamagedLog, head_file
 from fedplan.studies.run import read_run_agreement, read_run_study
 
@@ -321,19 +330,46 @@ class RunEgress:
     def unapproved(self) -> Iterator[str]:
         """Yield a sentence for each update that left without a valid approval of this run."""
         for update in self.updates:
-            earlier = [entry for entry in self.decisions if entry["time"] <= update["time"]]
-            decided = [entry for entry in earlier if entry["decision"] not in UNDECIDED]
-            last = decided[-1] if decided else {"decision": "", "approver": ""}
-            if last["decision"] == APPROVED and last["approver"] == update["approver"]:
-                since = earlier[earlier.index(last) :]
-                runs = [entry["run"] for entry in since if entry["decision"] == STARTED]
-                if runs[:1] == [self.record.run]:
-                    continue
-            yield (
-                f"{self.name}, round {update['round']}: an update left, approved by "
-                f"{update['approver'] or 'nobody'} according to the log, but {APPROVALS_FILE} "
-                "had no such approval at that time"
-            )
+            earlier = (entry for entry in self.decisions if entry["time"] <= update["time"])
+            if not self._is_approved(update, earlier):
+                yield (
+                    f"{self.name}, round {update['round']}: an update left, approved by "
+                    f"{update['approver'] or 'nobody'} according to the log, but {APPROVALS_FILE} "
+                    "had no such approval at that time"
+                )
+
+    def _is_approved(self, update: Mapping[str, Any], earlier: Iterable[dict[str, Any]]) -> bool:
+        """Whether the approvers of an update had approved the study before its run started.
+
+        `read_standing` cannot tell: it judges by the policy, which may have changed since.
+        """
+        names, started = set(update["approver"].split(", ")), False
+        approvals, attempt = set[str](), 0
+        for entry in earlier:
+            decision = entry["decision"]
+            if decision == APPROVED and self._counts(entry, attempt, update):
+                approvals.add(entry["approver"])
+            elif decision == STARTED and approvals:  # it uses them up: another run needs others
+                enough = entry.get("signatures", 1) in range(len(names) + 1)
+                started = entry["run"] == self.record.run and names <= approvals and enough
+            elif decision in (REFUSED, WITHDRAWN):
+                started = False
+            if decision in (STARTED, REFUSED, WITHDRAWN):
+                approvals, attempt = set[str](), attempt + 1
+        return started
+
+    def _counts(self, entry: dict[str, Any], attempt: int, update: Mapping[str, Any]) -> bool:
+        """Whether an approval had not ended, and has the signature of its key, if it has a key.
+
+        The key is as the file names it: only the policy says whose it is, and who must sign.
+        """
+        if (ends := str(entry.get("ends", ""))) and ends < update["time"][:10]:
+            return False
+        if not (key := str(entry.get("key", ""))):
+            return True
+        statement = signed_statement(entry, attempt)
+        at_site = entry.get("site") == self.record.agreement.get("site", entry.get("site"))
+        return at_site and is_signed(statement, str(entry.get("signature")), key)
 
 
 def is_site_state(folder: Path) -> bool:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, model_validator
 
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
@@ -30,21 +30,13 @@ from fedplan.models.params import Kind, Param, Params
 from fedplan.privacy.accounting.budget import Unit
 from fedplan.reports.forecasts import forecast
 from fedplan.reports.formats import megabytes
-from fedplan.studies.field_types import Count
-from fedplan.studies.schema import Study, unserializable_reason
-from fedplan.studies.section import ConfigError, Section, as_value_error, parse_toml
+from fedplan.sites.signatures import PersonName, PublicKey
+from fedplan.studies.field_types import Count, PartText, Positive
+from fedplan.studies.schema import Study
+from fedplan.studies.section import ConfigError, Section, parse_section
 
 RULE_APPROVER = "rule"
 """Recorded as the approver of a study that the policy approved without a person."""
-
-
-def _check_part(text: str) -> str:
-    with as_value_error():
-        parse_part(text)
-    return text
-
-
-PartText = Annotated[str, AfterValidator(_check_part)]
 
 
 class LimitsSection(Section):
@@ -98,7 +90,15 @@ class Policy(Section):
     colluders: Count = 0
     """How many other sites may collude with the server without breaking masks and noise."""
     approvers: list[str] = Field(default_factory=list[str])
-    """Users who may approve; empty: everyone who can write the site's state folder."""
+    """Users or people who may approve; empty: everyone who can write the site's state folder, or
+    all `people`."""
+    people: dict[PersonName, PublicKey] = Field(default_factory=dict[str, str])
+    """People by name, with the line of each one's OpenSSH public key. With people, an approval
+    counts only with the signature of one of them, whoever runs the command."""
+    signatures: Positive = 1
+    """How many of the people must sign an approval."""
+    require_purpose: bool = False
+    """Whether a study must have [purpose]: its question, requester, legal basis and last day."""
     limits: LimitsSection = LimitsSection()
     """Limits that hold for all approved studies together."""
     require_privacy: RequiredPrivacySection | None = None
@@ -109,25 +109,50 @@ class Policy(Section):
         """SHA-256 of all fields."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
-    def may_approve(self, user: str) -> bool:
-        """Whether a user may approve studies."""
-        return not self.approvers or user in self.approvers
+    @model_validator(mode="after")
+    def _validate_people(self) -> Policy:
+        if not self.people:
+            if self.signatures > 1:
+                raise ValueError("signatures needs [people], with the key of each person")
+            return self
+        if unknown := set(self.approvers) - self.people.keys():
+            raise ValueError(f"approvers: {min(unknown)} has no key in [people]")
+        if self.signatures > (count := len(self.approvers or self.people)):
+            raise ValueError(f"signatures is {self.signatures}, but {count} people may approve")
+        contents = {key.split(" ")[1] for key in self.people.values()}  # without comments
+        if len(contents) < len(self.people):
+            raise ValueError("people: two people have the same key")
+        return self
+
+    def may_approve(self, name: str) -> bool:
+        """Whether a user, or a person with `people`, may approve studies."""
+        return (not self.people or name in self.people) and (
+            not self.approvers or name in self.approvers
+        )
 
     def summary_lines(self) -> list[str]:
         """Return the policy as sentences for a person."""
-        approvers = ", ".join(self.approvers) or "anyone who can write the site's state folder"
+        anyone = ", ".join(self.people) or "anyone who can write the site's state folder"
+        approvers = ", ".join(self.approvers) or anyone
+        signed = (
+            f"the signatures of {self.signatures} people of"
+            if self.signatures > 1
+            else ("the signature of one of" if self.people else "the approval of a person")
+        )
         metrics = f"from {self.min_examples} examples on: {', '.join(self.metrics)}"
         count = "may leave" if self.reveal_example_count else "never leaves"
         lines = [
             "Studies that this policy allows are approved automatically."
             if self.auto_approve
-            else f"Each study needs the approval of a person: {approvers}.",
+            else f"Each study needs {signed}: {approvers}.",
             f"Parts of the model that never leave: {', '.join(self.never_share) or 'none'}.",
             f"Metrics that may leave, {metrics}."
             if self.metrics
             else "No metrics or losses leave.",
             f"The number of examples {count}.",
         ]
+        if self.require_purpose:
+            lines.append("A study must state its purpose.")
         if "counts" in self.metrics:
             lines.append("Score counts with noise may leave for any number of examples.")
         if self.min_sites_in_sum:
@@ -155,7 +180,7 @@ class Policy(Section):
 def read_policy(file: Path) -> Policy:
     """Parse and validate a policy file; ConfigError if missing, unreadable or invalid."""
     try:
-        return policy_from_dict(parse_toml(file.read_text(encoding="utf-8")))
+        return parse_section(Policy, file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{file} does not exist: write this site's policy; with an empty file, every study "
@@ -165,24 +190,14 @@ def read_policy(file: Path) -> Policy:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def policy_from_dict(fields: Mapping[str, object]) -> Policy:
-    """Build a policy from the fields of policy.toml; ConfigError lists every invalid field."""
-    reasons = {name: unserializable_reason(value) for name, value in fields.items()}
-    faults = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
-    try:
-        if not faults:
-            return Policy.model_validate(dict(fields))
-    except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-    raise ConfigError("invalid policy:\n  " + "\n  ".join(faults))
-
-
 def policy_violations(
     policy: Policy, study: Study, agreement: Agreement, site: Turn | None = None
 ) -> list[str]:
     """Return how a study violates a policy, for a site or else any client; empty if allowed."""
     site = site_in_study(study, site)
+    purpose = "require_purpose is true, but the study has no [purpose]"
     return [
+        *([purpose] if policy.require_purpose and study.purpose is None else []),
         *_never_share_violations(policy, study, agreement, site),
         *_limit_violations(policy.limits, study, agreement),
         *_privacy_violations(policy, study, agreement),
@@ -304,7 +319,7 @@ def _limit_violations(limits: LimitsSection, study: Study, agreement: Agreement)
 
 def _privacy_violations(policy: Policy, study: Study, agreement: Agreement) -> Iterator[str]:
     guarantee = agreement.guarantee
-    reveals_count = not agreement.secagg.equal_weights
+    reveals_count = not (agreement.equal_weights and agreement.secagg.active)
     if guarantee is not None:
         reveals_count = guarantee.max_weight and not agreement.distributed_dp
     if not policy.reveal_example_count and reveals_count and agreement.secagg.active:

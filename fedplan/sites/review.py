@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedplan.errors import printable
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import SCORE_COUNTS
 from fedplan.language.plan import Role
@@ -23,7 +24,7 @@ from fedplan.reports.forecasts import Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes
 from fedplan.reports.plan_warnings import study_exposure
 from fedplan.secagg.config import NO_DEFENCE
-from fedplan.sites.policy import Policy, site_in_study
+from fedplan.sites.policy import Policy, example_filters, site_in_study
 from fedplan.studies.experiment import outline_agreement, privacy_statement
 from fedplan.studies.field_types import named_objects
 from fedplan.studies.schema import Study, flatten_fields
@@ -37,7 +38,7 @@ ROLE_MEANINGS = {
 """Explanations of the role words in the table of parts."""
 SECURE_SUMS = f"{NO_DEFENCE}: one site can spoil the model for all"
 """What a site should know of a study with secure aggregation."""
-NO_PRIVACY = "no differential privacy; the values that leave are computed from this site's examples"
+NO_PRIVACY = "No differential privacy; the values that leave are computed from this site's examples"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class StudyReview:
     """The facts about a study that an approver needs; printing with rich shows a page of text.
 
     `disclosures` are all data that leaves besides model values, `changes` the differences from the
-    last approved study, `warning` what the server can read from model values.
+    last approved study, `warning` what the server can read from model values, `edges` which
+    edges receive updates before it.
     """
 
     study: Study
@@ -67,16 +69,20 @@ class StudyReview:
     changes: tuple[str, ...]
     violations: tuple[str, ...] = ()
     warning: str = ""
+    edges: str = ""
 
     def json(self) -> dict[str, Any]:
         """Return the review as plain values, with the study's full digest."""
+        purpose = self.study.purpose
         return {
             "study": self.study.full_digest,
             "name": self.study.name,
+            "purpose": purpose.model_dump(mode="json") if purpose else None,
             "plan": self.plan,
             "parts": [asdict(part) for part in self.parts],
             "privacy": self.privacy,
             **({"secure_aggregation": SECURE_SUMS} if self._is_secure else {}),
+            **({"edges": self.edges} if self.edges else {}),
             "warning": self.warning,
             "code": list(self.code),
             "disclosures": list(self.disclosures),
@@ -88,14 +94,53 @@ class StudyReview:
     def _is_secure(self) -> bool:
         return self.study.aggregation.config.active
 
+    def _answers(self) -> Iterator[tuple[str, str]]:
+        """Yield questions of a data protection officer, each with the answer of this study."""
+        study, purpose = self.study, self.study.purpose
+        if purpose is None:
+            yield "Why?", "The study states no purpose: it has no [purpose]."
+        else:
+            yield "Why?", purpose.question
+            yield "Who asks?", f"{purpose.requester}, {purpose.institution}; {purpose.contact}"
+            yield "By what right?", purpose.legal_basis
+            yield "Who gets the model?", purpose.recipients
+        days = f", until {purpose.ends}" if purpose else ""
+        yield "For how long?", f"At most {study.train.rounds} rounds{days}."
+        names = printable(", ".join(study.clients.names))
+        yield "Which sites?", names or "Any that the server admits."
+        chosen = "; ".join(example_filters(study))
+        columns = [*study.task.input_columns, study.task.label, study.data.group]
+        filtered = f"; only rows that {chosen} selects" if chosen else ""
+        yield (
+            "What is read here?",
+            printable(f"Columns {', '.join(filter(None, columns))}{filtered}."),
+        )
+        total = megabytes(sum(part.bytes_total for part in self.parts))
+        yield (
+            "What leaves?",
+            f"Up to {total} MB of model values, computed from the rows, and the items listed "
+            f"below. Rows do not leave{', unless code below hides them' if self.code else ''}.",
+        )
+        yield "Can the values reveal a person?", self.warning or "The noise below bounds that."
+        secure = f"\nSecure aggregation: {SECURE_SUMS}" if self._is_secure else ""
+        yield "What protects them?", f"{self.privacy}{secure}"
+        if self.edges:
+            yield "Who else sees them?", self.edges
+        yield "Does the policy allow it?", "\n".join(map(printable, self.violations)) or "Yes."
+
     def __rich__(self) -> RenderableType:
-        study, total = self.study, sum(part.bytes_total for part in self.parts)
+        study = self.study
         roles = {role for part in self.parts for role in part.roles.split(" or ")}
         meanings = (f"\n{role}: {text}" for role, text in ROLE_MEANINGS.items() if role in roles)
         continued = (
-            f"The study continues run {study.continue_from}: this site starts from its state of "
-            "that run.\n"
+            f"\nThe study continues run {study.continue_from}: this site starts from its state of "
+            "that run."
         )
+        answers = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+        answers.add_column(no_wrap=True, style="bold")
+        answers.add_column(overflow="fold")
+        for question, answer in self._answers():
+            answers.add_row(question, Text(answer))
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for name in ("part", "role", "MB per round", "MB in total"):
             table.add_column(name, justify="right" if name.startswith("MB") else "left")
@@ -103,21 +148,14 @@ class StudyReview:
             sizes = (megabytes(n) if n else "-" for n in (part.bytes_per_round, part.bytes_total))
             table.add_row(part.part, part.roles, *sizes)
         return Group(
-            Text(f"{study.name}: study {study.full_digest}", style="bold"),
-            Text(
-                f"Plan: {self.plan}\n{study.train.rounds} rounds; up to {megabytes(total)} MB of "
-                "model values leave this site in total\n"
-            ),
-            *([Text(continued)] if study.continue_from else []),
+            Text(f"{study.name}: study {study.full_digest}\n", style="bold"),
+            answers,
+            _bullet_list("Also sent to the server", self.disclosures),
+            _bullet_list("Changes since the last approved study", self.changes),
+            _bullet_list("Code that the study runs", self.code or ("only fedplan's own",)),
+            Text(f"\nPlan: {self.plan}{continued if study.continue_from else ''}\n"),
             table,
             Text("".join(meanings)),
-            _bullet_list("Also sent to the server", self.disclosures),
-            Text(f"\nPrivacy: {self.privacy}"),
-            *([Text(f"\nSecure aggregation: {SECURE_SUMS}")] if self._is_secure else []),
-            *([Text(f"\n{self.warning}")] if self.warning else []),
-            _bullet_list("Code that the study runs", self.code or ("only fedplan's own",)),
-            _bullet_list("Changes since the last approved study", self.changes),
-            _bullet_list("Violations of this site's policy", self.violations or ("none",)),
         )
 
 
@@ -151,7 +189,21 @@ def review_study(
         tuple(_changes(study, last, parts, last_parts)),
         tuple(violations),
         study_exposure(agreement),
+        _edges_text(study, site),
     )
+
+
+def _edges_text(study: Study, site: Turn | None) -> str:
+    """Return which edges see the updates of the site, or without `site` of any; "" if none."""
+    edges = {
+        edge: ", ".join(names)
+        for edge, names in study.clients.edges.items()
+        if site is None or site.client in names
+    }
+    texts = (f"{edge} receives the updates of {names}" for edge, names in edges.items())
+    if not edges:
+        return ""
+    return f"{'; '.join(texts)}. The server above receives their sum, and what each site reports."
 
 
 def _forecast(study: Study, agreement: Agreement, site: Turn | None) -> Forecast:
@@ -199,7 +251,7 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
             "the server learns only the sum over the sites"
         )
     elif agreement.secagg.active:
-        summed = "values" if agreement.secagg.equal_weights else "values and of numbers of examples"
+        summed = "values" if agreement.equal_weights else "values and of numbers of examples"
         yield f"messages of secure aggregation: of {summed}, the server learns only sums over sites"
     elif agreement.guarantee is None:
         yield "its number of training examples, and its number of training steps"
@@ -262,4 +314,4 @@ def _short_repr(value: Any) -> str:
 
 
 def _bullet_list(heading: str, lines: Sequence[str]) -> Text:
-    return Text(f"\n{heading}:" + "".join(f"\n  - {line}" for line in lines))
+    return Text(f"\n{heading}:" + "".join(f"\n  - {printable(line)}" for line in lines))

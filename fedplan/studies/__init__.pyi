@@ -30,7 +30,7 @@ from .federation_sections import (
     EvaluateConfig,
     PrivacyConfig,
 )
-from .field_types import Count, named_objects
+from .field_types import Count, PartText, Positive, named_objects
 from .in_memory import InMemoryInputs
 from .model_card import describe_export
 from .record import (
@@ -81,16 +81,23 @@ from .run_scores import (
 from .schema import (
     Study,
     flatten_fields,
-    parse_toml_value,
     read_json_object,
     read_study,
     read_study_values,
     resolve_paths,
-    set_field,
     study_from_dict,
-    unserializable_reason,
 )
-from .section import ConfigError, DeviceName, Section, as_value_error, parse_toml
+from .section import (
+    SCHEMA_LINE,
+    ConfigError,
+    DeviceName,
+    Section,
+    as_value_error,
+    parse_section,
+    parse_toml,
+    parse_toml_value,
+    set_field,
+)
 from .sections import TrainConfig
 from .starter import StudyOptions, new_study
 from .stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_files

@@ -317,7 +317,7 @@ def validated_models(study: Study, data: FederatedData, *, at_sites: bool = Fals
 
 def make_participation(study: Study) -> Participation:
     """Return the rule that draws the clients of each round."""
-    return Participation(study.clients.fraction)
+    return Participation(study.clients.fraction, study.clients.edges)
 
 
 def make_method(study: Study) -> Method:
@@ -367,6 +367,11 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
     """
     guarantee = privacy_guarantee(study)
     agreed_method = method or make_method(study)
+    if study.clients.edges and agreed_method.joint_choice:
+        raise ConfigError(
+            "clients.edges: the method chooses layers by the scores of each client, and an edge "
+            "sends up one sum: use joint_choice = false, or leave the edges out"
+        )
     # A recorded method was checked when it ran.
     if guarantee is not None and not isinstance(agreed_method, RecordedMethod):
         require_private_method(guarantee, agreed_method)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -30,6 +31,22 @@ from fedplan.studies.field_types import (
 from fedplan.studies.section import Section, as_value_error
 
 
+def _validate_statement(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("leave out line breaks and other characters that are not printable")
+    return text
+
+
+def _validate_date(text: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise ValueError(f"{text[:40]!r} is no date such as 2027-01-31") from error
+
+
+Statement = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_validate_statement)]
+
+
 class ClientsConfig(Section):
     """Participation of clients in each round, and simulated dropouts.
 
@@ -49,8 +66,20 @@ class ClientsConfig(Section):
     """Names of the sites with their own data, or of all clients that a column may name."""
     min_updates: Positive = 1
     """Minimum number of answers of a round."""
+    edges: dict[str, list[str]] = {}
+    """Clients whose updates an edge sums, by the name of the edge: { east = ["a", "b"] }."""
     traits: dict[str, dict[str, str]] = {}
     """Traits of single clients, for by(...) and trait(...) in a plan: { a = { size = "big" } }."""
+
+    @model_validator(mode="after")
+    def _validate_edges(self) -> ClientsConfig:
+        below = [name for names in self.edges.values() for name in names]
+        validate_client_names([*self.edges, *below])
+        if self.names and (unknown := set(below) - set(self.names)):
+            raise ValueError(f"edges: {min(unknown)!r} is not in clients.names")
+        if self.names and (known := set(self.edges) & set(self.names)):
+            raise ValueError(f"edges: {min(known)!r} is a client: give the edge another name")
+        return self
 
 
 class TimeoutsSection(Section):
@@ -132,7 +161,11 @@ class DefenceConfig(Section):
     All rules except "mean" give each client the same weight.
     """
 
-    rule: Annotated[str, AfterValidator(one_of_validator("rule", RULES))] = Defence.rule
+    rule: Annotated[
+        str,
+        AfterValidator(one_of_validator("rule", RULES)),
+        Field(json_schema_extra={"enum": [*RULES]}),
+    ] = Defence.rule
     """Aggregation rule: "mean", "median", "trimmed-mean", "krum" or "multi-krum"."""
     malicious_clients: Positive = Defence.malicious_clients
     """Number of malicious clients to tolerate, for every rule except "mean"."""
@@ -158,9 +191,11 @@ class DefenceConfig(Section):
 class AggregationConfig(Section):
     """Aggregation of updates: in the clear, or by secure aggregation, which shows only the sum."""
 
-    kind: Annotated[str, AfterValidator(one_of_validator("kind", AGGREGATION_KINDS))] = (
-        SecAggConfig.kind
-    )
+    kind: Annotated[
+        str,
+        AfterValidator(one_of_validator("kind", AGGREGATION_KINDS)),
+        Field(json_schema_extra={"enum": [*AGGREGATION_KINDS]}),
+    ] = SecAggConfig.kind
     """Protocol: "plain" (the server sees each update) or "secure" (secure aggregation)."""
     threshold: Count = SecAggConfig.threshold
     """Secure aggregation: clients needed to unmask the sum; 0: two thirds plus one."""
@@ -222,3 +257,22 @@ class PrivacyConfig(Section):
         if self.unit == "example" and (self.clipping_quantile or self.max_weight):
             raise ValueError('clipping_quantile and max_weight need unit = "client"')
         return self
+
+
+class PurposeSection(Section):
+    """Why the study runs and who answers for it: sites read this first. It changes no results."""
+
+    question: Statement
+    """The question that the study answers, in plain words."""
+    requester: Statement
+    """Name of the person who asks the sites."""
+    institution: Statement
+    """Institution of the requester."""
+    contact: Statement
+    """Address for questions, as an e-mail address."""
+    legal_basis: Statement
+    """Legal basis of the processing, and the ethics approval."""
+    recipients: Statement
+    """Who receives the trained model."""
+    ends: Annotated[str, AfterValidator(_validate_date)]
+    """Last day on which sites answer, as 2027-01-31; approvals end with it."""

@@ -12,6 +12,7 @@ from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import metric_named
 from fedplan.data.partition import PARTITION_KINDS
 from fedplan.data.tasks.kinds import TASK_NAMES, task_class
+from fedplan.language.parser import parse_part
 from fedplan.methods.lora import parse_product_rule
 from fedplan.methods.registry import METHOD_REGISTRY, METHODS, SERVER_OPTIMIZER_REGISTRY
 from fedplan.models.adapters import adapter_family
@@ -63,19 +64,31 @@ Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = str | int | float | bool
-ClippingNorm = Annotated[float, AfterValidator(_range_validator(CLIPPING_NORMS))]
-NoiseMultiplier = Annotated[float, AfterValidator(_range_validator(NOISE_MULTIPLIERS, zero=True))]
+ClippingNorm = Annotated[
+    float,
+    AfterValidator(_range_validator(CLIPPING_NORMS)),
+    Field(json_schema_extra={"minimum": CLIPPING_NORMS[0], "maximum": CLIPPING_NORMS[1]}),
+]
+_NOISE_LIMITS = Field(json_schema_extra={"minimum": 0, "maximum": NOISE_MULTIPLIERS[1]})
+NoiseMultiplier = Annotated[
+    float, AfterValidator(_range_validator(NOISE_MULTIPLIERS, zero=True)), _NOISE_LIMITS
+]
 EvaluationNoise = Annotated[
-    float, AfterValidator(_range_validator((0.25, NOISE_MULTIPLIERS[1]), zero=True))
+    float, AfterValidator(_range_validator((0.25, NOISE_MULTIPLIERS[1]), zero=True)), _NOISE_LIMITS
 ]
 TaskKind = Annotated[str, found_by(lambda kind: kind == CUSTOM_KIND or task_class(kind))]
-PartitionKind = Annotated[str, AfterValidator(one_of_validator("partition", PARTITION_KINDS))]
+PartitionKind = Annotated[
+    str,
+    AfterValidator(one_of_validator("partition", PARTITION_KINDS)),
+    Field(json_schema_extra={"enum": [*PARTITION_KINDS]}),
+]
 ProbeName = Annotated[str, found_by(get_probe, optional=True)]
 OptimizerName = Annotated[str, found_by(make_client_optimizer)]
 ServerOptimizerName = Annotated[str, found_by(SERVER_OPTIMIZER_REGISTRY.find, optional=True)]
 ProductText = Annotated[str, found_by(parse_product_rule, optional=True)]
 ClientHookName = Annotated[str, found_by(get_client_hook)]
 MetricName = Annotated[str, found_by(metric_named)]
+PartText = Annotated[str, found_by(parse_part)]
 LoopName = Annotated[str, found_by(get_training_loop, optional=True)]
 AdapterName = Annotated[str, found_by(adapter_family, optional=True)]
 
@@ -166,6 +179,7 @@ _SYNONYMS_BY_FIELD = {
     "train.optimizer_settings": "optim_args",
     "train.optimizer_settings = { betas = [...] }": "adam_beta1 adam_beta2 betas",
     "train.optimizer_settings = { eps = ... }": "adam_epsilon",
+    'train.precision = "tf32"': "tf32",
     'train.precision = "bf16"': "bf16",
     'train.precision = "fp16"': "fp16",
     "train.rounds": "central_num_iterations global_rounds num_rounds num_server_rounds",
@@ -211,7 +225,10 @@ def unknown_field_message(schema: type[BaseModel], location: Sequence[int | str]
     word, sections = str(location[-1])[:60], list(map(str, location[:-1]))
     fields, name = _section_fields(schema, sections), word.lower().replace("-", "_")
     by_section = SECTION_SYNONYMS.get(".".join(sections), {})
-    suggestion = by_section.get(name) or SYNONYMS.get(name, "")
+    if schema.__module__.startswith("fedplan.studies."):  # no study's words in a site's files
+        suggestion = by_section.get(name) or SYNONYMS.get(name, "")
+    else:
+        suggestion = ""
     if not suggestion and name in fields:
         suggestion = ".".join([*sections, name])
     if not suggestion and name in schema.model_fields and not _section_fields(schema, [name]):

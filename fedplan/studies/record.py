@@ -107,7 +107,9 @@ def current_environment(study: Study) -> dict[str, Any]:
     }
 
 
-def record_session(folder: Path, study: Study, runner: str, committed: int) -> None:
+def record_session(
+    folder: Path, study: Study, runner: str, committed: int, devices_per_client: int = 1
+) -> None:
     """Append a session to a run's environment file, and log a warning if its environment is new.
 
     Nothing is written after the last round. Raises DamagedLog if the file was edited.
@@ -115,6 +117,7 @@ def record_session(folder: Path, study: Study, runner: str, committed: int) -> N
     if committed >= study.train.rounds:
         return
     sessions, environment = read_sessions(folder), current_environment(study)
+    environment["devices_per_client"] = devices_per_client
     if changes := environment_changes(sessions[-1], environment) if sessions and committed else []:
         log.warning(
             "the run continues in another environment (%s), so its values may differ from those "
@@ -144,12 +147,14 @@ def environment_faults(folder: Path) -> list[str]:
 
 
 def environment_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a text for each version, and for device, threads and machine, that differs.
+    """Return a text for each version, device, number of threads and machine that differs.
 
-    >>> environment_changes({"threads": 1}, {"threads": 2})
-    ['threads 2, before 1']
+    >>> environment_changes({"threads": 1}, {"threads": 2, "devices_per_client": 2})
+    ['threads 2, before 1', 'devices per client 2, before 1']
     """
     pairs = [(name, before.get(name), now.get(name)) for name in ("device", "threads", "machine")]
+    devices: Sequence[int] = [each.get("devices_per_client", 1) for each in (before, now)]
+    pairs += [("devices per client", *devices)]
     versions: Sequence[Mapping[str, Any]] = [dict(e.get("versions", {})) for e in (before, now)]
     pairs += [(n, *(each.get(n) for each in versions)) for n in ("python", *PACKAGES)]
     return [
@@ -167,7 +172,8 @@ def require_same_environment(folder: Path, study: Study) -> None:
             f"{folder} has no {ENVIRONMENT_FILE} to compare with: resume it without "
             "--same-environment"
         )
-    if changes := environment_changes(sessions[-1], current_environment(study)):
+    last = sessions[-1] | {"devices_per_client": 1}  # an option of the command, not of the study
+    if changes := environment_changes(last, current_environment(study)):
         raise ConfigError(
             f"{folder} has run in another environment ({'; '.join(changes)}): restore that, or "
             "resume without --same-environment"

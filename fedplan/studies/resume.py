@@ -7,6 +7,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from fedplan.federation.agreement import Agreement
+from fedplan.federation.global_state import continued_state
 from fedplan.federation.identity import RUN_FILE, STUDY, closed_rounds, is_run_id, read_identity
 from fedplan.federation.ledger.segments import last_ledger_round, newest_segment
 from fedplan.privacy.guard import CHARGES_FILE
@@ -24,15 +26,13 @@ from fedplan.studies.record import (
 from fedplan.studies.run import MANIFEST, TASK, read_run, read_run_study
 from fedplan.studies.schema import (
     Study,
-    apply_overrides,
     changed_fields,
     read_study,
     resolve_paths,
     study_from_dict,
 )
-from fedplan.studies.section import ConfigError
+from fedplan.studies.section import ConfigError, apply_overrides
 from fedplan.studies.stored_model import MODEL_FOLDER
-from fedplan.tensors.named import is_aux
 
 START_FILES = (
     *(STUDY, MANIFEST, TASK, RUN_FILE, DATA_FILE, INITIAL_SCORES_FILE),
@@ -133,10 +133,13 @@ def continue_study(study: Study, earlier: Path | str) -> Study:
     return study_from_dict(study.model_dump(mode="json") | {"continue_from": run_id})
 
 
-def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
+def import_kept_params(
+    study: Study, agreement: Agreement, earlier: Path | str, folder: Path
+) -> None:
     """Write each client's personal params of an earlier run as its state in a new folder.
 
-    Raises ConfigError if `earlier` is not the folder of the run that the study continues.
+    `agreement`: the new run's. Raises ConfigError if `earlier` is not the folder of the run that
+    the study continues.
     """
     if not earlier or not Path(earlier).is_dir():
         raise ConfigError(
@@ -149,9 +152,8 @@ def import_kept_params(study: Study, earlier: Path | str, folder: Path) -> None:
             f"the study continues the run {study.continue_from}, but {earlier} is another run"
         )
     for client in run.clients:
-        params = {k: v for k, v in run.client_state(client)[0].items() if not is_aux(k)}
-        if params:
-            Journal(client_state_folder(folder, client)).initialize(params)
+        if state := continued_state(agreement, run.client_state(client)[0]):
+            Journal(client_state_folder(folder, client)).initialize(state)
 
 
 def has_progress(folder: Path) -> bool:

@@ -250,14 +250,15 @@ def _interval(row: Mapping[str, float], column: str) -> tuple[float, float] | No
 
 
 def personal_params(agreement: Agreement) -> Params:
-    """Return the params that some client keeps or holds in some round."""
+    """Return the params of which some client has its own value, or its own copy."""
     plan, params = agreement.method.plan, agreement.params
-    return params_with_roles(plan, params, Role.KEEP, Role.HOLD)
+    copied = (Role.SHARE,) if agreement.method.own_copy else ()
+    return params_with_roles(plan, params, Role.KEEP, Role.HOLD, *copied)
 
 
 def is_personal(agreement: Agreement) -> bool:
-    """Return whether the plan keeps or holds any param, for some client in some round."""
-    return bool(personal_params(agreement))
+    """Return whether some client has its own value, or its own copy, of any param."""
+    return agreement.has_personal
 
 
 def untrained_params(agreement: Agreement) -> Params:

@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from fedplan.data.custom_task import CUSTOM_KIND
 from fedplan.data.metrics import METRIC_NAMES
 from fedplan.data.tasks.kinds import has_score_counts, task_class
+from fedplan.errors import FedplanError
 from fedplan.federation.client import TrainSetup
+from fedplan.language.parser import parse
+from fedplan.methods.registry import METHOD_REGISTRY, method_by_name
 from fedplan.models.catalog import is_hub_id
-from fedplan.naming import UnknownName, unknown_name_message
+from fedplan.naming import unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_arguments
 from fedplan.storage.files import validate_study_name
 from fedplan.studies.federation_sections import (
@@ -28,23 +37,26 @@ from fedplan.studies.federation_sections import (
     EarlyStoppingSection,
     EvaluateConfig,
     PrivacyConfig,
+    PurposeSection,
     TimeoutsSection,
 )
 from fedplan.studies.field_types import (
     Positive,
     code_fingerprints,
-    missing_field_message,
     named_objects,
-    unknown_field_message,
 )
 from fedplan.studies.section import (
     MAX_DEPTH,
     ConfigError,
     DeviceName,
     Section,
+    apply_overrides,
     as_value_error,
+    field_lines,
     parse_toml,
+    validate_section,
 )
+from fedplan.studies.section_errors import line_prefix
 from fedplan.studies.sections import (
     DataSection,
     MethodSection,
@@ -52,6 +64,7 @@ from fedplan.studies.sections import (
     TaskSection,
     TrainConfig,
 )
+from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.devices import AUTO
 
 PATH_FIELDS: dict[str, dict[str, Any]] = {
@@ -61,14 +74,16 @@ PATH_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Fields with paths; they are not part of a study's digest, since files have their own digests."""
 NON_BINDING_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("evaluate", "timeouts", "early_stopping"), True),
+    **dict.fromkeys(("purpose", "evaluate", "timeouts", "early_stopping"), True),
     **dict.fromkeys(("threads", "device", "deterministic"), True),
     "train": {"rounds", "activation_cache_mb"},
+    "clients": {"edges"},
 }
-"""Fields that do not affect training: evaluation, timeouts, early stopping and hardware."""
+"""Fields that do not affect training: purpose, evaluation, timeouts, stopping, hardware, edges."""
 LATER_FIELDS = {
     "data": ("group", "validation_fraction", "validation_split"),
     "task": ("label_separator",),
+    "train": ("lr_by_part",),
 }
 """Fields by section that digests leave out if empty, so that older studies keep their digest."""
 
@@ -102,6 +117,8 @@ class Study(Section):
     """Device: "auto", "cpu", "cuda", "cuda:1", "mps" or "xpu"; "auto" is the best available."""
     deterministic: bool = TrainSetup.deterministic
     """Allow only deterministic operations of torch."""
+    purpose: PurposeSection | None = None
+    """Why the study runs, for the people who approve it; a site's policy may require it."""
     model: ModelSection
     """The initial model."""
     task: TaskSection
@@ -126,6 +143,16 @@ class Study(Section):
     """Robust aggregation."""
     aggregation: AggregationConfig = AggregationConfig()
     """Plain or secure aggregation."""
+
+    @model_serializer(mode="wrap")
+    def _without_new_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out purpose and edges if not set, so that older files and digests stay the same."""
+        fields: dict[str, Any] = write(self)
+        if not fields.get("purpose"):
+            fields.pop("purpose", None)
+        if "clients" in fields and not fields["clients"].get("edges"):
+            fields["clients"].pop("edges", None)
+        return fields
 
     @property
     def digest(self) -> str:
@@ -190,6 +217,32 @@ class Study(Section):
                 "continue_from: params kept in an earlier run reveal examples, which this study's "
                 "privacy guarantee does not cover: leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _validate_edges(self) -> Study:
+        refusals = {
+            'aggregation.kind = "secure"': (
+                self.aggregation.config.active,
+                "sites agree masks with the server that sums, and unmask only for it",
+            ),
+            'privacy.unit = "client"': (
+                self.client_level_dp,
+                "the noise, the sampling and the clipping norm belong to one sum at the server",
+            ),
+            "defence": (
+                self.defence.config.buffers_updates,
+                "the rule compares all single updates: of the defences, only max_weight works "
+                "with edges",
+            ),
+            "evaluate.on_clients": (
+                self.evaluate.on_clients,
+                "an edge passes on no metrics of single clients: use a common test set",
+            ),
+        }
+        for field, (applies, reason) in refusals.items():
+            if self.clients.edges and applies:
+                raise ValueError(f"clients.edges cannot be used with {field}: {reason}")
         return self
 
     @property
@@ -293,8 +346,8 @@ def _without_later(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
     """Return the fields of a study, by section, without those of LATER_FIELDS that are empty."""
     for section, names in LATER_FIELDS.items():
         for name in names:
-            if not fields[section][name]:
-                del fields[section][name]
+            if not fields[section].get(name):
+                fields[section].pop(name, None)
     return fields
 
 
@@ -306,7 +359,43 @@ def read_study(file: Path | str, overrides: list[str] | None = None) -> Study:
     """
     file = Path(file)
     values = apply_overrides(read_study_values(file), overrides)
-    return resolve_paths(study_from_dict(values), file.parent)
+    try:
+        study = study_from_dict(values)
+        _require_method_texts(study.method, {})
+    except ConfigError:
+        lines = field_lines(file.read_text(encoding="utf-8"))  # slow for long lists
+        for override in overrides or ():  # its value is on no line
+            path = tuple(override.partition("=")[0].strip().split("."))
+            lines |= {each: 0 for each in lines if each[: len(path)] == path} | {path: 0}
+        _require_method_texts(study_from_dict(values, lines).method, lines)
+        raise
+    return resolve_paths(study, file.parent)
+
+
+def _require_method_texts(
+    section: MethodSection,
+    lines: Mapping[tuple[str, ...], int],
+    prefix: tuple[str, ...] = ("method",),
+) -> None:
+    """Raise ConfigError, or an error of its code, for a name or text that make_method rejects.
+
+    A stored study is not checked: it may name an object of the process that ran it.
+    """
+    checks: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("name", lambda: not section.name or METHOD_REGISTRY.find(section.name)),
+        ("settings", lambda: not section.name or method_by_name(section.name, section.settings)),
+        ("plan", lambda: not section.plan or parse(section.plan)),
+        ("compression", lambda: not section.compression or parse_codec(section.compression)),
+    )
+    for field, check in checks:
+        try:
+            check()
+        except FedplanError as error:
+            path, message = (*prefix, field), str(error).replace("\n", "\n    ")
+            fault = f"{line_prefix(lines, path)}{'.'.join(path)}: {message}"
+            raise ConfigError(f"invalid study file:\n  {fault}").with_code(error.code) from error
+    if section.base_method is not None:
+        _require_method_texts(section.base_method, lines, (*prefix, "base_method"))
 
 
 def read_study_values(file: Path) -> dict[str, Any]:
@@ -345,91 +434,40 @@ def changed_fields(first: Study, second: Study) -> list[str]:
     return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
 
-def study_from_dict(values: dict[str, Any]) -> Study:
+def study_from_dict(values: dict[str, Any], lines: Mapping[tuple[str, ...], int] = {}) -> Study:
     """Return the study of nested dicts of plain values, sections by name.
 
-    Raises ConfigError with one line for each invalid field. If a name, for example of a plug-in, is
-    unknown, the error's `code` is `UnknownName.code`.
+    Raises ConfigError with one line for each invalid field, and the number of its line in the file
+    if `lines` are the `field_lines` of that file. If a name, for example of a plug-in, is unknown,
+    the error's `code` is `UnknownName.code`.
     """
-    reasons = {section: unserializable_reason(value) for section, value in values.items()}
-    if faults := [f"{section}: {reason}" for section, reason in reasons.items() if reason]:
+    if faults := [
+        f"{line_prefix(lines, path)}{'.'.join(path)}: {reason}"
+        for path, reason in _invalid_values(values)
+    ]:
         raise ConfigError("invalid study file:\n  " + "\n  ".join(faults))
-    try:
-        return Study.model_validate(values)
-    except ValidationError as error:
-        raise config_error(Study, error) from error
+    return validate_section(Study, values, lines)
 
 
-def config_error(schema: type[BaseModel], error: ValidationError) -> ConfigError:
-    """Return the ConfigError for a study or section (`schema`) that pydantic has rejected."""
-    faults = _merge_choices(_fault_line(schema, details) for details in error.errors())
-    causes = [details.get("ctx", {}).get("error") for details in error.errors()]
-    unknown = any(isinstance(getattr(c, "__cause__", None), UnknownName) for c in causes)
-    code = UnknownName.code if unknown else ConfigError.code
-    kind = "study file" if schema is Study else schema.__name__
-    return ConfigError(f"invalid {kind}:\n  " + "\n  ".join(faults)).with_code(code)
+def _invalid_values(
+    values: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield path and `_unserializable_reason` of each field that has one."""
+    for name, value in values.items():
+        path = (*prefix, name)
+        if isinstance(value, dict) and len(path) < MAX_DEPTH:
+            yield from _invalid_values(cast("dict[str, Any]", value), path)
+        elif reason := _unserializable_reason(value, len(path) - 1):
+            yield path, reason
 
 
-UNION_CHOICE = re.compile(r"\.[^.:]*\[[^:]*\](?=: )|\.(str|int|float|bool)(?=: )")
-"""The end of a field's name that pydantic adds for each choice of a union."""
-CHOICE = re.compile(r"(.*?: Input should be )(.*)(, not '.*')")
-
-
-def _merge_choices(lines: Iterable[str]) -> list[str]:
-    """Return lines on fields with the choices of one field in one line: `a or b, not 'c'`."""
-    merged = dict[tuple[str, str], list[str]]()
-    for line in lines:
-        parts = CHOICE.fullmatch(UNION_CHOICE.sub("", line))
-        head, choice, end = parts.groups() if parts else (line, "", "")
-        merged.setdefault((head, end), []).append(choice)
-    lists = merged.items()
-    return [f"{head}{' or '.join(dict.fromkeys(some))}{end}" for (head, end), some in lists]
-
-
-def _fault_line(schema: type[BaseModel], details: Mapping[str, Any]) -> str:
-    """Return the dotted field and the message of an entry of `ValidationError.errors()`."""
-    names = map(str, details["loc"])
-    field = ".".join(n if n.isprintable() else repr(n) for n in names) or schema.__name__.lower()
-    if details["type"] == "extra_forbidden":
-        return f"{field}: {unknown_field_message(schema, details['loc'])}"
-    if details["type"] == "missing":
-        return f"{field}: {missing_field_message(schema, details['loc'])}"
-    if details["type"] == "value_error":
-        return f"{field}: {str(details['msg']).removeprefix('Value error, ')}"
-    return f"{field}: {details['msg']}, not {str(details['input'])[:60]!r}"
-
-
-def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
-    """Set fields of nested dicts in place, by texts such as "train.rounds=5"; return the dicts.
-
-    A value is parsed as TOML, or taken as string. Raises ConfigError for a text without "=" or a
-    section that is no dict.
-    """
-    for override in overrides or ():
-        field, separator, text = override.partition("=")
-        if not separator or not field:
-            raise ConfigError(f"an override has the form section.field=value, not {override!r}")
-        set_field(values, field.strip(), parse_toml_value(text.strip()))
-    return values
-
-
-def set_field(values: dict[str, Any], field: str, value: Any) -> None:
-    """Set a field of nested dicts in place, by dotted name; ConfigError if a section is a value."""
-    *sections, name = field.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if type(values) is not dict:
-            raise ConfigError(f"{field}: {section} is a value, not a section")
-    values[name] = value
-
-
-def unserializable_reason(value: Any, depth: int = 0) -> str:
+def _unserializable_reason(value: Any, depth: int = 0) -> str:
     """Return why a value cannot be written to TOML or JSON and read unchanged; "" if it can."""
     if depth > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} deep"
     if isinstance(value, dict | list):
         children = cast("Any", value.values() if isinstance(value, dict) else value)
-        reasons = (unserializable_reason(child, depth + 1) for child in children)
+        reasons = (_unserializable_reason(child, depth + 1) for child in children)
         return next(filter(None, reasons), "")
     if value is not None and type(value) not in (str, int, float, bool):
         return f"{str(value)[:60]} is a {type(value).__name__}: write it as a string or a number"
@@ -438,14 +476,6 @@ def unserializable_reason(value: Any, depth: int = 0) -> str:
     if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
         return f"{value[:60]!r} cannot be written as UTF-8"
     return ""
-
-
-def parse_toml_value(text: str) -> Any:
-    """Parse one TOML value; a text that is not valid TOML is returned as a string."""
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except (ValueError, KeyError):
-        return text
 
 
 def flatten_fields(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, dataclass_transform
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass
@@ -24,6 +24,10 @@ STRICT = ConfigDict(
 """Configuration of all sections: no unknown fields, no type conversion, no NaN or infinity."""
 MAX_DEPTH = 32
 """Maximum nesting depth of values."""
+SITE_ADDRESS = "https://fedplan.example"
+"""Address of the documentation site, as in pyproject.toml; `.ci/version` refuses a placeholder."""
+SCHEMA_LINE = f"#:schema {SITE_ADDRESS}/reference/{{}}.schema.json"
+"""First line of a study, site, policy or server file, by which editors find its schema."""
 
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'")
 _KEY_SEPARATOR = re.compile(r"[,=\[\]{}\n]")
@@ -51,9 +55,12 @@ class _SectionType(ModelMetaclass):
             try:
                 return super().__call__(**fields)
             except ValidationError as error:
-                from fedplan.studies.schema import config_error
+                from fedplan.studies.section_errors import config_error
 
                 raise config_error(cls, error) from error
+
+
+SectionType = TypeVar("SectionType", bound="Section")
 
 
 class Section(BaseModel, metaclass=_SectionType):
@@ -101,6 +108,62 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from None
 
 
+def validate_section(
+    schema: type[SectionType], values: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] = {}
+) -> SectionType:
+    """Return the section of nested dicts; ConfigError has a line for each invalid field.
+
+    `lines`: the `field_lines` of the file that the values come from, for the error.
+    """
+    try:
+        return schema.model_validate(dict(values))
+    except ValidationError as error:
+        from fedplan.studies.section_errors import config_error  # loads torch
+
+        raise config_error(schema, error, lines) from error
+
+
+def parse_section(schema: type[SectionType], text: str) -> SectionType:
+    """Return the section in a TOML text; ConfigError names each invalid field and its line.
+
+    Raises ValueError for invalid TOML, as `parse_toml` does.
+    """
+    values = parse_toml(text)
+    try:
+        return validate_section(schema, values)
+    except ConfigError:
+        return validate_section(schema, values, field_lines(text))  # slow for long lists
+
+
+def field_lines(text: str) -> dict[tuple[str, ...], int]:
+    """Return the number of the line on which each section and field of a valid TOML text begins.
+
+    >>> field_lines("seed = 1\\n[model]\\nconfig = { depth = 3 }")
+    {('seed',): 1, ('model',): 2, ('model', 'config'): 3, ('model', 'config', 'depth'): 3}
+    """
+    lines, header, statement, start = dict[tuple[str, ...], int](), "", "", 1
+    for number, line in enumerate(text.split("\n"), 1):
+        statement += line + "\n"
+        try:
+            values = parse_toml(header + statement)
+        except ValueError:
+            continue  # a value goes on in the next line
+        if statement.lstrip().startswith("["):
+            header = statement
+        for path in _paths(values):
+            lines.setdefault(path, start)
+        statement, start = "", number + 1
+    return lines
+
+
+def _paths(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each section and field of nested dicts."""
+    for name, value in values.items():
+        yield (path := (*prefix, name))
+        if isinstance(value, dict):
+            yield from _paths(cast("dict[str, Any]", value), path)
+
+
 def _check_device(name: str) -> str:
     from fedplan.tensors.devices import check_device_name  # loads torch
 
@@ -108,3 +171,35 @@ def _check_device(name: str) -> str:
 
 
 DeviceName = Annotated[str, found_by(_check_device)]
+
+
+def apply_overrides(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    """Set fields of nested dicts in place, by texts such as "train.rounds=5"; return the dicts.
+
+    A value is parsed as TOML, or taken as string. Raises ConfigError for a text without "=" or a
+    section that is no dict.
+    """
+    for override in overrides or ():
+        field, separator, text = override.partition("=")
+        if not separator or not field:
+            raise ConfigError(f"an override has the form section.field=value, not {override!r}")
+        set_field(values, field.strip(), parse_toml_value(text.strip()))
+    return values
+
+
+def set_field(values: dict[str, Any], field: str, value: Any) -> None:
+    """Set a field of nested dicts in place, by dotted name; ConfigError if a section is a value."""
+    *sections, name = field.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if type(values) is not dict:
+            raise ConfigError(f"{field}: {section} is a value, not a section")
+    values[name] = value
+
+
+def parse_toml_value(text: str) -> Any:
+    """Parse one TOML value; a text that is not valid TOML is returned as a string."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError):
+        return text

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from fedplan.data.partition import Partition
 from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.kinds import TASK_KINDS
+from fedplan.language.parser import parse_part
 from fedplan.methods.method import Method
 from fedplan.models.values import QUANTIZATIONS
 from fedplan.studies.field_types import (
@@ -21,6 +22,7 @@ from fedplan.studies.field_types import (
     LoopName,
     OptimizerName,
     PartitionKind,
+    PartText,
     Positive,
     ProbeName,
     ProductText,
@@ -31,7 +33,7 @@ from fedplan.studies.field_types import (
 )
 from fedplan.studies.section import STRICT, Section, as_value_error
 from fedplan.training.activation_cache import DEFAULT_MEGABYTES, ActivationCache
-from fedplan.training.fit import TrainArguments
+from fedplan.training.fit import PRECISIONS, TrainArguments
 from fedplan.training.optimizers import (
     DECAY,
     MOMENTUM,
@@ -134,7 +136,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the loaded weights."""
     quantization: Annotated[
-        str, AfterValidator(one_of_validator("quantization", ("", *QUANTIZATIONS)))
+        str,
+        AfterValidator(one_of_validator("quantization", ("", *QUANTIZATIONS))),
+        Field(json_schema_extra={"enum": ["", *QUANTIZATIONS]}),
     ] = ""
     """Quantize linear layers, which are then frozen: "nf4", "fp4" or "int8"; default: no."""
     adapter: AdapterSection | None = None
@@ -352,6 +356,10 @@ class TrainConfig(Section):
     """Further arguments of the optimizer, by torch's names, such as { eps = 1e-6 }."""
     lr: Annotated[float, Field(gt=0)] = TrainArguments.lr
     """Learning rate, before the schedule."""
+    lr_by_part: dict[PartText, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict[str, float]
+    )
+    """Learning rates of parts that differ from `lr`, such as { head = 1e-2 }."""
     lr_scheduler: str = TrainArguments.lr_scheduler.name
     """Learning-rate schedule by its transformers name, such as "linear" or "cosine"."""
     lr_scheduler_settings: dict[str, str | float] = Field(default_factory=dict[str, str | float])
@@ -376,8 +384,10 @@ class TrainConfig(Section):
     """Batches per optimizer step (gradient accumulation)."""
     max_grad_norm: Annotated[float, Field(ge=0)] = TrainArguments.max_grad_norm
     """Maximum gradient norm of a step; 0: no clipping."""
-    precision: str = TrainArguments.precision
-    """Precision of forward passes: "float32", or mixed precision with "bf16" or "fp16"."""
+    precision: Annotated[str, Field(json_schema_extra={"enum": [*PRECISIONS]})] = (
+        TrainArguments.precision
+    )
+    """Precision of training: "float32", "tf32" (on CUDA), or mixed with "bf16" or "fp16"."""
     gradient_checkpointing: bool = TrainArguments.gradient_checkpointing
     """Use gradient checkpointing: recompute activations in the backward pass to save memory."""
     torch_compile: str = TrainArguments.torch_compile
@@ -405,9 +415,13 @@ class TrainConfig(Section):
         schedule = make_lr_schedule(
             self.lr_scheduler, self.lr_scheduler_settings, warmup=self.warmup, rounds=over
         )
-        names = {field.name for field in fields(TrainArguments)} - {"optimizer", "lr_scheduler"}
-        values = {name: getattr(self, name) for name in names}
-        return TrainArguments(optimizer, lr_scheduler=schedule, **values)
+        made = {
+            "optimizer": optimizer,
+            "lr_scheduler": schedule,
+            "lr_by_part": tuple((parse_part(text), lr) for text, lr in self.lr_by_part.items()),
+        }
+        names = {field.name for field in fields(TrainArguments)} - made.keys()
+        return TrainArguments(**made, **{name: getattr(self, name) for name in names})
 
     @property
     def activation_cache(self) -> ActivationCache | None:

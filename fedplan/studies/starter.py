@@ -20,6 +20,7 @@ from fedplan.models.catalog import SHORT_NAMES, is_hub_id, load_model_config
 from fedplan.storage.files import SHARED, write_atomic
 from fedplan.studies.federated_data import compute_split
 from fedplan.studies.schema import Study, read_study
+from fedplan.studies.section import SCHEMA_LINE
 
 LENGTHS = (32, 64, 128, 256, 512)
 """Choices of max_length; the first that fits most texts is used."""
@@ -218,6 +219,7 @@ class _StudyDraft:
         """Yield the lines of the file's head, and of [model]: a path, or a type with a config."""
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(self.schema.path).stem).strip("-") or "study"
         file, dataset = _printable(self.output.name), _printable(Path(self.schema.path).name)
+        yield SCHEMA_LINE.format("study")
         yield f"# A study of {dataset}, written by `fedplan new study`."
         yield f"# Inspect it:  fedplan explain {file}; fedplan data {file}"
         yield f"# Run it:      fedplan run {file} --output run"

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedplan.studies.schema import (
-    ConfigError,
     Study,
-    parse_toml_value,
     read_study_values,
     resolve_paths,
-    set_field,
     study_from_dict,
 )
+from fedplan.studies.section import ConfigError, parse_toml_value, set_field
 
 SEED = "seed"
 """The field that differs between runs of one group; it is varied by seeds, not by settings."""

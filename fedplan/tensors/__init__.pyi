@@ -16,6 +16,7 @@ from .devices import (
     eval_mode,
     fork_rng_state,
     grad_scaler,
+    host_copy,
     model_device,
     move_model,
     rank_device,
@@ -24,6 +25,7 @@ from .devices import (
     resolve_device,
     rng_state,
     sum_dtype,
+    tensor_float32,
     to_device,
     worker_device,
 )

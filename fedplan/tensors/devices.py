@@ -132,14 +132,28 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     """Return the tensors on a device; tensors that are there already are not copied.
 
     A copy from the CPU to CUDA is asynchronous, and may still run when the function returns.
+    `host_copy` returns the tensors that were copied.
     """
-    if device.type == "cuda":
+    moved = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        is_copied = device.type == "cuda" and tensor.device == CPU
         # The pinned-memory allocator waits for the copy, and nobody else writes to this tensor.
-        return {
-            name: t.pin_memory().to(device, non_blocking=True) if t.device == CPU else t.to(device)
-            for name, t in tensors.items()
-        }
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+        source = tensor.pin_memory() if is_copied else tensor
+        moved[name] = source.to(device, non_blocking=is_copied)
+        if moved[name] is not tensor and not tensor.is_inference():
+            cast("Any", moved[name]).source = (tensor, tensor._version)
+    return moved
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return the tensor of the CPU from which `to_device` copied `tensor`; else `tensor` itself.
+
+    Its values are known without waiting for the device. Returns `tensor` also if one of the two has
+    changed since.
+    """
+    source, version = getattr(tensor, "source", (tensor, None))
+    is_unchanged = source.device == CPU and source._version == version and tensor._version == 0
+    return source if is_unchanged else tensor
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -224,6 +238,25 @@ def deterministic(on: bool = True) -> Generator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warn_only)
+
+
+@contextmanager
+def tensor_float32(on: bool) -> Generator[None]:
+    """Run the body with matrix products of float32 on CUDA in TF32 if `on`, else in float32.
+
+    Then restores the setting. Other devices than CUDA compute in float32 either way.
+    """
+    products: Any = torch.backends.cuda.matmul
+    # Since torch 2.9, reading the older name fails if somebody has set the newer one.
+    newer = getattr(products, "fp32_precision", None)
+    before = products.allow_tf32 if newer is None else newer
+    try:
+        products.allow_tf32 = on
+        yield
+    finally:
+        products.allow_tf32 = before in (True, "tf32")
+        if newer is not None:
+            products.fp32_precision = before
 
 
 @contextmanager

@@ -108,12 +108,16 @@ class ExactSum:
         Keeps no tensor of `other`, and changes no result of `other`. Raises SumError for two dtypes
         or shapes of a name, or a possible overflow.
         """
-        for name, theirs in other._accumulators.items():
-            self._require_fit(name, theirs.dtype, theirs.shape, theirs.reach)
+        self.require_mergeable(other)
         new = {n: a.copy() for n, a in other._accumulators.items() if n not in self._accumulators}
         for name in other._accumulators.keys() - new.keys():
             self._accumulators[name].merge(other._accumulators[name])
         self._accumulators |= new
+
+    def require_mergeable(self, other: ExactSum) -> None:
+        """Raise SumError if `merge` would not accept the sum `other`; change nothing."""
+        for name, theirs in other._accumulators.items():
+            self._require_fit(name, theirs.dtype, theirs.shape, theirs.reach)
 
     def _require_fit(self, name: str, dtype: str, shape: tuple[int, ...], reach: int) -> None:
         """Raise SumError if the sum of `name` has another dtype or shape, or could overflow.
@@ -226,8 +230,60 @@ class ExactSum:
             total._accumulators[name] = Accumulator(lower=lower, upper=upper, **fields)
         return total
 
+    @classmethod
+    def read_raw(
+        cls,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        expected: Mapping[str, tuple[Tensor, int, int]],
+    ) -> ExactSum:
+        """As `from_raw`, of another party that may be wrong; copies the tensors.
+
+        `expected`: by name a tensor of the dtype and shape, the total weight, and the number of
+        updates. Raises SumError if anything differs from these, is missing, left over, or of
+        another type, or if a mean is no value that an update could have.
+        """
+        names = {f"{name}.{part}" for name in expected for part in ("lower", "upper")}
+        if not isinstance(facts, dict) or facts.keys() != expected.keys() or tensors.keys() - names:
+            raise SumError("the sum has other names than its updates")
+        counts, checked = dict[str, Tensor](), dict[str, Any]()
+        for name, (like, weight, senders) in expected.items():
+            known = (dtype_name(like), tuple(like.shape), weight, senders)
+            fact, bounds = facts[name], {"reach": MAX_SUM_STEPS, "load": 2**63, "lifted": 2**63}
+            try:
+                claim = (fact["dtype"], tuple(fact["shape"]), fact["weight"], fact["senders"])
+                limits = {key: fact[key] for key in bounds}
+            except (KeyError, TypeError) as error:
+                raise SumError(f"{name} is not part of a sum: {error!r}") from error
+            parts = {k: tensors[k] for k in (f"{name}.lower", f"{name}.upper") if k in tensors}
+            fits = [t.dtype == torch.int64 and t.shape == (like.numel(),) for t in parts.values()]
+            if claim != known or f"{name}.lower" not in parts or not all(fits):
+                raise SumError(f"the sum of {name} is {claim}, and its updates are {known}")
+            if any(type(n) is not int or not 0 <= n < bounds[key] for key, n in limits.items()):
+                raise SumError(f"the sum of {name} has {limits}, out of range")
+            counts |= {key: part.clone() for key, part in parts.items()}
+            checked[name] = {
+                **limits,
+                **dict(zip(("dtype", "shape", *_FACTS[1:3]), known, strict=True)),
+            }
+        total = cls.from_raw(counts, checked)
+        for accumulator in total._accumulators.values():
+            # Of the counts themselves: a claim that is too large would leave no room for others.
+            accumulator.normalize()
+            accumulator.reach = _reach(accumulator.upper)
+        peak_steps(total.mean())
+        return total
+
     def _sorted(self) -> list[tuple[str, Accumulator]]:
         return sorted(self._accumulators.items())
+
+
+def _reach(upper: Tensor | None) -> int:
+    """Return a bound of the magnitude of a normalized sum in grid steps, by its upper counts."""
+    if upper is None or not upper.numel():
+        return 0
+    low, high = upper.aminmax()
+    return (max(abs(int(low)), abs(int(high))) + 1) << CARRY_BITS
 
 
 def _read_accumulator(

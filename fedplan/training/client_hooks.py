@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client hooks: changes of local training by methods such as FedProx, FedRep and SCAFFOLD."""
+"""Client hooks: changes of local training by methods such as FedProx, SCAFFOLD and Ditto."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import isnan
 
@@ -13,7 +14,7 @@ from fedplan.errors import FedplanError
 from fedplan.language.canonical import format_call, with_text
 from fedplan.language.plan import Role
 from fedplan.models.params import Param
-from fedplan.models.values import get_values
+from fedplan.models.values import get_values, set_values
 from fedplan.naming import Registry
 from fedplan.tensors.devices import model_device, to_device
 from fedplan.tensors.named import Tensors, aux_name
@@ -68,8 +69,35 @@ def alternate(personal_epochs: int = 1) -> ClientHook:
     return hook
 
 
+FIRST = "first"
+"""Kind of a client's memory: the value with which a KEEP param begins every turn."""
+
+
+@with_text("begin_afresh")
+def begin_afresh(fit: Fit) -> Fit:
+    """Wrap a fit so that KEEP params begin every turn with the values of the client's first turn.
+
+    So the client's personal values are those of its last turn alone. The first values stay in the
+    client's memory, which takes as much space again.
+    """
+
+    def fresh_fit(job: Job) -> FitResult:
+        kept = [p for p, role in job.roles.items() if role is Role.KEEP]
+        first = {p.key: job.memory.get(aux_name(p.key, FIRST), job.start[p.key]) for p in kept}
+        set_values(job.model, first, kept)
+        result = fit(job)
+        stored = {aux_name(key, FIRST): value for key, value in first.items()}
+        return replace(result, memory={**result.memory, **stored})
+
+    return fresh_fit
+
+
 CONTROL = "control"
 """Kind of SCAFFOLD's auxiliary tensors: an estimate of each shared param's gradient."""
+LINEAR = "linear"
+"""Kind of a client's memory for FedDyn: the linear term of each shared param."""
+COPY = "copy"
+"""Kind of a client's memory: its own copy of a shared param, which its personal model has."""
 
 
 @with_text("controlled")
@@ -86,13 +114,9 @@ def control_variates(fit: Fit) -> Fit:
     def controlled_fit(job: Job) -> FitResult:
         shared = [p for p, role in job.roles.items() if role is Role.SHARE]
 
-        def controls(aux: Tensors) -> dict[str, Tensor]:
-            stored = {p.key: aux.get(aux_name(p.key, CONTROL)) for p in shared}
-            return {
-                k: torch.zeros_like(job.start[k]) if v is None else v for k, v in stored.items()
-            }
-
-        global_control, control = controls(job.aux), controls(job.memory)
+        global_control, control = (
+            _stored_values(aux, CONTROL, job.start, shared) for aux in (job.aux, job.memory)
+        )
         correction = {key: global_control[key] - control[key] for key in global_control}
         on_device = to_device(correction, model_device(job.model))
 
@@ -107,8 +131,8 @@ def control_variates(fit: Fit) -> Fit:
             return replace(result, aux=unchanged, memory=job.memory)
         if isnan(lr_sum):
             raise FedplanError(
-                "SCAFFOLD needs one learning rate for all params in a step, and this loop's "
-                "param groups have several: give them one"
+                "SCAFFOLD needs one learning rate for all params in a step, and there are several: "
+                "leave lr_by_part out; give the param groups of your own loop one rate"
             )
         scale, trained = 1 / lr_sum, get_values(job.model, shared)
         updated = {
@@ -123,7 +147,108 @@ def control_variates(fit: Fit) -> Fit:
     return controlled_fit
 
 
-CLIENT_HOOK_NAMES: Registry[ClientHook] = Registry("client hook", {"alternate": alternate()})
+def dynamic(alpha: float) -> ClientHook:
+    """Return FedDyn's hook: a proximal term of weight `alpha`, and a linear term by each client.
+
+    Adds alpha * (value - start) - d to the gradient of each SHARE param. d estimates the gradient
+    of the client's own loss; it is zero at first, stays in the client's memory and is never sent.
+    """
+
+    @with_text(format_call("dynamic", alpha))
+    def hook(fit: Fit) -> Fit:
+        pulled = proximal(alpha)(fit)
+
+        def dynamic_fit(job: Job) -> FitResult:
+            shared = [p for p, role in job.roles.items() if role is Role.SHARE]
+            linear = _stored_values(job.memory, LINEAR, job.start, shared)
+            on_device = to_device(linear, model_device(job.model))
+
+            def add_linear_gradient(param: Param, value: Tensor, gradient: Tensor) -> None:
+                if param.key in on_device:
+                    gradient.sub_(on_device[param.key])
+
+            hooks = (*job.gradient_hooks, add_linear_gradient)
+            result = pulled(replace(job, gradient_hooks=hooks))
+            updated = {
+                aux_name(k, LINEAR): linear[k] - alpha * (v - job.start[k])
+                for k, v in get_values(job.model, shared).items()
+            }
+            return replace(result, memory={**result.memory, **updated})
+
+        return dynamic_fit
+
+    return hook
+
+
+def train_own_copy(lam: float) -> ClientHook:
+    """Return Ditto's hook: after the local training, train the client's own copy of SHARE params.
+
+    The copy starts from the global values in the client's first turn, and later from the client's
+    memory, where it stays. It is trained by the job's settings at seed + 1, with lam/2 times the
+    squared distance to the global values as a loss term, and with KEEP params held. A param that is
+    frozen by now has the copy's value meanwhile. The update is that of the first training.
+    """
+
+    @with_text(format_call("train_own_copy", lam))
+    def hook(fit: Fit) -> Fit:
+        pulled = proximal(lam)(fit)
+
+        def fit_both(job: Job) -> FitResult:
+            result = fit(job)
+            copied = [
+                p
+                for p, role in job.roles.items()
+                if role is Role.SHARE
+                or (role is Role.FREEZE and aux_name(p.key, COPY) in job.memory)
+            ]
+            trained = get_values(job.model, copied)
+            copies = {k: job.memory.get(aux_name(k, COPY), job.start[k]) for k in trained}
+            set_values(job.model, copies, copied)
+            roles = {p: Role.HOLD if r is Role.KEEP else r for p, r in job.roles.items()}
+            pulled(replace(job, roles=roles, seed=job.seed + 1, gradient_hooks=()))
+            own = {aux_name(k, COPY): v for k, v in get_values(job.model, copied).items()}
+            set_values(job.model, trained, copied)
+            return replace(result, memory={**result.memory, **own})
+
+        return fit_both
+
+    return hook
+
+
+def normalize_steps(steps: int) -> ClientHook:
+    """Return FedNova's hook: scale the change of SHARE params to that of `steps` local steps.
+
+    The change of a client that took n steps is multiplied by steps / n, so that clients with more
+    steps do not weigh more than by their examples.
+    """
+
+    @with_text(format_call("normalize_steps", steps))
+    def hook(fit: Fit) -> Fit:
+        def normalized_fit(job: Job) -> FitResult:
+            result = fit(job)
+            if result.steps:
+                shared = [p for p, role in job.roles.items() if role is Role.SHARE]
+                scale, trained = steps / result.steps, get_values(job.model, shared)
+                scaled = {k: torch.lerp(job.start[k], v, scale) for k, v in trained.items()}
+                set_values(job.model, scaled, shared)
+            return result
+
+        return normalized_fit
+
+    return hook
+
+
+def _stored_values(
+    aux: Tensors, kind: str, start: Tensors, params: Iterable[Param]
+) -> dict[str, Tensor]:
+    """Return the auxiliary tensors of a kind by the keys of `params`; zeros for missing ones."""
+    stored = {p.key: aux.get(aux_name(p.key, kind)) for p in params}
+    return {k: torch.zeros_like(start[k]) if v is None else v for k, v in stored.items()}
+
+
+CLIENT_HOOK_NAMES: Registry[ClientHook] = Registry(
+    "client hook", {"alternate": alternate(), "begin_afresh": begin_afresh}
+)
 """All client hooks that a study can name; hooks with settings need a method."""
 
 

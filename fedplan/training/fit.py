@@ -35,12 +35,13 @@ from fedplan.tensors.devices import (
     grad_scaler,
     model_device,
     read_floats,
+    tensor_float32,
     to_device,
 )
 from fedplan.tensors.named import Tensors
 from fedplan.training.activation_cache import ActivationCache, frozen_prefix
 from fedplan.training.freezing import TrainableParams, trainable
-from fedplan.training.optimizers import ClientOptimizer, LRSchedule, adamw
+from fedplan.training.optimizers import ClientOptimizer, LRByPart, LRSchedule, adamw
 from fedplan.training.ranks import Ranks
 
 
@@ -96,10 +97,11 @@ class Stepper:
 
 PRECISIONS: dict[str, torch.dtype | None] = {
     "float32": None,
+    "tf32": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Autocast dtype of each precision; None turns autocast off."""
+"""Autocast dtype of each precision; None turns autocast off, as for tf32 of CUDA."""
 
 
 @contextmanager
@@ -151,13 +153,14 @@ class TrainArguments:
     """Training arguments of a client, as a value that server and clients compare.
 
     `optimizer`, `lr`, `lr_scheduler`: the optimizer, the learning rate, and the rate's schedule.
+    `lr_by_part`: pairs of a part and its own learning rate, which has the same schedule.
     `epochs`: passes over the examples in a turn; ignored if `steps` is set.
     `steps`: optimizer steps in a turn; 0 uses `epochs`.
     `batch_size`: examples in one forward pass.
     `gradient_accumulation_steps`: batches in one optimizer step.
     `max_grad_norm`: gradients are clipped to this norm; 0 does not clip.
     `decay_norm_and_bias`: False excludes norms and biases from weight decay.
-    `precision`: autocast precision of forward passes: float32 (off), bf16 or fp16.
+    `precision`: bf16 or fp16, autocast of forward passes; float32 or tf32, without autocast.
     `gradient_checkpointing`: recompute activations in the backward pass to save memory.
     `torch_compile`: a backend of torch.compile; empty does not compile.
     `group_by_length`: put texts of similar length into one batch.
@@ -183,6 +186,7 @@ class TrainArguments:
     group_by_length: bool = False
     num_workers: int = 0
     cache_activations: bool = False
+    lr_by_part: LRByPart = ()
 
     def __post_init__(self) -> None:
         for name, least in (("gradient_accumulation_steps", 1), ("num_workers", 0)):
@@ -201,7 +205,10 @@ class TrainArguments:
     @property
     def text(self) -> str:
         """All settings in one line; part of the text that server and clients compare."""
-        return format_call("train", **{f.name: getattr(self, f.name) for f in fields(self)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not self.lr_by_part:  # so that runs without it keep the text of earlier versions
+            del values["lr_by_part"]
+        return format_call("train", **values)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -230,10 +237,14 @@ class TrainArguments:
                 remaining -= 1
                 yield indices
 
+    def lr_sum(self, factor_sum: float) -> float:
+        """Return the sum of the learning rates of all steps; nan if params have several rates."""
+        return nan if self.lr_by_part else self.lr * factor_sum
+
     def make_optimizer(self, trainable_params: TrainableParams) -> torch.optim.Optimizer:
         """Create the torch optimizer of one turn, without state from earlier turns."""
         return self.optimizer.make_optimizer(
-            trainable_params, self.lr, decay_all=self.decay_norm_and_bias
+            trainable_params, self.lr, self.lr_by_part, decay_all=self.decay_norm_and_bias
         )
 
 
@@ -303,7 +314,8 @@ class FitResult:
     taken.
     `aux`: auxiliary tensors for the server, sent beside the update.
     `memory`: auxiliary tensors that the client stores for the next turn.
-    `lr_sum`: sum of the learning rates of all steps; None if every step used `train_arguments.lr`.
+    `lr_sum`: sum of the learning rates of all steps; None if every step used `train_arguments.lr`,
+    nan if params had several.
     """
 
     loss: float
@@ -335,6 +347,7 @@ def plain_fit(job: Job) -> FitResult:
         fork_rng_state(device, ranks.seed(job.seed) if ranks else job.seed),
         trainable(job.model, job.roles) as trainable_params,
         use_gradient_checkpointing(job.model, config.gradient_checkpointing),
+        tensor_float32(config.precision == "tf32"),
     ):
         if not list(trainable_params.parameters()):
             return FitResult(loss=nan, steps=0)
@@ -365,7 +378,7 @@ def plain_fit(job: Job) -> FitResult:
                 stepper.step(lambda: adjust_gradients(trainable_params, job))
         job.model.eval()
     mean = reduce(add, read_floats(losses), 0.0) / max(config.step_count(len(job.examples)), 1)
-    return FitResult(mean, stepper.steps_taken, lr_sum=config.lr * stepper.factor_sum)
+    return FitResult(mean, stepper.steps_taken, lr_sum=config.lr_sum(stepper.factor_sum))
 
 
 @torch.no_grad()

@@ -15,7 +15,9 @@ from torch import nn
 
 from fedplan.errors import FedplanError
 from fedplan.language.canonical import canonical_text, format_dataclass
-from fedplan.models.params import Kind
+from fedplan.language.parts import Part
+from fedplan.language.resolution import require_known_part
+from fedplan.models.params import Kind, Params
 from fedplan.naming import Registry, unknown_name_message
 from fedplan.training.freezing import TrainableParams
 
@@ -23,6 +25,8 @@ DECAY, MOMENTUM = 0.0, 0.0
 """Default weight decay and momentum of every optimizer; torch's own differ between classes."""
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 """Parameters, or param groups as torch.optim takes them."""
+LRByPart = tuple[tuple[Part, float], ...]
+"""Parts with a learning rate of their own; no param is in two of them."""
 OptimizerFactory = Callable[[ParamGroups, float], torch.optim.Optimizer]
 """Creates a torch optimizer from parameters and a learning rate."""
 _DEFAULTS = {"weight_decay": DECAY, "momentum": MOMENTUM}
@@ -51,24 +55,30 @@ class ClientOptimizer:
         return f"{self.name}({self.settings})"
 
     def make_optimizer(
-        self, trainable_params: TrainableParams, lr: float, *, decay_all: bool = True
+        self,
+        trainable_params: TrainableParams,
+        lr: float,
+        lr_by_part: LRByPart = (),
+        *,
+        decay_all: bool = True,
     ) -> torch.optim.Optimizer:
         """Create the torch optimizer of one turn at learning rate `lr`, without earlier state.
 
-        With `decay_all` False, norms and biases have no weight decay. Raises FedplanError if torch
-        rejects the settings, or the optimizer cannot do what is asked with these params.
+        Parts in `lr_by_part` have their own rate. With `decay_all` False, norms and biases have no
+        weight decay. Raises FedplanError if torch rejects the settings, or the optimizer cannot do
+        what is asked with these params.
         """
         params: ParamGroups = trainable_params.parameters()
-        if not decay_all:
-            decaying, others = list[nn.Parameter](), list[nn.Parameter]()
+        if not decay_all or lr_by_part:
+            groups = dict[tuple[float, bool], list[nn.Parameter]]()
             for param, leaf in trainable_params.leaves():
-                decays = param.kind is not Kind.NORM and "bias" not in param.tags
-                (decaying if decays else others).append(leaf)
-            groups: list[dict[str, Any]] = [
-                {"params": decaying},
-                {"params": others, "weight_decay": 0.0},
+                rate = next((rate for part, rate in lr_by_part if part.holds(param)), lr)
+                decays = decay_all or (param.kind is not Kind.NORM and "bias" not in param.tags)
+                groups.setdefault((rate, decays), []).append(leaf)
+            params = [
+                {"params": leaves, "lr": rate} | ({} if decays else {"weight_decay": 0.0})
+                for (rate, decays), leaves in groups.items()
             ]
-            params = [group for group in groups if group["params"]]
         try:
             optimizer = self.make(params, lr)
         except (TypeError, ValueError) as error:
@@ -86,6 +96,28 @@ class ClientOptimizer:
                 f"the optimizer {self.text} has no weight decay: leave decay_norm_and_bias out"
             )
         return optimizer
+
+
+def check_lr_by_part(lr_by_part: LRByPart, params: Params) -> None:
+    """Raise FedplanError unless each part has params of its own, and no tensor has two rates."""
+    parts_by_name = dict[str, set[str]]()
+    for param in params:
+        matching = [part.text for part, _ in lr_by_part if part.holds(param)]
+        if len(matching) > 1:
+            raise FedplanError(
+                f"lr_by_part: {param.key} is in {' and in '.join(matching)}: give it one rate"
+            )
+        parts_by_name.setdefault(param.name, set()).add("".join(matching))
+    for part, _ in lr_by_part:
+        require_known_part(part, params)
+        if not any(part.text in texts for texts in parts_by_name.values()):
+            raise FedplanError(f"lr_by_part: the model has no params in {part.text}")
+    for name, texts in parts_by_name.items():
+        if len(texts) > 1:
+            raise FedplanError(
+                f"lr_by_part: {name} is one tensor with rows inside and outside of "
+                f"{max(texts)}: give all its rows one rate"
+            )
 
 
 def sgd(*, weight_decay: float = DECAY, momentum: float = MOMENTUM) -> ClientOptimizer:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fedplan import seeds
-from fedplan.data.examples import Examples, Loss
+from fedplan.data.examples import NO_LABEL, Examples, Loss
 from fedplan.errors import FedplanError
 from fedplan.language.canonical import format_call, with_text
 from fedplan.models.attention import align_mask, capture_attention, token_mask
@@ -166,7 +166,10 @@ _TOKEN_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "content": lambda tokens: tokens & ~_first(tokens) & ~_last(tokens),
 }
 """Functions from a mask of real tokens to a mask of the tokens that a name selects."""
-_CHOICES = {"to": ("first", "last", "content", "labelled"), "by": ("all", "first", "last")}
+_CHOICES = {
+    "to": ("first", "last", "content", "labelled", "entities"),
+    "by": ("all", "first", "last"),
+}
 
 
 def attention_probe(to: str = "", by: str = "", examples: int = 64, bounded: bool = False) -> Probe:
@@ -175,11 +178,13 @@ def attention_probe(to: str = "", by: str = "", examples: int = 64, bounded: boo
     The score is the sum over heads, queries and keys; the mean over up to `examples` sampled
     examples.
     `by`: the queries: all, first or last token.
-    `to`: the keys: first, last, content (all but first and last), or labelled tokens.
+    `to`: the keys: first, last, content (all but first and last), labelled tokens, or entities
+    (tokens with another label than "O").
     `bounded`: divide each example's sum by the number of heads times queries.
     Empty values mean: all queries to the first token, where [CLS] is; in a causal decoder the last
     query to the content. Raises FedplanError for other values; the probe raises FedplanError if
-    there are no examples, a block has no attention, or labels per token are missing.
+    there are no examples, a block has no attention, or labels per token, or a label "O" for
+    entities, are missing.
     """
     # In a decoder the first token attracts attention in all tasks, and only the last token can
     # attend to all others.
@@ -194,7 +199,7 @@ def attention_probe(to: str = "", by: str = "", examples: int = 64, bounded: boo
         totals, count = dict.fromkeys(inputs.blocks, 0.0), 0
         for indices in inputs.sample_batches(examples):
             batch = inputs.batch(indices)
-            sums = _AttentionSums(batch, to, by)
+            sums = _AttentionSums(batch, to, by, _label_index(inputs.model, "O"))
             capture_attention(inputs.model, batch, sums)
             for block in inputs.blocks:
                 totals[block] += sums.score(block, bounded)
@@ -209,6 +214,7 @@ class _AttentionSums:
     """Attention sums of one batch: a callback for `capture_attention`, then read by `score`.
 
     `to`, `by`: the selected keys and queries, as in `attention_probe`.
+    `outside`: the index of the label "O", if there is one.
     `sums`: by block, each example's sum of the selected probabilities.
     `sizes`: by block, each example's number of heads times queries.
     """
@@ -216,6 +222,7 @@ class _AttentionSums:
     batch: Batch
     to: str
     by: str
+    outside: int | None = None
     sums: dict[Block, Tensor] = field(default_factory=dict[Block, Tensor])
     sizes: dict[Block, Tensor] = field(default_factory=dict[Block, Tensor])
 
@@ -227,11 +234,19 @@ class _AttentionSums:
         causal = block.stack == "decoder"
         to = self.to or ("content" if causal else "first")
         by = self.by or ("last" if causal else "all")
-        if to == "labelled":
+        if to in ("labelled", "entities"):
             labels = self.batch.get("labels")
             if labels is None or labels.shape != tokens.shape:
-                raise FedplanError('attention(to="labelled") needs a label for each token')
-            keys = tokens & (labels.to(tokens.device) != -100)
+                raise FedplanError(f'attention(to="{to}") needs a label for each token')
+            labels = labels.to(tokens.device)
+            keys = tokens & (labels != NO_LABEL)
+            if to == "entities":
+                if self.outside is None:
+                    raise FedplanError(
+                        'attention(to="entities") needs a model with the label "O" in its '
+                        "configuration, for tokens outside of entities"
+                    )
+                keys &= labels != self.outside
         else:
             keys = _TOKEN_MASKS[to](tokens)
         queries = align_mask(_TOKEN_MASKS[by](tokens).to(maps.device), maps.shape[2])
@@ -265,6 +280,12 @@ class _AttentionSums:
             )
         sums = self.sums[block]
         return float((sums / self.sizes[block].clamp(min=1) if bounded else sums).sum())
+
+
+def _label_index(model: nn.Module, label: str) -> int | None:
+    """Return the index of a label in a model's configuration; None if it is not there."""
+    indices: Any = getattr(getattr(model, "config", None), "label2id", None) or {}
+    return indices.get(label)
 
 
 def gradient_probe(examples: int = 64) -> Probe:

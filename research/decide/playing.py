@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 from fedplan.studies.export import export_run
+from fedplan.studies.run import read_run
 from fedplan.studies.schema import Study
 from fedplan.sweeps.results import read_run_result
 from fedplan.sweeps.sweeping import run_trials
@@ -24,6 +25,8 @@ from research.decide.results import Played, fault_of
 from research.words import translate_changes, translate_metric, translate_study
 
 ROOT = Path(__file__).parents[2]
+KEPT = "kept."
+"""How names of what clients keep begin, among the numbers that a question tells."""
 MODEL = "start"
 """In a run's folder: its last global model, for those that begin with it."""
 
@@ -74,6 +77,8 @@ class Bench:
             self._export(asked, arm, seed)
         found, score = read_run_result(home / name), asked.question.score.name
         tells = {n: translate_metric(t, found.primary) for n, t in asked.question.tells.items()}
+        keeps = any(text.startswith(KEPT) for text in tells.values())
+        row = {**found.metrics[-1], **(kept_sizes(home / name) if keeps else {})}
         return Played(
             arm=arm,
             seed=seed,
@@ -85,7 +90,7 @@ class Bench:
             down=found.download_bytes,
             curve=found.curve(translate_metric(score, found.primary)),
             facts=FACTS,
-            told=told_of(found.metrics[-1], tells),
+            told=told_of(row, tells),
             sources=self.sources(asked, arm, seed),
         )
 
@@ -95,11 +100,27 @@ class Bench:
             export_run(run, self.exported(asked, arm, seed), global_model=True)
 
 
+def kept_sizes(folder: Path) -> dict[str, float]:
+    """The mean absolute value of each tensor that a client of a run keeps: `kept.client.name`."""
+    run = read_run(folder)
+    states = {client: run.client_state(client)[0] for client in run.clients}
+    return {
+        f"{KEPT}{client}.{name}": tensor.abs().mean().item()
+        for client, state in states.items()
+        for name, tensor in state.items()
+    }
+
+
 def told_of(row: Mapping[str, float], tells: Mapping[str, str]) -> dict[str, float]:
-    """Means of the numbers of a round whose names fit patterns; a pattern that fits none is named."""
+    """Means of the numbers of a round whose names fit patterns.
+
+    Raises QuestionError if a pattern fits none; kept tensors may be missing, as arms keep others.
+    """
     found = dict[str, float]()
     for name, pattern in tells.items():
         fitting = [number for key, number in row.items() if fnmatchcase(key, pattern)]
+        if not fitting and pattern.startswith(KEPT):
+            continue
         if not fitting:
             raise QuestionError(f"tells.{name}: no number of the last round fits {pattern!r}")
         found[name] = mean(fitting)

@@ -102,7 +102,8 @@ def arms_told(asked: QuestionFile, runs: Mapping[str, Played]) -> str:
         if not own:
             continue
         scores = mean_interval([each.score(asked.question.score) for each in own]).text()
-        others = [mean_interval([each.told[name] for each in own]).text() for name in tells]
+        numbers = [[each.told[n] for each in own if n in each.told] for n in tells]
+        others = [mean_interval(each).text() if each else "" for each in numbers]
         sent = [_mega([each.up for each in own]), _mega([each.down for each in own])]
         found.append([arm, str(len(own)), scores, *others, *sent])
     heads = ["arm", "seeds", asked.question.score.name, *tells, "MB up", "MB down"]

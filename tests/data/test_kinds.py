@@ -14,6 +14,8 @@ import transformers as hf
 import zoo
 from chat import END, TEMPLATE, chat_tokenizer, messages, pairs, tiny_chat
 from datasets import Dataset
+from second_device import NAME as SECOND
+from second_device import Backend
 from tables import PETS, WORDS, row, tokenizer
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ from fedplan.data.tasks.definition import Task
 from fedplan.data.tasks.kinds import TASK_KINDS, make_task
 from fedplan.data.tasks.language import PLAIN_TEMPLATE, require_packing_support
 from fedplan.errors import FedplanError
+from fedplan.tensors.devices import to_device
 
 ROWS = [{n: v for n, v in row(i).items() if n != "picture"} for i in range(12)]
 SIZE = len(WORDS) + 5
@@ -119,6 +122,37 @@ def test_the_loss_is_the_one_that_transformers_computes(name: str, words: str) -
     assert torch.allclose(ours, theirs, rtol=1e-6), (ours, theirs)
     again = whole(made.prepare(table()))
     assert all(torch.equal(batch[each], again[each]) for each in batch), "prepared as before"
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", COLUMNS)
+def test_the_loss_never_waits_for_a_device_to_count_labels(
+    name: str, words: str, counts: Backend
+) -> None:
+    made = asked(name, words)
+    model, batch = model_for(name, made), whole(made.prepare(table()))
+    expected = made.loss(model, batch).detach()
+    model = model.to(SECOND)
+    there = to_device(batch, torch.device(SECOND))
+    counts.forget()
+    model(**there)
+    masks = counts.fetched  # transformers asks whether all tokens are attended to
+    counts.forget()
+    loss = made.loss(model, there)
+    loss.backward()
+    assert counts.waits == [] and counts.fetched == masks
+    assert torch.allclose(loss.cpu(), expected)
+    # Labels that have changed on the device are no longer those of the host.
+    there["labels"] += 0
+    assert torch.allclose(made.loss(model, there).cpu(), expected)
+    assert counts.waits
+
+
+def test_labels_need_a_place_each_in_what_a_model_returns(words: str) -> None:
+    made = asked("token-classification", words)
+    model, batch = model_for("token-classification", made), whole(made.prepare(table()))
+    with pytest.raises(DataError, match=r"values of shape .* for labels of shape"):
+        made.loss(model, {**batch, "labels": batch["labels"][:, 1:]})
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -226,8 +260,8 @@ def test_a_weight_multiplies_the_loss_of_its_label_whatever_the_batch(
     model, rows = model_for(name, made), made.prepare(table())
     for number in range(len(rows)):
         batch = rows.batch(torch.tensor([number]))
-        inputs, labels, mask = made._inputs_and_labels(model, batch)
-        logits, labels = made._logits(model, inputs)[mask], labels[mask]
+        inputs, labels, places = made._inputs_and_labels(model, batch)
+        logits = places.select(made._logits(model, inputs))
         if name == "multi-label":
             each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
             weight = torch.tensor([3.0, 1.0, 1.0])

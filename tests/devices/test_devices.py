@@ -101,6 +101,32 @@ def test_what_rests_stays_there(tmp_path: Path, counts: Backend) -> None:
     assert Counter(counts.fetched) == Counter([*trained, (resting,), (PACE.steps,)])
 
 
+@pytest.mark.parametrize("method", ["fedavg", "head-only"])
+@pytest.mark.parametrize("architecture", ["bert", "vit"])
+def test_a_turn_launches_what_its_steps_need(
+    method: str, architecture: str, tmp_path: Path, counts: Backend
+) -> None:
+    """No more operations than the same steps in plain torch, but for checksums of what rests; and
+    none of which the host must know the result to go on."""
+    made = federation(method, architecture, tmp_path, resolve_device(NAME))
+    name, turn = one_turn(made)
+    counts.forget()
+    turn()
+    launches, waits = counts.launches, counts.waits
+    model, rows = made.model, made.clients[name].examples
+    trained = {p.name for p in made.agreement.trainable}
+    for key, param in model.named_parameters():
+        param.requires_grad_(key in trained)
+    counts.forget()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(PACE.steps):
+        optimizer.zero_grad()
+        loss(model.train(), to_device(rows.batch(torch.arange(2)), resolve_device(NAME))).backward()
+        optimizer.step()
+    resting = len(made.agreement.params) - len(trained)
+    assert not waits and launches <= counts.launches + 9 * resting
+
+
 def test_what_rests_and_moves_is_a_fault_there(tmp_path: Path, device: torch.device) -> None:
     def meddling(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():

@@ -47,6 +47,7 @@ from fedplan.methods import (
 from fedplan.methods.phases import PhaseContext
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Block
+from fedplan.parts import query
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.tensors.compression import parse_codec
 from fedplan.training import optimizers as optimizers
@@ -134,6 +135,8 @@ def methods() -> dict[str, Method]:
         "another wire": Method(share(), compression=parse_codec("bf16()")),
         "together": Method(share(), joint_choice=True),
         "absent": Method(share(), absent=True),
+        "equal weights": Method(share(), equal_weights=True),
+        "own copy": Method(share(), own_copy=True),
         "riders": Method(share(), aux=("a",)),
         "phases": Method(share(), phase_rule=PlannedPhases({"a": 1})),
         "phases, another round": Method(share(), phase_rule=PlannedPhases({"a": 2})),
@@ -175,6 +178,7 @@ def agreements() -> dict[str, Agreement]:
         "group_by_length": True,
         "num_workers": 1,
         "cache_activations": True,
+        "lr_by_part": ((query, 0.1),),
     }
     assert paces.keys() == {f.name for f in fields(TrainArguments)}
     made |= {
@@ -275,7 +279,9 @@ def test_each_line_begins_with_its_word() -> None:
     for agreement in agreements().values():
         lines = agreement.text.splitlines()
         said = [line.split()[0] for line in lines]
-        assert [*filter("defence".__ne__, said)] == [*words.split(), "start", "params"]
+        only_if_set = ("defence", "equal_weights", "own_copy")
+        said = [word for word in said if word not in only_if_set]
+        assert said == [*words.split(), "start", "params"]
 
 
 def test_no_text_of_a_method_of_ours_depends_on_its_source() -> None:

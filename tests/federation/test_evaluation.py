@@ -55,7 +55,7 @@ from fedplan.runners.flower.apps import client_app, run_server
 from fedplan.runners.flower.server import ServerLoop
 from fedplan.runners.local import Federation
 from fedplan.runners.simulation import Simulation
-from fedplan.sites.policy import policy_from_dict
+from fedplan.sites.policy import Policy
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.store import Store
 from fedplan.studies.experiment import Experiment, build_experiment
@@ -592,7 +592,7 @@ def test_a_policy_says_which_scores_leave_and_each_time_anew(tmp_path: Path) -> 
     truth = request_message(make_eval_request(site.agreement, global_state, NAME, {}, full=True))
     told = list[dict[str, Any]]()
     for metrics, least in ((["accuracy"], 2), (["accuracy"], 100), ([], 2), (["f1", "loss"], 2)):
-        desk.approver.policy = policy_from_dict({"metrics": metrics, "min_examples": least})  # type: ignore[misc]
+        desk.approver.policy = Policy.model_validate({"metrics": metrics, "min_examples": least})  # type: ignore[misc]
         told.append(unpack_message(desk.answer("evaluate", truth))[1])
     assert told[1:3] == [{"refused": "few-examples"}, {"refused": "metrics-not-allowed"}]
     assert set(told[0]["scores"]["personal"]) == {"accuracy", "examples"}

@@ -168,7 +168,7 @@ def test_killed_under_a_defence(name: str, point: str, tmp_path: Path) -> None:
     assert left(tmp_path, name, replies=True) == expected(name, True)[0]
 
 
-KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked")
+KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked", "feddyn", "ditto")
 
 
 @pytest.mark.parametrize("number", first(5, list(range(50))))

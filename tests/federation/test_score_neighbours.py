@@ -23,7 +23,7 @@ from fedplan.federation.ledger.faults import read_faults
 from fedplan.federation.messages import request_message
 from fedplan.privacy.guard import ClientGuard
 from fedplan.sites.gateway import SiteGateway
-from fedplan.sites.policy import policy_from_dict
+from fedplan.sites.policy import Policy
 from fedplan.tensors.serialization import unpack_message
 
 Rows = dict[str, Any]
@@ -42,7 +42,7 @@ class Counting(Anybody):
     """Approves of every study, and lets score counts leave, with the policy's own limits."""
 
     def __init__(self) -> None:
-        self.policy = policy_from_dict({"metrics": ["counts"]})
+        self.policy = Policy.model_validate({"metrics": ["counts"]})
         assert self.policy.min_examples == LEAST
 
 

@@ -19,7 +19,7 @@ WRITTEN = ("", "tutorials/", "how-to/", "explanation/", "evidence/")
 """Folders of docs/ with pages written by hand; of docs/reference/ only the glossary is."""
 GLOSSARY = "docs/reference/glossary.md"
 PATTERNS = (*(f"docs/{folder}*.md" for folder in WRITTEN), GLOSSARY)
-DOCUMENTS = ["README.md"] + [
+DOCUMENTS = ["README.md", "AGENTS.md"] + [
     page.relative_to(ROOT).as_posix() for pattern in PATTERNS for page in sorted(ROOT.glob(pattern))
 ]
 GENERATED = [
@@ -31,7 +31,7 @@ RESEARCH = [
     f"research/pages/{page.name}" for page in sorted((ROOT / "research/pages").glob("*.md"))
 ]
 """Pages of results, written by the scripts of research."""
-PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/llms.txt"]
 PLAYED = "<!-- played"
 """How a page begins that is played whole, from top to bottom in an empty folder."""
 SHELL = ("sh", "bash", "console")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second device in pure Python: it computes on the CPU, mixes with nothing, counts transfers.
+"""A second device in pure Python: it computes on the CPU, mixes with nothing, counts transfers,
+launches of operations, and operations that wait for the device as the shape of a result asks it.
 
 Torch keeps a backend free for others (PrivateUse1). Tensors of this one wrap tensors of the CPU,
 and its random numbers are its own. Registering it is for good in a process, but it is there only
@@ -43,11 +44,14 @@ class Backend:
     fetched: list[tuple[int, ...]] = field(default_factory=list)
     sent_bytes: int = 0
     fetched_bytes: int = 0
+    launches: int = 0
+    waits: list[str] = field(default_factory=list)
     random: Tensor = field(default_factory=lambda: torch.Generator().get_state())
 
     def forget(self) -> None:
         """Count anew."""
         self.sent, self.fetched, self.sent_bytes, self.fetched_bytes = [], [], 0, 0
+        self.launches, self.waits = 0, []
 
     def is_available(self) -> bool:
         return self.here
@@ -140,11 +144,20 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op is aten._local_scalar_dense.default:
         _note(backend, args[0], to=CPU)
         return op(_inner(args[0]))
+    backend.launches += not op.is_view
+    if torch.Tag.dynamic_output_shape in op.tags and not _by_number(op, args):
+        backend.waits.append(str(op))
     said = {**kwargs, "device": CPU} if target is not None else kwargs
     with _chance(backend, op):
         found = op(*_each(_inner, args), **{k: _each(_inner, v) for k, v in said.items()})
     found = _each(_outer, found)
     return _python_dispatch.return_and_correct_aliasing(op, args, kwargs, found)
+
+
+def _by_number(op: Any, args: Any) -> bool:
+    """Whether tensors of numbers choose the rows, so that their shape is that of the result."""
+    is_index = op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+    return is_index and all(i is None or i.dtype is not torch.bool for i in args[1])
 
 
 def _copied(source: Tensor, into: Tensor, non_blocking: bool = False) -> Tensor:

@@ -127,7 +127,8 @@ def some_shades(folder: Path) -> None:
 
 def from_file(folder: Path, *changes: str) -> Run:
     """A run of the study file in a folder, with fields set as by --set."""
-    from fedplan.studies.schema import apply_overrides, parse_toml, resolve_paths, study_from_dict
+    from fedplan.studies.schema import parse_toml, resolve_paths, study_from_dict
+    from fedplan.studies.section import apply_overrides
 
     study = study_from_dict(apply_overrides(parse_toml(STUDY), list(changes)))
     if not (folder / "shades.npz").exists():

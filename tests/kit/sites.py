@@ -20,10 +20,9 @@ from fedplan.federation.messages import request_message
 from fedplan.federation.rounds import make_request
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
-from fedplan.runners.site import parse_site as site_from
 from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.sites.gateway import SiteGateway
-from fedplan.sites.policy import policy_from_dict
+from fedplan.sites.policy import Policy
 from fedplan.studies.schema import Study, read_study
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message
@@ -109,7 +108,7 @@ def words_of(folder: Path, **said: Any) -> tuple[Site, Limits]:
     (folder / "policy.toml").touch()
     words = {"name": NAME, "state": str(folder / "state"), "data": str(folder / "rows.npz")}
     words |= {"policy": str(folder / "policy.toml")}
-    return site_from({**words, **said}), Limits(**limits)
+    return Site.model_validate({**words, **said}), Limits(**limits)
 
 
 def site_of(folder: Path, study: str, **said: Any) -> Endpoint:
@@ -126,7 +125,7 @@ class Anybody:
 
     def __init__(self, limits: Limits | None = None) -> None:
         said = asdict(limits) if limits else {}
-        self.policy = policy_from_dict({"limits": said, "metrics": ["loss"]})
+        self.policy = Policy.model_validate({"limits": said, "metrics": ["loss"]})
 
     def require_approval(self, study: Study, server: str = "", run: str = "") -> str:
         return "anybody"

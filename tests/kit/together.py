@@ -27,9 +27,11 @@ from fedplan.training import (
     adamw,
     alternate,
     control_variates,
+    dynamic,
     plain_fit,
     proximal,
     sgd,
+    train_own_copy,
 )
 from fedplan.training.client_hooks import CONTROL
 from fedplan.training.ranks import Ranks
@@ -115,6 +117,8 @@ CASES = {
     "fused kept": Case("phi3", "chain(share(), keep(head), freeze(query | key))"),
     "fedprox": Case(hook=proximal(0.5)),
     "scaffold": Case("gpt2", "chain(share(), freeze(query))", hook=control_variates),
+    "feddyn": Case(hook=dynamic(0.5)),
+    "ditto": Case(hook=train_own_copy(0.5)),
     "fedrep": Case(plan="chain(share(), keep(head))", hook=alternate()),
     "clipped": Case(
         "bert",

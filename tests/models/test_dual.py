@@ -63,15 +63,6 @@ def prompted(name: str, **settings: Any) -> DualEncoder:
     return add_prompts(build(name), **settings)
 
 
-def stir(dual: DualEncoder) -> DualEncoder:
-    """Gates open, so that the fusion counts."""
-    with torch.no_grad():
-        for key, tensor in dual.named_parameters():
-            if key.endswith(".gate"):
-                tensor.fill_(0.5)
-    return dual
-
-
 def seen(dual: DualEncoder, stack: str, number: int = 0) -> Tensor:
     """What a block gets."""
     found: list[Tensor] = []
@@ -219,7 +210,7 @@ def test_prompts_learn_and_the_frozen_model_does_not(
     name: str, deep: bool, fusion: str, lengths: tuple[int, int]
 ) -> None:
     text, vision = lengths
-    dual = stir(prompted(name, text=text, vision=vision, deep=deep, fusion=fusion, width=8))
+    dual = prompted(name, text=text, vision=vision, deep=deep, fusion=fusion, width=8, gate=0.5)
     dual.backbone.requires_grad_(False)
     dual(pixels()).log_softmax(-1)[:, 0].sum().backward()
     for key, tensor in dual.named_parameters():
@@ -243,7 +234,7 @@ def test_with_its_gate_shut_the_fusion_is_the_sum() -> None:
 @pytest.mark.parametrize("query", ["own", "common", "both"])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_the_fusion_is_attention_from_the_side_that_asks(query: str, heads: int) -> None:
-    dual = stir(prompted("clip", query=query, heads=heads, width=8))
+    dual = prompted("clip", query=query, heads=heads, width=8, gate=0.5)
     fusion, prompt = dual.fusion["text"], dual.prompts.text
     torch.manual_seed(3)
     common, own = torch.randn(4, 12), torch.randn(4, 12)
@@ -308,7 +299,7 @@ def test_a_block_that_is_not_there_is_named(wrong: dict[str, Any]) -> None:
 @each
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_deep_copy_is_a_model_of_its_own(name: str, deep: bool) -> None:
-    dual = stir(prompted(name, deep=deep))
+    dual = prompted(name, deep=deep, gate=0.5)
     other = copy.deepcopy(dual)
     with torch.no_grad():
         was = dual(pixels())
@@ -445,7 +436,7 @@ def test_promptfl_shares_and_the_floor_keeps() -> None:
 def test_a_saved_model_loads_to_the_bit(
     name: str, settings: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    dual = build(name) if settings is None else stir(prompted(name, **settings))
+    dual = build(name) if settings is None else prompted(name, **settings, gate=0.5)
     save_folder(dual, tmp_path)
     state = torch.get_rng_state()
     other = load_folder(tmp_path)

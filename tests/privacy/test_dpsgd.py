@@ -849,7 +849,7 @@ def test_bf16_keeps_the_bound() -> None:
 
 REFUSED: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
-    "precision": "fp16",
+    "precision": "tf32",
     "torch_compile": "eager",
     "group_by_length": True,
     "num_workers": 1,
@@ -859,6 +859,7 @@ REFUSED: dict[str, Any] = {
 TAKEN = {
     "optimizer",
     "lr",
+    "lr_by_part",
     "lr_scheduler",
     "max_grad_norm",
     "decay_norm_and_bias",
@@ -872,7 +873,7 @@ def test_every_field_of_a_train_config_is_used_or_refused_by_name() -> None:
     """Or it says how many examples and steps, which are those of the guarantee."""
     own = {"epochs", "steps", "batch_size"}
     assert REFUSED.keys() | TAKEN | own == {f.name for f in fields(TrainArguments)}
-    for name, value in REFUSED.items():
+    for name, value in [*REFUSED.items(), ("precision", "fp16")]:
         train_arguments = replace(TrainArguments(sgd()), **{name: value})
         with pytest.raises(PrivacyError, match=rf"train\.{name} cannot be used with"):
             run(job_of(zoo.build("bert"), train_arguments=train_arguments))

@@ -338,7 +338,7 @@ def test_a_told_method_agrees_with_itself(wire: str) -> None:
         assert told.lines == method.lines and told.plan == method.plan
         assert told.lora_aggregation.text == method.lora_aggregation.text
         assert told.compression.text == method.compression.text
-        for word in ("aux", "joint_choice", "absent"):
+        for word in ("aux", "joint_choice", "absent", "equal_weights", "own_copy"):
             assert getattr(told, word) == getattr(method, word), (name, word)
         with pytest.raises(fp.FedplanError, match="pass it again"):
             _ = told.fit

@@ -53,7 +53,7 @@ from fedplan.runners.site import Site
 from fedplan.sites.approvals import Approvals
 from fedplan.sites.gateway import SiteGateway
 from fedplan.storage import files as storage_files
-from fedplan.storage.append_log import DamagedLog, read_head, read_json_lines
+from fedplan.storage.append_log import DamagedLog, head_file, read_head, read_json_lines
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import Study
@@ -228,9 +228,13 @@ class Machine:
             self.copies.clear()
             self.damaged.clear()
             self.is_old = False
+        lost = {file for file, _, damaged in self.damaged if damaged is None}
         for file, whole, damaged in reversed(self.damaged):
             present = file.read_bytes() if file.exists() else None
-            if present == damaged or not (present or damaged):
+            # A log that is lost with its head begins anew, with the refusal to work without it.
+            log = file.with_suffix("") if file.suffix == ".head" else file
+            is_anew = {log, head_file(log)} <= lost
+            if present == damaged or not (present or damaged) or is_anew:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(whole)
                 file.chmod(0o600)

@@ -13,8 +13,8 @@ import pytest
 from setting import Setting, agreement_of
 from sites import study_text
 
-from fedplan.sites import approvals, gateway
-from fedplan.sites.policy import Policy, policy_from_dict
+from fedplan.sites import approvals, gateway, inbox
+from fedplan.sites.policy import Policy
 from fedplan.studies.schema import Study, parse_toml, study_from_dict
 
 
@@ -33,7 +33,7 @@ def remembered(setting: Setting) -> Iterator[None]:
         return _parsed_study(json.dumps(fields, sort_keys=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (approvals, gateway):
+        for module in (inbox, gateway):
             patch.setattr(module, "study_from_dict", study_from)
         patch.setattr(approvals, "read_policy", lambda file: _parsed_policy(file.read_text()))
         patch.setattr(approvals, "outline_agreement", lambda _: agreement_of(setting))
@@ -49,7 +49,7 @@ def _parsed_study(text: str) -> Study:
 
 @cache
 def _parsed_policy(text: str) -> Policy:
-    return policy_from_dict(parse_toml(text))
+    return Policy.model_validate(parse_toml(text))
 
 
 _digests = dict[tuple[int, str], str]()

@@ -87,12 +87,12 @@ def _old_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stale_versions(patch: pytest.MonkeyPatch) -> None:
-    """Believe that a site has all values that it was ever sent, though it lost them."""
+    """Leave out a value, though the site lost it and asks for all of them."""
     original = rounds.RequestBuilder.request
 
     def request(self: Any, name: str, traits: Any, *, full: bool = False) -> Any:
         made = original(self, name, traits, full=full)
-        return replace(made, values=dict(list(made.values.items())[1:])) if not full else made
+        return replace(made, values=dict(list(made.values.items())[1:]))
 
     patch.setattr(rounds.RequestBuilder, "request", request)
 

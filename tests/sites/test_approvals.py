@@ -15,6 +15,7 @@ from studies import approvals_in, offered
 from fedplan.errors import FedplanError
 from fedplan.federation.messages import RequestRefused
 from fedplan.sites import approvals as module
+from fedplan.sites import inbox
 from fedplan.sites.approvals import APPROVALS_FILE, Approvals, current_user
 from fedplan.storage.append_log import AppendLog, DamagedLog
 from fedplan.studies.schema import Study, parse_toml, study_from_dict
@@ -44,6 +45,10 @@ CHANGES: dict[str, Any] = {
     "clients.fraction": 0.5,
     "clients.min_updates": 2,
     "clients.traits": {"north": {"ward": "3"}},
+    "purpose": {
+        **dict.fromkeys(("question", "requester", "institution", "contact"), "a"),
+        **{"legal_basis": "b", "recipients": "c", "ends": "2999-01-01"},
+    },
     "evaluate.every": 2,
     "evaluate.personal": False,
     "timeouts.sites": 3.0,
@@ -217,7 +222,7 @@ def test_a_study_that_was_edited_in_the_inbox_is_not_approved(tmp_path: Path) ->
 
 
 def test_an_inbox_is_full_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_STUDIES", 3)
+    monkeypatch.setattr(inbox, "MAX_STUDIES", 3)
     approvals = approvals_in(tmp_path)
     for seed in range(3):
         approvals.record_offer(offered(seed=seed))
@@ -228,7 +233,7 @@ def test_an_inbox_is_full_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_full_inbox_lets_go_of_what_nobody_spoke_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_STUDIES", 3)
+    monkeypatch.setattr(inbox, "MAX_STUDIES", 3)
     approvals, mine = approvals_in(tmp_path), offered()
     approvals.record_offer(mine)
     approvals.approve(mine.full_digest)

@@ -30,7 +30,7 @@ from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.sites.approvals import APPROVALS_FILE, site_approvals
 from fedplan.sites.doctor import check_site
 from fedplan.sites.gateway import SiteGateway
-from fedplan.sites.policy import policy_from_dict, policy_violations
+from fedplan.sites.policy import Policy, policy_violations
 from fedplan.storage.append_log import AppendLog
 from fedplan.studies import federated_data
 from fedplan.studies.experiment import outline_agreement
@@ -251,7 +251,7 @@ def test_a_policy_that_requires_privacy_refuses_ghost_clipping() -> None:
     agreement = outline_agreement(study)
 
     def violations(**more: Any) -> list[str]:
-        policy = policy_from_dict({"require_privacy": {**required, **more}})
+        policy = Policy.model_validate({"require_privacy": {**required, **more}})
         return policy_violations(policy, study, agreement)
 
     assert any("ghost_clipping" in each for each in violations())

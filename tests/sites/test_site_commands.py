@@ -74,7 +74,7 @@ def test_what_would_leave_and_what_is_new_is_shown(site: Path) -> None:
     code, out = typed(site, "show", rows[1]["study"][:12])
     assert code == 0, out
     assert "head: kept -> shared" in out and "train.rounds: 3 -> 4" in out
-    assert "no differential privacy" in out and "only fedplan's own" in out
+    assert "No differential privacy" in out and "only fedplan's own" in out
     assert "how many examples of each label" in out and "not hide this" in out
     code, out = run("site", "show", rows[1]["study"], "--json", "--site", str(site))
     said = json.loads(out)

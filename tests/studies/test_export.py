@@ -67,8 +67,13 @@ def pixels(simulation: Simulation) -> Tensor:
     return simulation.data.common_test.batch(torch.arange(5))["pixel_values"]
 
 
-@pytest.mark.parametrize("client", ["client-01", ""])
-@pytest.mark.parametrize("name", ["", "fedit"])
+@pytest.mark.parametrize(
+    ("name", "client"),
+    [
+        *(("", "client-01"), ("", ""), ("fedsa-lora", "client-01"), ("fedit", "")),
+        *(("ditto", "client-01"), ("ditto", "")),
+    ],
+)
 def test_an_exported_classifier_is_the_clients_own(here: Path, client: str, name: str) -> None:
     change = ["--set", "method.plan=", "--set", f"method.name={name}"] if name else []
     assert run("run", "study.toml", *change)[0] == 0

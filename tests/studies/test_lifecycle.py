@@ -185,6 +185,8 @@ EXTENDED = (
     "fedadam",
     "fedavgm",
     "scaffold",
+    "feddyn",
+    "ditto",
     "fedfrozen",
     "fedper",
     "fedrep",

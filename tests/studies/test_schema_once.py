@@ -56,6 +56,7 @@ OTHER = {
     (DataSection, "min_examples"): "a client of a study has a row more, to be tested on",
     (TrainConfig, "optimizer"): "a name there, and a value here",
     (TrainConfig, "lr_scheduler"): "a name there, and a value here",
+    (TrainConfig, "lr_by_part"): "a table there, and pairs here",
     (TaskSection, "class_weights"): "a table there, and pairs here",
     (MethodSection, "probe"): "a name there, and a value here",
     (MethodSection, "compression"): "a text there, and a value here",

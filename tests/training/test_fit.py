@@ -27,15 +27,21 @@ from fedplan.data.examples import (
     token_lengths,
 )
 from fedplan.errors import FedplanError
+from fedplan.federation.agreement import Agreement
+from fedplan.language import share
+from fedplan.methods.method import Method
 from fedplan.models.description import describe
 from fedplan.models.params import Kind
 from fedplan.models.values import get_values
+from fedplan.parts import bias, body, mlp, norm, query, router
 from fedplan.training import (
     FitResult,
     Job,
     TrainArguments,
     adamw,
     alternate,
+    check_lr_by_part,
+    control_variates,
     make_client_optimizer,
     plain_fit,
     sgd,
@@ -236,6 +242,21 @@ def test_values_stay_as_they_are_and_passes_are_in_what_is_said(precision: str, 
     assert 0 < apart < 0.05 * moved and all(v.dtype is torch.float32 for v in found.values())
 
 
+def test_tf32_is_on_in_the_fit_alone() -> None:
+    products: Any = torch.backends.cuda.matmul
+    seen = set[bool]()
+
+    def looked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.add(products.allow_tf32)
+        return zoo.loss(model(**batch))
+
+    base = TrainArguments(sgd(), lr=1e-2, batch_size=2)
+    exact, _ = trained("gpt2", base, loss=looked)
+    found, _ = trained("gpt2", replace(base, precision="tf32"), loss=looked)
+    assert seen == {False, True} and not products.allow_tf32
+    assert same(found, exact), "TF32 is of CUDA alone"
+
+
 def test_a_step_that_float16_spoils_is_left_out_and_not_counted() -> None:
     """Its gradients are too large for the scaler's first scale and its second, and fit its third."""
 
@@ -278,6 +299,41 @@ def test_norms_and_biases_do_not_decay_where_that_is_said(name: str, plan: str) 
         spared = param.kind is Kind.NORM or "bias" in param.tags or not role.is_trained
         meant = job.start[param.key] * (1.0 if spared else 0.95)
         assert torch.allclose(after[param.key], meant, rtol=1e-6), param.key
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("plan", ["share()", "chain(share(), freeze(query))"])
+def test_a_part_trains_at_its_own_rate(name: str, plan: str) -> None:
+    """With gradients of one, a step of SGD moves each value by its learning rate."""
+    model, rates = zoo.build(name), ((norm & body, 0.5), (mlp & ~norm, 0.0625))
+    train_arguments = TrainArguments(sgd(), lr=0.25, lr_by_part=rates)
+    job = job_of(model, train_arguments, Few(name, 0), plan)
+    check_lr_by_part(rates, tuple(job.roles))
+    with trainable(model, job.roles) as trainable_params:
+        running = train_arguments.make_optimizer(trainable_params)
+        for leaf in trainable_params.parameters():
+            leaf.grad = torch.ones_like(leaf)
+        running.step()
+    after = get_values(model, job.roles)
+    for param, role in job.roles.items():
+        rate = next((rate for part, rate in rates if part.holds(param)), 0.25)
+        meant = job.start[param.key] - (rate if role.is_trained else 0)
+        assert torch.equal(after[param.key], meant), param.key
+
+
+def test_rates_that_no_param_or_several_parts_have_are_refused() -> None:
+    for name, rates, text in (
+        ("bert", ((router, 1.0),), "the model has no params in router"),
+        ("bert", ((query, 1.0), (bias, 2.0)), "query.bias is in query and in bias: give it one"),
+        ("gpt2", ((query, 1.0),), "is one tensor with rows inside and outside of query"),
+    ):
+        with pytest.raises(FedplanError, match=text):
+            check_lr_by_part(rates, describe(zoo.build(name)))
+    params, rated = describe(zoo.build("bert")), TrainArguments(lr_by_part=((query, 1.0),))
+    with pytest.raises(FedplanError, match="this method has another"):
+        Agreement("own", params, Method(share(), loop=lambda job: FitResult(0.0, 0)), rated)
+    with pytest.raises(FedplanError, match="SCAFFOLD needs one learning rate"):
+        control_variates(plain_fit)(job_of(zoo.build("bert"), rated, Few("bert", 2)))
 
 
 def test_groups_without_decay_change_no_bit() -> None:

@@ -313,7 +313,9 @@ def run_of(
     roles = permitted_roles(made.plan, agreement.params, turn)
     kept = {p.key for p, role in roles.items() if role is Role.KEEP}
     assert kept <= one.keys() & other.keys()
-    assert not any(torch.equal(one[key], other[key]) for key in kept)
+    # Beside a factor B near zero, what one step of SGD adds to A is less than its rounding.
+    moved = {key for key in kept if "lora_A" not in key}
+    assert not any(torch.equal(one[key], other[key]) for key in moved)
 
 
 @pytest.mark.nightly

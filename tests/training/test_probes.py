@@ -39,12 +39,12 @@ STACK = {"vit": "vision", "deit": "vision"}
 STACK |= dict.fromkeys(("llama", "gpt2", "mistral"), "decoder")
 PAIRS = ("t5", "bart")
 TEXTS = ("bert", "modernbert", "llama", "gpt2", *PAIRS)
-TO = ("first", "last", "content", "labelled")
+TO = ("first", "last", "content", "labelled", "entities")
 BY = ("all", "first", "last")
 
 
 class Padded:
-    """Rows of tokens of these lengths, filled up on one side, with a label on some tokens."""
+    """Rows of tokens of these lengths, filled up on one side, with label 0 or 1 on some tokens."""
 
     def __init__(self, lengths: list[int], side: str, pairs: bool = False) -> None:
         size, generator = max(lengths), torch.Generator().manual_seed(sum(lengths))
@@ -52,7 +52,7 @@ class Padded:
         real = steps < torch.tensor(lengths)[:, None]
         real = real if side == "right" else real.flip(1)
         ids = torch.randint(3, 60, real.shape, generator=generator) * real
-        labels = torch.where(torch.rand(real.shape, generator=generator) < 0.5, 1, -100)
+        labels = torch.where(torch.rand(real.shape, generator=generator) < 0.5, ids % 2, -100)
         self.rows = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
         if pairs:
             self.rows["decoder_input_ids"] = ids.flip(0)
@@ -90,6 +90,7 @@ def literal(
     queries = {"all": places, "first": places[:1], "last": places[-1:]}[by]
     keys = {"first": places[:1], "last": places[-1:], "content": places[1:-1]}
     keys["labelled"] = [i for i in places if labels and labels[i] != -100]
+    keys["entities"] = [i for i in places if labels and labels[i] == 1]
     alpha, total = seen.tolist(), 0.0
     for head in range(len(alpha)):
         for i in range(len(alpha[head])):
@@ -119,6 +120,7 @@ def slow(
 
 
 def require_formula(name: str, rows: Any, to: str, by: str, bounded: bool) -> None:
+    built(name).config.label2id = {"O": 0, "B": 1}
     found = probes.attention_probe(to, by, bounded=bounded)(looking(built(name), rows))
     truth = slow(name, rows.batch(torch.arange(len(rows))), to, by, bounded)
     assert found == {
@@ -330,6 +332,8 @@ def test_what_cannot_be_scored_is_an_error() -> None:
         probes.attention_probe(by="everyone")
     with pytest.raises(FedplanError, match="a label for each token"):
         probes.attention_probe(to="labelled")(looking(model, rows))
+    with pytest.raises(FedplanError, match='needs a model with the label "O"'):
+        probes.attention_probe(to="entities")(looking(fresh("bert"), Padded([3], "right")))
     with pytest.raises(FedplanError, match="the client has none"):
         probes.attention_probe()(looking(model, clients.Few("bert", 1, count=0)))
     attend = model.bert.encoder.layer[1].attention

@@ -19,13 +19,46 @@ from fedplan.data.metrics import METRICS, AnswerKind, Metric, Predictions, compu
 from fedplan.data.tables import DataError, column_values
 from fedplan.models.catalog import TASK_CLASSES, load_pretrained
 from fedplan.models.dual_encoder import TEMPLATE
-from fedplan.tensors.devices import eval_mode, model_device, to_device
+from fedplan.tensors.devices import eval_mode, host_copy, model_device, to_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LabelledPlaces:
+    """The places of a batch that have a label: examples, or tokens of examples.
+
+    `shape` is that of all places, `counts` has the labels of each example, on the CPU, and
+    `numbers` the places' numbers in the order of memory, on the model's device.
+    """
+
+    shape: torch.Size
+    counts: Tensor
+    numbers: Tensor
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, device: torch.device) -> LabelledPlaces:
+        """Return the places where `mask` is true, for tensors on `device`."""
+        numbers = to_device({"": mask.flatten().nonzero().flatten()}, device)[""]
+        return cls(mask.shape, mask.reshape(len(mask), -1).sum(1).cpu(), numbers)
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return the rows of `values` at these places.
+
+        Raises DataError if `values` are not of these places.
+        """
+        dimensions = len(self.shape)
+        if values.shape[:dimensions] != self.shape:
+            raise DataError(
+                f"the model returned values of shape {tuple(values.shape)} for labels of shape "
+                f"{tuple(self.shape)}: the first {dimensions} sizes must be equal"
+            )
+        rows = values.flatten(0, dimensions - 1)
+        return rows if len(self.numbers) == len(rows) else rows[self.numbers]
 
 
 @dataclass(frozen=True)
@@ -154,15 +187,15 @@ class Task(ABC):
         parts = list[Predictions]()
         with eval_mode(model), torch.no_grad():
             for indices in cast("tuple[Tensor, ...]", torch.arange(len(rows)).split(batch_size)):
-                inputs, labels, mask = self._inputs_and_labels(model, rows.batch(indices))
-                predicted, probabilities, losses = self._answers(model, inputs, labels, mask)
+                inputs, labels, places = self._inputs_and_labels(model, rows.batch(indices))
+                predicted, probabilities, losses = self._answers(model, inputs, labels, places)
                 parts.append(
                     Predictions(
-                        labels[mask].cpu().numpy(),
+                        labels.cpu().numpy(),
                         predicted.cpu().numpy(),
                         None if probabilities is None else probabilities.cpu().numpy(),
                         losses.double().cpu().numpy(),
-                        mask.reshape(len(mask), -1).sum(1).cpu().numpy(),
+                        places.counts.numpy(),
                     )
                 )
         return Predictions.join(parts)
@@ -186,27 +219,29 @@ class Task(ABC):
 
     def _inputs_and_labels(
         self, model: nn.Module, batch: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Tensor, Tensor]:
-        """Return the arguments of the model's call, labels and mask of the labelled positions."""
+    ) -> tuple[Mapping[str, Any], Tensor, LabelledPlaces]:
+        """Return the arguments of the model's call, the labels, and the places that have one."""
         inputs = to_device(batch, model_device(model))
         labels = inputs.pop("labels")
         inputs = self._model_inputs(model, inputs, labels)
-        labels = self._targets(labels)
-        return inputs, labels, self._label_mask(labels)
+        # A device would have to finish its work before it could tell how many labels there are.
+        mask = self._label_mask(self._targets(host_copy(labels)))
+        places = LabelledPlaces.from_mask(mask, labels.device)
+        return inputs, places.select(self._targets(labels)), places
 
     def _batch_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, places: LabelledPlaces
     ) -> Tensor:
-        """Return the mean loss over the masked positions; 0 without any."""
-        logits, labels = self._logits(model, inputs)[mask], labels[mask]
+        """Return the mean loss over the labelled places; 0 without any."""
+        logits = places.select(self._logits(model, inputs))
         return self._mean_loss(logits, labels) if len(labels) else logits.sum() * 0.0
 
     def _answers(
-        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, places: LabelledPlaces
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return prediction, probabilities or None, and loss at the masked positions."""
-        logits = self._logits(model, inputs)[mask]
-        losses = self._loss_per_answer(logits, labels[mask])
+        """Return prediction, probabilities or None, and loss at the labelled places."""
+        logits = places.select(self._logits(model, inputs))
+        losses = self._loss_per_answer(logits, labels)
         return self._predict(logits), self._probabilities(logits), losses
 
     def _logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

@@ -30,7 +30,7 @@ from fedplan.data.tasks.chunked_loss import (
     find_head,
     head_inputs,
 )
-from fedplan.data.tasks.definition import Task, pad_token_id, require_tokens
+from fedplan.data.tasks.definition import LabelledPlaces, Task, pad_token_id, require_tokens
 from fedplan.data.tasks.generation import generate_answer
 from fedplan.tensors.devices import eval_mode, model_device
 
@@ -167,19 +167,19 @@ class _Language(Task):
         return None
 
     def _batch_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, places: LabelledPlaces
     ) -> Tensor:
-        if (head := find_head(model, inputs, mask.shape)) is None:
-            return super()._batch_loss(model, inputs, labels, mask)
-        hidden, labels = head_inputs(model, inputs, head)[mask], labels[mask]
+        if (head := find_head(model, inputs, places.shape)) is None:
+            return super()._batch_loss(model, inputs, labels, places)
+        hidden = places.select(head_inputs(model, inputs, head))
         return chunked_cross_entropy(head, hidden, labels) if len(labels) else hidden.sum() * 0.0
 
     def _answers(
-        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, mask: Tensor
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, places: LabelledPlaces
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        if (head := find_head(model, inputs, mask.shape)) is None:
-            return super()._answers(model, inputs, labels, mask)
-        hidden, labels = head_inputs(model, inputs, head)[mask], labels[mask]
+        if (head := find_head(model, inputs, places.shape)) is None:
+            return super()._answers(model, inputs, labels, places)
+        hidden = places.select(head_inputs(model, inputs, head))
         predicted, losses = torch.empty_like(labels), hidden.new_empty(len(labels)).float()
         for rows in chunk_rows(head, len(labels)):
             logits = head.forward(hidden[rows]).float()

@@ -9,6 +9,7 @@ from math import inf
 from fedplan.errors import FedplanError
 from fedplan.language.canonical import format_dataclass
 from fedplan.methods.method import Method
+from fedplan.methods.server_optimizer import Dynamic
 from fedplan.privacy.guarantee import Guarantee
 
 MEAN, MEDIAN, TRIMMED, KRUM, MULTI_KRUM = "mean", "median", "trimmed-mean", "krum", "multi-krum"
@@ -96,8 +97,8 @@ def require_defence(defence: Defence, method: Method, guarantee: Guarantee | Non
     """Raise FedplanError, with a remedy, if a defence cannot be combined with method or guarantee.
 
     Refused: any defence under client-level DP, weight caps under any DP, rules other than mean with
-    LoRA products, rules or norm limits with auxiliary tensors, and median or trimmed mean with
-    sparse compression.
+    LoRA products, rules or norm limits with auxiliary tensors, any defence with FedDyn's server,
+    and median or trimmed mean with sparse compression.
     """
     other_rule, compression = defence.rule != MEAN, method.compression.text
     changes_values = other_rule or bool(defence.max_norm_ratio)
@@ -120,6 +121,11 @@ def require_defence(defence: Defence, method: Method, guarantee: Guarantee | Non
             changes_values and bool(method.aux),
             f"the auxiliary tensors ({', '.join(method.aux)}) are summed without a defence: use "
             'a method without them, or rule = "mean" with caps only',
+        ),
+        (
+            defence.active and isinstance(method.server_optimizer, Dynamic),
+            "FedDyn's server adds up the changes that clients made, and a defence alters them: use "
+            "another method, such as fedprox, or leave the defence out",
         ),
         (
             defence.rule in (MEDIAN, TRIMMED)

@@ -17,7 +17,7 @@ from fedplan.methods.lora import LoraFactors, LoraLayer, ProductRule, lora_layer
 from fedplan.methods.method import Method
 from fedplan.models.params import Params
 from fedplan.tensors.named import Tensors
-from fedplan.tensors.sums import ExactSum
+from fedplan.tensors.sums import GRID, ExactSum
 
 MAX_MEASURED_NUMEL = 2**22
 """Largest product matrices, in total numbers of 8 bytes, for which the error is measured although
@@ -72,7 +72,7 @@ class ProductSum:
             product = products[layer.a.key]
             before = _factors(layer, means, self.base if self.rule.updates_weight else None)
             after, mean_error = before, _squared_norm(before.product - product)
-            if mean_error > (2 * torch.finfo(before.a.dtype).eps) ** 2 * _squared_norm(product):
+            if sqrt(mean_error) > _rounding(before, product):
                 after = self.rule(before, product)
                 replaced |= {layer.a.key: after.a, **layer.split_b(after.b)}
                 if after.weight is not None:
@@ -154,6 +154,15 @@ def check_product_rule(method: Method, params: Params, shared: Params, frozen: P
 def _factors(layer: LoraLayer, values: Tensors, base: Tensors | None = None) -> LoraFactors:
     weight = layer.host_weight(base) if base is not None else None
     return LoraFactors(values[layer.a.key], layer.concat_b(values), weight)
+
+
+def _rounding(factors: LoraFactors, product: Tensor) -> float:
+    """Return by how much (Frobenius norm) a product differs by rounding to its dtype and to GRID,
+    which exact sums have."""
+    norms = [sqrt(_squared_norm(matrix)) for matrix in (factors.a, factors.b)]
+    a_error, b_error, error = (sqrt(m.numel()) for m in (factors.a, factors.b, product))
+    grid = GRID * (a_error * norms[1] + b_error * norms[0] + error)
+    return 2 * torch.finfo(factors.a.dtype).eps * sqrt(_squared_norm(product)) + grid
 
 
 def _squared_norm(matrix: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from fedplan.federation.ledger.records import DefenceRecord
 from fedplan.federation.messages import UpdateRejected
 from fedplan.privacy.mechanisms.clipping import capped_weight
 from fedplan.tensors.chunks import ChunkedTensors, chunk_tensors
-from fedplan.tensors.named import Tensors
-from fedplan.tensors.sums import ExactSum, peak_steps_and_squared_distances
+from fedplan.tensors.named import Tensors, aux_names
+from fedplan.tensors.sums import ExactSum, SumError, peak_steps_and_squared_distances
 
 MEAN_KIND = "mean"
 """The "kind" of a partial sum of a MeanAggregator."""
@@ -81,9 +81,7 @@ class MeanAggregator(Aggregator):
         self.values.validate(values, weight, self._stats(values).peaks)
         self.products.require_both_sides(values)
         self.aux.validate(aux, 1)
-        for key, change in aux.items():
-            if not bool((self.base[key] + change).isfinite().all()):
-                raise UpdateRejected(f"{key!r} is too large to be added to its present value")
+        _require_addable(self.base, aux)
 
     def add(self, client: str, values: Tensors, aux: Tensors, weight: int) -> None:
         """Add one client's update, with a weight of at most `defence.max_weight`.
@@ -130,6 +128,58 @@ class MeanAggregator(Aggregator):
         self.weight += fields["weight"]
         self.capped |= {name: (weight, cap) for name, (weight, cap) in fields["capped"].items()}
 
+    def merge_reported(
+        self, tensors: Tensors, fields: Mapping[str, Any], turns: Mapping[str, tuple[set[str], int]]
+    ) -> None:
+        """Add a `state` of another party, if it agrees with the turns that it claims to contain.
+
+        `turns`: by client, the keys that it shares and its weight. Raises SumError or
+        UpdateRejected, and adds nothing, for another state, or if a sum could overflow.
+        """
+        cap, aux_kinds = self.agreement.defence.max_weight, self.agreement.method.aux
+        weights = {name: min(weight, cap or weight) for name, (_, weight) in turns.items()}
+        like = {key: value.to("meta") for key, value in self.base.items()}
+        expected = {kind: dict[str, tuple[Tensor, int, int]]() for kind in self._sums}
+        for name, (keys, _) in turns.items():
+            values = {key: like[key] for key in keys}
+            added = {
+                "values": (values, weights[name]),
+                "aux": ({key: like[key] for key in aux_names(keys, aux_kinds)}, 1),
+                "products": (self.products.client_products(values), weights[name]),
+            }
+            for kind, (parts, weight) in added.items():
+                for key, part in parts.items():
+                    _, before, senders = expected[kind].get(key, (part, 0, 0))
+                    expected[kind][key] = part, before + weight, senders + 1
+        facts, squares = fields.get("sums"), fields.get("squares")
+        if (
+            fields.get("kind") != MEAN_KIND
+            or not isinstance(facts, dict)
+            or facts.keys() != expected.keys()
+        ):
+            raise SumError("the sum is of another kind than the round's")
+        if not isinstance(squares, dict) or squares.keys() != expected["values"].keys():
+            raise SumError("the squared distances are not those of the summed params")
+        drift = Drift(cast("dict[str, int]", squares))
+        if any(type(n) is not int or not 0 <= n < 2**300 for n in drift.squares.values()):
+            raise SumError("a squared distance is out of range")
+        sums = dict[str, ExactSum]()
+        for kind, total in self._sums.items():
+            raw = {
+                k.removeprefix(f"{kind}/"): v
+                for k, v in tensors.items()
+                if k.startswith(f"{kind}/")
+            }
+            sums[kind] = ExactSum.read_raw(raw, facts[kind], expected[kind])
+            total.require_mergeable(sums[kind])
+        _require_addable(self.base, sums["aux"].mean())
+        for kind, total in self._sums.items():
+            total.merge(sums[kind])
+        self.drift.merge(drift)
+        self.weight += sum(weights.values())
+        both = {name: (weight, weights[name]) for name, (_, weight) in turns.items()}
+        self.capped |= {name: pair for name, pair in both.items() if pair[1] < pair[0]}
+
     @property
     def _sums(self) -> dict[str, ExactSum]:
         return {"values": self.values, "aux": self.aux, "products": self.products.total}
@@ -154,9 +204,22 @@ class MeanAggregator(Aggregator):
                 means[key] = torch.lerp(self.base[key], means[key], fraction)
         divisors = dict.fromkeys(self.aux.weights(), self.roster)
         record = DefenceRecord(dict(sorted(self.capped.items()))) if agreed.defence.active else None
+        fractions = {key: count / self.roster for key, count in weights.items()}
         return AggregationResult(
-            means, self.aux.mean(divisors), drift, products=errors, defence=record
+            means,
+            self.aux.mean(divisors),
+            drift,
+            products=errors,
+            defence=record,
+            fractions=fractions if agreed.method.equal_weights else {},
         )
+
+
+def _require_addable(base: Tensors, aux: Tensors) -> None:
+    """Raise UpdateRejected if a change of an auxiliary tensor gives a value that is not finite."""
+    for key, change in aux.items():
+        if not bool((base[key] + change).isfinite().all()):
+            raise UpdateRejected(f"{key!r} is too large to be added to its present value")
 
 
 def make_contribution(
@@ -170,7 +233,7 @@ def make_contribution(
     before + (after - before) * min(example_count, cap) / cap.
     """
     if agreement.guarantee is None:
-        return dict(after), 1 if agreement.secagg.equal_weights else example_count
+        return dict(after), 1 if agreement.equal_weights else example_count
     if not agreement.guarantee.max_weight:
         return dict(after), 1
     fraction = capped_weight(example_count, agreement.guarantee.max_weight)

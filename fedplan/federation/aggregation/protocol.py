@@ -44,7 +44,8 @@ class AggregationResult:
     squared step of the mean). `clipping_norm`: norm for the next round if the norm adapts, else 0.
     `products`: relative errors of LoRA products (`lora_products.Errors`); None if not measured.
     `defence`: actions of the robust defence; None if off. `secagg`: secure aggregation's entry for
-    the ledger; None if off.
+    the ledger; None if off. `fractions`: by key, which fraction of all clients sent the param;
+    empty unless the method weighs all clients alike.
     """
 
     means: dict[str, Tensor]
@@ -54,6 +55,7 @@ class AggregationResult:
     products: Errors | None = None
     defence: DefenceRecord | None = None
     secagg: SecAggRecord | None = None
+    fractions: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Aggregator(ABC):

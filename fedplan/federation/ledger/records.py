@@ -25,7 +25,7 @@ VERSION = 1
 TURN, ROUND = "turn", "round"
 """Values of "kind" in a ledger line."""
 OPTIONAL_FIELDS: dict[str, object] = {
-    **{"attention": None, "products": None, "defence": None, "secagg": None},
+    **{"attention": None, "products": None, "defence": None, "secagg": None, "edges": None},
     "warnings": [],
 }
 """Fields that a round's line may omit, with the value that this means."""
@@ -141,6 +141,7 @@ class RoundRecord:
     `upload_bytes`, `download_bytes`: of all clients. `attention`: change of each block's attention,
     if measured. `products`: relative errors of LoRA products (`lora_products.Errors`), if both
     factors are shared. `defence`, `secagg`: present with a defence or secure aggregation.
+    `edges`: by edge, the clients whose updates it summed, if there are edges.
     `warnings`: sentences that follow from other fields.
     """
 
@@ -156,6 +157,7 @@ class RoundRecord:
     products: tuple[float, float] | None = None
     defence: DefenceRecord | None = None
     secagg: SecAggRecord | None = None
+    edges: dict[str, tuple[str, ...]] | None = None
     warnings: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fedplan.privacy.dpsgd.per_example import (
     trained_tensors,
 )
 from fedplan.privacy.mechanisms.noise import grid_step
-from fedplan.tensors.devices import fork_rng_state, model_device, sum_dtype
+from fedplan.tensors.devices import fork_rng_state, model_device, sum_dtype, tensor_float32
 from fedplan.training.fit import (
     Fit,
     FitResult,
@@ -139,17 +139,19 @@ def dp_sgd(
 def require_train_arguments(train_arguments: TrainArguments) -> None:
     """Raise a PrivacyError if a train config has a setting that DP-SGD does not support.
 
-    These are gradient accumulation, fp16, torch_compile, group_by_length, cache_activations and
-    num_workers above 0.
+    These are gradient accumulation, fp16, tf32, torch_compile, group_by_length, cache_activations
+    and num_workers above 0.
     """
     config = train_arguments
     refusals = {
         "gradient_accumulation_steps": config.gradient_accumulation_steps > 1
         and "a step samples its examples, and splits them into microbatches by itself: raise the "
         "batch size instead",
-        "precision": config.dtype is torch.float16
-        and "the gradient scaler of fp16 skips steps depending on the gradients, which is a "
-        "release that is not charged: use bf16",
+        "precision": {
+            "fp16": "the gradient scaler of fp16 skips steps depending on the gradients, which is "
+            "a release that is not charged: use bf16",
+            "tf32": "norms would be rounded, and a gradient could exceed its bound: use bf16",
+        }.get(config.precision),
         "torch_compile": config.torch_compile and "per-example gradients need hooks on each layer",
         "group_by_length": config.group_by_length and "a step samples its examples at random",
         "cache_activations": config.cache_activations
@@ -212,6 +214,7 @@ def train_dp_sgd(
         fork_rng_state(device, seed),
         trainable(job.model, job.roles) as params,
         use_gradient_checkpointing(job.model, job.train_arguments.gradient_checkpointing),
+        tensor_float32(False),  # the process may have set it, and norms would be rounded
     ):
         if not list(params.parameters()):
             return FitResult(loss=nan, steps=0), DPSGDStats()
@@ -230,9 +233,8 @@ def train_dp_sgd(
             noisy.write_gradients((draws <= config.sampling_rate).nonzero().flatten())
             stepper.step(lambda: adjust_gradients(params, job))
         job.model.eval()
-    result = FitResult(
-        loss=nan, steps=config.steps, lr_sum=job.train_arguments.lr * stepper.factor_sum
-    )
+    lr_sum = job.train_arguments.lr_sum(stepper.factor_sum)
+    result = FitResult(loss=nan, steps=config.steps, lr_sum=lr_sum)
     stats = noisy.stats
     if report_fault is not None and stats.failed + stats.non_finite:
         fault = PrivacyError(

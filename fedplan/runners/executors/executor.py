@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
 from fedplan.federation.client_round import keep_rejected_turn, score_layers, train_round
+from fedplan.federation.edges import accept_sum, open_edge_round, report_sum
 from fedplan.federation.evaluation import SiteScores, evaluate_client, make_eval_request
 from fedplan.federation.ledger.events import ClientChanged
 from fedplan.federation.ledger.faults import describe_code
@@ -118,8 +119,16 @@ class SerialExecutor:
     def run_turns(
         self, round_state: RoundState, names: Sequence[str], late: Collection[str]
     ) -> None:
-        """Train the clients in the order of `names`; add each update to `round_state` at once."""
+        """Train the clients in the order of `names`; add each update to its sum at once.
+
+        That is the round's, or the one of the client's edge, merged into the round's at the end.
+        """
+        participation = self.server.aggregation.participation
+        edge_of, main = participation.edge_of, round_state
+        edges = {edge: [n for n in names if edge_of.get(n) == edge] for edge in participation.edges}
+        rounds = {e: open_edge_round(main, participation.edges[e]) for e in edges if edges[e]}
         for name in names:
+            round_state = rounds.get(edge_of.get(name, ""), main)
             self.events.heartbeat()
             self.events.emit(ClientChanged(name, SiteState.REQUESTED))
             update = self._call(partial(train_round, copy=False), round_state, name)
@@ -129,6 +138,8 @@ class SerialExecutor:
                 keep_rejected_turn(self.clients.journal(name), update)
             del update  # it aliases the model, which the next turn overwrites
             self.events.emit(ClientChanged(name, SiteState.RESPONDED))
+        for edge, edge_round in rounds.items():
+            accept_sum(self.server, main, edge, *report_sum(edge_round, edges[edge]))
 
     def evaluate_clients(
         self, names: Sequence[str]

@@ -76,10 +76,10 @@ class RankWorker:
             self.study = study_from_dict(message["study"])
             self.experiment = build_experiment(self.study)
         else:
-            from fedplan.runners.site import parse_site  # optional dependency
+            from fedplan.runners.site import Site  # optional dependency
             from fedplan.runners.site_runtime import load_site_table
 
-            site = parse_site(message["site"])
+            site = Site.model_validate(message["site"])
             with allow_imports(site.allow_packages):
                 self.study = study = study_from_dict(message["study"])
                 table = None if study.data.path else (site.name, load_site_table(site, study))
@@ -128,11 +128,11 @@ def _trained_digests(job: Job) -> dict[str, str]:
 class ClientDevices:
     """Client hook that trains each turn on `count` devices, of which this process has the first.
 
-    The constructor starts a process for each other device, which builds `study` (at a site, with
-    the data of `site`). Raises ConfigError if the study of `experiment` cannot be trained so, and
-    DeviceError if the machine lacks the devices. A turn raises FedplanError that names the rank
-    which failed, died, was silent or has other values; then all processes are ended, and the next
-    turn starts them again. `close` ends them.
+    `start`, or else the first turn, starts a process for each other device, which builds `study`
+    (at a site, with the data of `site`). Raises ConfigError if the study of `experiment` cannot be
+    trained so, and DeviceError if the machine lacks the devices. A turn raises FedplanError that
+    names the rank which failed, died, was silent or has other values; then all processes are ended,
+    and the next turn starts them again. `close` ends them.
     """
 
     def __init__(
@@ -151,9 +151,8 @@ class ClientDevices:
             "device": device,
         }
         self._ends, self._is_checked = list[Callable[[], Any]](), False
-        self._start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Start the other ranks, which build the study in the background."""
         self._folder, self._has_joined = Path(mkdtemp(prefix="fedplan-ranks-")), False
         self._ends.append(weakref.finalize(self, rmtree, self._folder, ignore_errors=True))
@@ -186,7 +185,7 @@ class ClientDevices:
             (job.start, job.aux, job.memory),
         )
         if not self._ends:
-            self._start()
+            self.start()
         if not self._is_checked:
             self._is_checked = require_mean_loss(job.model, job.loss, job.examples)
         if not self._has_joined:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fedplan.errors import FedplanError, PrivacyError, printable
+from fedplan.federation.edges import accept_sum, edge_request_message, read_sum, sum_limit
 from fedplan.federation.endpoint import COMMITTED_ROUND, EVALUATED_ROUND
 from fedplan.federation.evaluation import EvalConfig, Scores, join_validation
 from fedplan.federation.ledger.events import (
@@ -63,8 +65,10 @@ class ServerLoop:
 
     Without a `grid`, `rpc.renew_grid` gives the first. A round waits for all sites until a timeout
     of `timeouts`, and closes with at least `quorum` updates. A site with another study or initial
-    model gets no requests. `tests` evaluate the global values here. Raises PrivacyError for a
-    quorum above 1 under client-level DP.
+    model gets no requests. An edge gets the requests to its clients in one message, and replies
+    with one sum of their updates. `is_edge`: this server is one, so only `update_roster` and
+    `collect_updates` are called, with requests of the server above. `tests` evaluate the global
+    values here. Raises PrivacyError for a quorum above 1 under client-level DP.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class ServerLoop:
         tests: Mapping[str, GlobalTest] | None = None,
         study: Study | None = None,
         events: EventStream | None = None,
+        is_edge: bool = False,
     ) -> None:
         if server.aggregation.hides_clients and quorum > 1:
             raise PrivacyError(
@@ -87,13 +92,17 @@ class ServerLoop:
                 "a round that fails by its quorum reveals absent clients; "
                 "leave clients.min_updates out"
             )
+        participation = server.aggregation.participation
         # With client-level DP a round closes with any number of updates, even none.
         self.server, self.quorum = server, 0 if server.aggregation.hides_clients else quorum
+        self._is_edge = is_edge
         self._study, self.scoring, self.tests = study, scoring or EvalConfig(), tests or {}
-        self.rpc = SiteRpc(grid, server.roster, timeouts or Timeouts(), self._hello())
+        self.edges, self._edge_of = participation.edges, participation.edge_of
+        names = [*self.edges, *(name for name in server.roster if name not in self._edge_of)]
+        self.rpc = SiteRpc(grid, names, timeouts or Timeouts(), self._hello())
         self.events = self.rpc.events = events or EventStream()
         self.events.callbacks = tuple(callbacks)
-        self.faults, self._late = faults or Faults(), set[str]()
+        self.faults, self.late = faults or Faults(), set[str]()
         self._mismatches: dict[str, str] = {}
         self._adverts: dict[str, Any] = {}
         self._version_notes: dict[str, str] = {}
@@ -114,22 +123,20 @@ class ServerLoop:
             last = self._add_scores(last)
         self.events.call_back(self._with_task(last) if last else None)
         if server.global_state.round < server.rounds and not self.events.stop_text:
-            self._wait_for_sites(min(self.quorum, len(server.roster)))
+            # An edge may bring any number of updates.
+            self._wait_for_sites(1 if self.edges else min(self.quorum, len(server.roster)))
             self.events.stop_reason()
         while server.global_state.round < server.rounds and not self.events.stop_text:
-            self._update_roster()
+            self.update_roster()
             self.rpc.sent.clear()
             round_state = server.begin_round()
-            self._late = self.faults.apply(server, round_state)
-            for name in round_state.cohort.keys() & self._mismatches.keys():
-                round_state.rejected[name] = f"not requested: it {self._mismatches[name]}"
+            self.late = self.faults.apply(server, round_state)
             self._choose_blocks(round_state)
-            present = round_state.cohort.keys() - self._mismatches.keys()
-            self.events.emit(RoundStarted(len(present)))
+            self.events.emit(RoundStarted(sum(map(self._takes_part, round_state.cohort))))
             if server.agreement.secagg.active:
                 self._collect_secagg(round_state)
             else:
-                self._collect_updates(round_state)
+                self.collect_updates(round_state)
             if not self.server.aggregation.hides_clients:
                 for name in round_state.cohort.keys() - self.rpc.sent:
                     del round_state.cohort[name]  # the ledger counts the bytes that were sent
@@ -167,7 +174,7 @@ class ServerLoop:
             scores: dict[str, Any] = {"global": common["test"]} if "test" in common else {}
             answers = dict[str, Scores]()
             if self.scoring.on_clients:
-                self._update_roster()
+                self.update_roster()
                 scores["sites"], answers = self.evaluation.evaluate_sites(
                     self._mismatches, self.scoring
                 )
@@ -186,7 +193,10 @@ class ServerLoop:
             directions=scoring.directions,
         )
 
-    def _update_roster(self) -> None:
+    def _takes_part(self, client: str) -> bool:
+        return self._edge_of.get(client, client) not in self._mismatches
+
+    def update_roster(self) -> None:
         """Poll the nodes, take over the sites' traits, and exclude sites that do not match."""
         self.rpc.poll_nodes()
         for name, site in self.rpc.sites.items():
@@ -198,7 +208,8 @@ class ServerLoop:
                 self._mismatches[name] = reason
                 continue
             self._mismatches.pop(name, None)
-            self.server.roster[name] = site.traits
+            if name in self.server.roster:
+                self.server.roster[name] = site.traits
             differences = package_differences(site.versions)
             if differences and self._version_notes.get(name) != differences:
                 text = f"the site has {differences}; it takes part"
@@ -206,11 +217,14 @@ class ServerLoop:
             self._version_notes[name] = differences
 
     def _mismatch(self, name: str, site: ConnectedSite) -> str:
-        """Return why the site called `name` cannot take part; "" if it can."""
+        """Return why the site or edge called `name` cannot take part; "" if it can."""
         # Under client-level DP traits come from the study: a site's own would reveal presence.
-        agreement, traits = self.server.agreement, dict(self.server.roster[name])
-        if self.server.aggregation.hides_clients and site.traits != traits:
-            return "has traits of its own, and this run hides its clients: see clients.traits"
+        # Below an edge they do, too: the server above makes the requests.
+        agreement, traits = self.server.agreement, dict(self.server.roster.get(name, {}))
+        reason = "this run hides its clients" if self.server.aggregation.hides_clients else ""
+        reason = "it is below an edge" if self._is_edge else reason
+        if reason and site.traits != traits:
+            return f"has traits of its own, and {reason}: see clients.traits"
         claims = (site.initial_digest, site.run, site.agreement_digest)
         start, run, agreed = (printable(text[:40]) for text in claims)
         if agreement.start and site.initial_digest != agreement.start:
@@ -229,15 +243,16 @@ class ServerLoop:
             )
         return ""
 
-    def _collect_updates(self, round_state: RoundState) -> None:
+    def collect_updates(self, round_state: RoundState) -> None:
         """Add each update or rejection to a round; FedplanError with fewer than the quorum."""
         cohort = list(round_state.cohort)
+        for name in itertools.filterfalse(self._takes_part, cohort):
+            reason = self._mismatches[self._edge_of.get(name, name)]
+            round_state.rejected[name] = f"not requested: it {reason}"
         is_enough = partial(self._enough, round_state)
         for name, reply in self._call_clients("train", round_state, cohort, is_enough):
             if isinstance(reply, str):
-                round_state.rejected.setdefault(name, reply.splitlines()[0])
-                reason = round_state.rejected[name]
-                self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
+                self._reject(round_state, name, reply, SiteState.FAILED)
             else:
                 # All present sites have their request: free the blobs.
                 self._cached_blobs = ((), to_blob_record(()))
@@ -262,10 +277,10 @@ class ServerLoop:
 
         def collect_adverts() -> dict[str, Any]:
             self._adverts = {}
-            self._collect_updates(round_state)
+            self.collect_updates(round_state)
             return self._adverts
 
-        collect_secagg(self.rpc, self.server, round_state, collect_adverts, self._late)
+        collect_secagg(self.rpc, self.server, round_state, collect_adverts, self.late)
 
     def _enough(self, round_state: RoundState) -> bool:
         return len(round_state.responded) >= min(self.quorum, len(round_state.cohort))
@@ -295,13 +310,17 @@ class ServerLoop:
             request = replace(request, values=self.evaluation.missing_values(request))
             return pack_message({}, request_header(request)), self._blobs(request)
 
-        present = [name for name in names if name not in self._mismatches]
-        requests: dict[str, MessageFactory] = {
-            name: partial(make_message, name) for name in present
-        }
+        requests, below = dict[str, MessageFactory](), dict[str, list[str]]()
+        for name in filter(self._takes_part, names):
+            if (edge := self._edge_of.get(name)) is None:
+                requests[name] = partial(make_message, name)
+            else:
+                below.setdefault(edge, []).append(name)
+        for edge, clients in below.items():
+            requests[edge] = partial(self._edge_message, round_state, clients)
         for name, reply in self.rpc.call(kind, requests, is_enough):
             is_missing = isinstance(reply, Message) and reply_fields(reply).get("missing")
-            if is_missing and not round_state.cohort[name].full:
+            if is_missing and name not in below and not round_state.cohort[name].full:
                 self.server.resend_all(round_state, name)
                 log.warning("%s has lost the values it was sent before; all are sent again", name)
                 requests[name] = partial(make_message, name)
@@ -309,14 +328,42 @@ class ServerLoop:
                 yield name, reply
             del reply  # else it would stay in memory while the next one is fetched
 
+    def _edge_message(
+        self, round_state: RoundState, clients: list[str]
+    ) -> tuple[Message, BlobRecord | None]:
+        late, study = [n for n in clients if n in self.late], self._study
+        fields: dict[str, JSON] = {"run": self.server.agreement.run, "late": [*late]}
+        fields["study"] = study.model_dump(mode="json") if study is not None else None
+        return edge_request_message(self.server, round_state, clients, fields), None
+
+    def _accept_sum(self, round_state: RoundState, edge: str, reply: Message) -> None:
+        """Check an edge's reply, and merge its sum into the round, or reject its clients."""
+        try:
+            report = read_sum(reply, sum_limit(self.server))
+        except FedplanError as error:
+            return self._reject(round_state, edge, str(error), SiteState.FAILED)
+        self.rpc.sent.update(accept_sum(self.server, round_state, edge, *report))
+        for name in self.edges[edge]:
+            if name in round_state.responded:
+                self.events.emit(ClientChanged(name, SiteState.RESPONDED))
+            elif reason := round_state.rejected.get(name):
+                self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
+
+    def _reject(self, round_state: RoundState, name: str, reason: str, state: str) -> None:
+        """Note why a site has no update in the round, or no client of an edge."""
+        reason = printable(reason.splitlines()[0])
+        for client in round_state.cohort.keys() & set(self.edges.get(name, [name])):
+            round_state.rejected.setdefault(client, reason)
+        self.events.emit(ClientChanged(name, state, reason))
+
     def _accept_reply(self, round_state: RoundState, name: str, reply: Message) -> None:
         """Check a training reply; add update or rejection to the round, or keep the key advert."""
         fields = reply_fields(reply)
         if text := refusal_text(fields):
-            reason = round_state.rejected.setdefault(name, text)
             log.warning("%s %s", name, text)
-            self.events.emit(ClientChanged(name, site_state_from_reason(reason), reason))
-            return
+            return self._reject(round_state, name, text, site_state_from_reason(text))
+        if name in self.edges:
+            return self._accept_sum(round_state, name, reply)
         limit = 2 * nbytes(self.server.global_state.values) + 2**22
         try:
             aux_kinds = self.server.agreement.method.aux
@@ -324,17 +371,15 @@ class ServerLoop:
             if update.client != name:
                 raise FedplanError(f"{name} answers for {update.client[:80]!r}")
         except FedplanError as error:
-            reason = round_state.rejected[name] = printable(str(error).splitlines()[0])
-            log.warning("the update of %s is rejected: %s", name, reason)
-            self.events.emit(ClientChanged(name, SiteState.FAILED, reason))
-            return
+            log.warning("the update of %s is rejected: %s", name, printable(str(error)))
+            return self._reject(round_state, name, str(error), SiteState.FAILED)
         agreement, state = self.server.agreement, self.server.global_state
         if agreement.secagg.active:
             if accept_masked_report(agreement, state, round_state, update):
                 self._adverts[name] = fields.get("advert")
                 self.events.emit(ClientChanged(name, SiteState.RESPONDED))
             return
-        self.server.take(round_state, update, late=name in self._late)
+        self.server.take(round_state, update, late=name in self.late)
         self.events.emit(ClientChanged(name, SiteState.RESPONDED))
 
     def _choose_blocks(self, round_state: RoundState) -> None:

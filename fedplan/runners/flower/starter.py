@@ -19,6 +19,7 @@ from fedplan.runners.flower.keys import (
     require_sites,
 )
 from fedplan.runners.site import SITE, read_site
+from fedplan.studies.section import SCHEMA_LINE
 
 TEMPLATES = Path(__file__).parent / "templates"
 PROXY = ("server/proxy.sh", "server/nginx.conf")
@@ -165,4 +166,5 @@ def _write_template(template: Path, target: Path, values: Mapping[str, str]) -> 
 
 
 def _fill_template(template: Path, values: Mapping[str, str]) -> str:
+    values = {**values, "schema": SCHEMA_LINE.format(template.stem)}
     return BLANK.sub(lambda blank: values[blank[1]], template.read_text(encoding="utf-8"))

@@ -24,7 +24,6 @@ from pathlib import Path
 import httpx
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.serverapp import Grid
-from pydantic import ValidationError
 
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.stream import EventStream
@@ -40,7 +39,7 @@ from fedplan.runners.flower.supernode import (
 from fedplan.storage.files import wrap_disk_errors, write_atomic
 from fedplan.storage.locks import locked_folder
 from fedplan.studies.schema import Study
-from fedplan.studies.section import Section, parse_toml
+from fedplan.studies.section import ConfigError, Section, parse_section
 
 log = logging.getLogger("fedplan")
 SERVER, TOKEN, SECRET = "server.toml", "operator.token", "executor.secret"
@@ -53,14 +52,22 @@ RETRY_SECONDS = 5.0
 """Seconds for which Flower's client repeats a failed call."""
 
 
-class _ServerFile(Section):
-    """Fields of server.toml; files are relative to its folder, those of TLS all or none."""
+class ServerFile(Section):
+    """The fields of server.toml, by which the operator's commands find the SuperLink.
+
+    Files are relative to its folder; give `ca`, `certificate` and `key`, or none of them.
+    """
 
     address: str
+    """Address of the SuperLink, as host:port."""
     database: str = "state.db"
+    """File of the SuperLink's state."""
     ca: str = ""
+    """File with the certificate of the CA, for TLS."""
     certificate: str = ""
+    """File with the certificate of the server."""
     key: str = ""
+    """File with the private key of the server."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +155,8 @@ def read_superlink(folder: Path) -> SuperLink:
     """Return the SuperLink that server.toml describes; FedplanError if missing or invalid."""
     file = folder / SERVER
     try:
-        settings = _ServerFile.model_validate(parse_toml(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+        settings = parse_section(ServerFile, file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ConfigError) as error:
         raise FedplanError(f"{file} does not say where the SuperLink is: {error}") from error
     names = filter(None, (settings.ca, settings.certificate, settings.key))
     files = [(folder / name).resolve() for name in names]
