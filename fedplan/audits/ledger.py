@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,6 +146,11 @@ class _LedgerChecker:
             self.versions[key] = record.round
         for client in sorted(set(record.aggregated) - turns.keys()):
             yield f"{where}, {client}: it was aggregated, and its turn is not recorded"
+        summed = Counter(client for names in (record.edges or {}).values() for client in names)
+        for client in sorted(summed.keys() - set(record.aggregated)):
+            yield f"{where}, {client}: an edge summed its update, and it was not aggregated"
+        for client in sorted(client for client, edges in summed.items() if edges > 1):
+            yield f"{where}, {client}: {summed[client]} edges summed its update"
         secagg, masked = self.agreement.secagg, record.secagg
         for client in sorted(turns.keys() - set(record.aggregated)):
             dropped = secagg.active and client in record.rejected

@@ -171,6 +171,8 @@ def approve_command(
     with print_errors(), _open_approvals(site) as approvals:
         if person and not digest:
             raise FedplanError("give the study's digest, as `fedplan site show` prints it")
+        if key is not None and signature is not None:
+            raise FedplanError("give --key or --signature: an approval has one signature")
         digest, signed = digest or _only_waiting_study(approvals), ""
         if signature is not None:
             signed = signature.read_text(encoding="ascii", errors="replace")

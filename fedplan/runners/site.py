@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from fedplan.errors import needs_extra
 from fedplan.storage.encryption import Encryption
@@ -79,6 +79,18 @@ class Site(Section):
     """File of its policy."""
     server: ServerSection | None = None
     """Its server, and the keys that authenticate both."""
+    _file: Path | None = PrivateAttr(default=None)
+
+    @property
+    def file(self) -> Path | None:
+        """The site.toml that the site was read from."""
+        return self._file
+
+    def of_file(self, file: Path) -> Site:
+        """Return the site as read from this site.toml."""
+        site = self.model_copy()
+        site._file = file
+        return site
 
     @property
     def has_offers(self) -> bool:
@@ -115,7 +127,7 @@ def read_site(folder: Path) -> Site:
 
     server = site.server and site.server.model_copy(update=resolve(site.server, "ca", "node_key"))
     paths = resolve(site, "data", "state", "encryption_key", "reader", "policy", "peer_keys")
-    return site.model_copy(update={**paths, "server": server})
+    return site.model_copy(update={**paths, "server": server}).of_file(file.resolve())
 
 
 SUFFIX = ".pub"

@@ -49,13 +49,15 @@ _MAX_CACHED = 256
 class Approval:
     """The approval of a study by `approver`: a user, RULE_APPROVER, or people joined by ", ".
 
-    `run` is the id of the run that uses it, or ""; `missing` is how many signatures it lacks.
+    `run` is the id of the run that uses it, or ""; `missing` is how many signatures it lacks;
+    `ends` is its last day, or "".
     """
 
     study_digest: str
     approver: str
     run: str = ""
     missing: int = 0
+    ends: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ class Approvals:
         standing = self._standing(study)
         if not standing.entries or has_ended(study) or self.violations(study):
             return None
-        return Approval(self._digest(study), standing.approver, standing.run)
+        ends: str = min(filter(None, (e.get("ends", "") for e in standing.entries)), default="")
+        return Approval(self._digest(study), standing.approver, standing.run, ends=ends)
 
     def _standing(self, study: Study) -> Standing:
         policy, digest = self.policy, self._digest(study)
@@ -333,9 +336,9 @@ class Approvals:
     def status_text(self, study: Study) -> str:
         """Return the state of a study in a few words, such as "approved by ada for run 0123"."""
         if (approval := self.find_approval(study)) is not None:
-            return f"approved by {approval.approver}" + (
-                f" for run {approval.run}" if approval.run else ""
-            )
+            run = f" for run {approval.run}" if approval.run else ""
+            until = f" until {approval.ends}" if approval.ends else ""
+            return f"approved by {approval.approver}{run}{until}"
         if self.violations(study):
             return "violates the policy"
         if has_ended(study):

@@ -81,10 +81,11 @@ def _check_policy(site: Site) -> Iterator[Finding]:
         else "each study needs the approval of a person"
     )
     yield Finding("policy", "ok", f"{file.name} is valid; {approval}")
-    owned = (file, file.parent)
+    # Whoever can change site.toml can name another policy.
+    owned = {each: None for own in (file, site.file) if own for each in (own, own.parent)}
     if policy.people and (names := [str(each) for each in owned if os.access(each, os.W_OK)]):
         message = f"this user can change {' and '.join(names)}, and so the keys of the people"
-        remedy = "if this user serves the site, give the file and its folder to another user"
+        remedy = "if this user serves the site, give these files and folders to another user"
         yield Finding("policy", "warn", message, remedy)
     if policy.people and shutil.which("ssh-keygen") is None:
         message = "ssh-keygen is not installed, so no signature can be checked"

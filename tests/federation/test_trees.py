@@ -100,6 +100,19 @@ def test_any_tree_leaves_the_bits_and_the_ledger_of_the_flat_federation(
             assert line == expected
 
 
+def test_a_ledger_whose_edges_and_updates_disagree_is_wrong(tmp_path: Path) -> None:
+    edges = {"east": ["client-00", "client-01"], "west": ["client-02"]}
+    fed = federation(tmp_path / "run", edges, method_by_name("fedavg"), Defence())
+    _, lines = run(fed)
+    for claimed, fault in {
+        ("client-00", "client-00"): "2 edges summed its update",
+        ("nobody",): "an edge summed its update, and it was not aggregated",
+    }.items():
+        changed = {f"edge-{i}": [name] for i, name in enumerate(claimed)}
+        forged = [e | {"edges": changed} if e["kind"] == "round" else e for e in lines]
+        assert fault in " ".join(verify_ledger(fed.agreement, forged))
+
+
 def build_method(values: dict[str, Any]) -> Method:
     from fedplan.studies.experiment import make_method
 

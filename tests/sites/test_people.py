@@ -17,7 +17,7 @@ from studies import approvals_in, offered
 
 from fedplan.errors import FedplanError
 from fedplan.federation.messages import RequestRefused
-from fedplan.runners.site import Site
+from fedplan.runners.site import Site, read_site
 from fedplan.sites import approvals as module
 from fedplan.sites.approvals import APPROVALS_FILE, Approvals
 from fedplan.sites.doctor import check_site
@@ -239,6 +239,9 @@ def test_a_person_signs_elsewhere_and_the_operator_hands_it_in(site: Place) -> N
         "site", "approve", study.full_digest[:8], *at, "--signature", str(folder / "statement.sig")
     )
     assert (code, screen.split(":")[0]) == (0, "Approved by ada")
+    both = (*at, "--key", str(folder / "ada"), "--signature", str(folder / "statement.sig"))
+    assert run("site", "approve", study.full_digest[:8], *both)[0] == 2
+    assert f"approved by ada until {ENDS}" in run("site", "inbox", "--site", str(folder))[1]
     ben = ("--site", str(folder), "--person", "ben", "--until", ENDS, "--key", str(folder / "ben"))
     assert run("site", "approve", study.full_digest[:8], *ben)[0] == 0
     assert run("site", "approve", study.full_digest[:8], "--site", str(folder))[0] == 2
@@ -280,6 +283,11 @@ def test_the_doctor_warns_if_the_service_can_change_the_policy(site: Place) -> N
     findings = check_site(Site(name=NAME, policy=str(folder / "policy.toml"), state=str(folder)))
     finding = next(f for f in findings if f.name == "policy" and f.state == "warn")
     assert "can change" in finding.message
+    elsewhere = folder / "config" / "site.toml"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(f'name = "{NAME}"\npolicy = "../policy.toml"\n')
+    finding = next(f for f in check_site(read_site(elsewhere)) if f.state == "warn")
+    assert f"{elsewhere} and" in finding.message, "who changes it can name another policy"
 
 
 def test_a_signature_that_is_no_signature_is_none(tmp_path: Path) -> None:
