@@ -194,7 +194,7 @@ class Approvals:
         standing = self._standing(study)
         if not standing.entries or has_ended(study) or self.violations(study):
             return None
-        ends: str = min(filter(None, (e.get("ends", "") for e in standing.entries)), default="")
+        ends = min((str(e["ends"]) for e in standing.entries if e.get("ends")), default="")
         return Approval(self._digest(study), standing.approver, standing.run, ends=ends)
 
     def _standing(self, study: Study) -> Standing:
