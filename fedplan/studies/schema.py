@@ -106,7 +106,7 @@ class Study(Section):
     """
 
     name: Annotated[str, AfterValidator(validate_study_name)] = "study"
-    """Name of the study; folders of its runs and of its state at sites have this name."""
+    """Name of the study and of its folders; another name draws other new weights and batches."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random choices: partition, participants, batches and new weights."""
     continue_from: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""
