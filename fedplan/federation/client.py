@@ -36,7 +36,7 @@ from fedplan.models.values import set_values
 from fedplan.privacy.dpsgd.fit import ReportFault, require_dp_sgd
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard, DistributedGuard, Guard
-from fedplan.privacy.mechanisms.noise import load_or_create_secret
+from fedplan.privacy.mechanisms.noise import load_or_create_secret, read_secret
 from fedplan.storage.journal import Journal
 from fedplan.storage.store import TensorsAndMeta
 from fedplan.tensors.devices import deterministic
@@ -215,7 +215,10 @@ class Client:
     @cached_property
     def digest_key(self) -> bytes:
         """Secret key for digests of personal values; created in the journal's folder if missing."""
-        return load_or_create_secret(self.journal.make_folder() / KEY, self.journal.encryption)
+        file = self.journal.make_folder() / KEY
+        if file.exists() and not self.journal.synced:  # `sync_journals` makes its name durable
+            return read_secret(file, self.journal.encryption)
+        return load_or_create_secret(file, self.journal.encryption)
 
     def state(self, request: Request, before: str = "") -> TensorsAndMeta:
         """Return the stored values and notes for a request; see `load_client_state`.

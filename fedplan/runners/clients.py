@@ -17,7 +17,8 @@ from fedplan.federation.global_state import GlobalState
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.privacy.guard import CHARGES_FILE, ClientGuard
-from fedplan.storage.journal import Journal, client_state_folder
+from fedplan.storage.journal import Journal, client_state_folder, sync_journals
+from fedplan.storage.locks import find_syncfs
 from fedplan.studies.experiment import Experiment
 from fedplan.studies.schema import Study
 from fedplan.tensors.named import Tensors
@@ -29,8 +30,9 @@ class Clients(MutableMapping[str, Client]):
 
     Only `pinned` Clients are reused: setting an item pins a Client, and deleting an item removes
     the client with the examples. `folder` is the run folder, with a journal (durable state) for
-    each client; `keep_replies` stores replies there. `global_state()` returns the server's present
-    state; Clients alias the state's tensors.
+    each client; `keep_replies` stores replies there. Without `synced`, commits of clients that keep
+    a state are durable only after `sync`, where the system can. `global_state()` returns the
+    server's present state; Clients alias the state's tensors.
     """
 
     agreement: Agreement
@@ -42,6 +44,7 @@ class Clients(MutableMapping[str, Client]):
     eval_sets: Mapping[str, EvalSet | None] = field(default_factory=dict[str, "EvalSet | None"])
     examples_digests: Mapping[str, str] = field(default_factory=dict[str, str])
     keep_replies: bool = False
+    synced: bool = True
     pinned: dict[str, Client] = field(default_factory=dict[str, Client])
 
     def __getitem__(self, name: str) -> Client:
@@ -78,8 +81,22 @@ class Clients(MutableMapping[str, Client]):
         return Journal(
             client_state_folder(self.folder, name),
             keep_replies=self.keep_replies,
-            optional=not self.keep_replies and not self.agreement.clients_keep_state,
+            optional=self._keeps_nothing,
+            synced=self._syncs_each,
         )
+
+    @property
+    def _keeps_nothing(self) -> bool:
+        return not self.keep_replies and not self.agreement.clients_keep_state
+
+    @property
+    def _syncs_each(self) -> bool:
+        return self.synced or self._keeps_nothing or find_syncfs() is None
+
+    def sync(self) -> None:
+        """Make all commits of journals durable, with one call for all of them."""
+        if not self._syncs_each:
+            sync_journals(self.folder)
 
     def _budget_folder(self, name: str) -> Path:
         return self.folder / "privacy" / client_state_folder(self.folder, name).name

@@ -40,7 +40,8 @@ class Federation:
     `device`; the values of the global state stay in host memory. `deterministic` makes PyTorch fail
     where no deterministic kernel exists. `start` and `initial_model` are the model's initial values
     and digests, computed if None. `make_executor` makes the executor of clients (default:
-    SerialExecutor). `spread` trains turns on several devices.
+    SerialExecutor). `spread` trains turns on several devices. `synced`: whether each turn of a
+    client is durable at once, as clients on several machines need; else `commit` makes all so.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Federation:
         traits: Mapping[str, Mapping[str, str]] | None = None,
         names: Iterable[str] = (),
         keep_replies: bool = False,
+        synced: bool = False,
         examples_digests: Mapping[str, str] | None = None,
         device: torch.device | None = None,
         deterministic: bool = TrainSetup.deterministic,
@@ -106,6 +108,7 @@ class Federation:
             eval_sets=eval_sets or {},
             examples_digests=examples_digests or {},
             keep_replies=keep_replies,
+            synced=synced,
         )
         require_private_setup(agreement, self.clients.setup)
         make_executor = make_executor or SerialExecutor
@@ -168,7 +171,11 @@ class Federation:
         scores: Mapping[str, Any] | None = None,
         signs: Mapping[str, Any] | None = None,
     ) -> CommittedRound:
-        """Write a round of `run_round` to ledger, metrics and checkpoint; see Server."""
+        """Write a round of `run_round` to ledger, metrics and checkpoint; see Server.
+
+        What the round has written for its clients is made durable before.
+        """
+        self.clients.sync()
         return self.server.commit(round_state, scores, signs)
 
     def poll_clients(self, round_state: RoundState) -> None:

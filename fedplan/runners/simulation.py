@@ -28,7 +28,7 @@ from fedplan.federation.participation import Timeouts
 from fedplan.models.attention import attention_shift
 from fedplan.models.values import set_values
 from fedplan.runners.clients import study_faults
-from fedplan.runners.executors.executor import PoolConfig
+from fedplan.runners.executors.executor import RAY, PoolConfig
 from fedplan.runners.executors.pool import PoolExecutor, start_pool
 from fedplan.runners.executors.ranks import ClientDevices
 from fedplan.runners.local import Federation
@@ -165,6 +165,7 @@ class Simulation:
                 faults=study_faults(study),
                 traits=study.clients.traits,
                 names=names,
+                synced=self.pool_config is not None and self.pool_config.runner == RAY,
                 examples_digests=self.data.digests,
                 device=device,
                 deterministic=study.deterministic,

@@ -27,13 +27,14 @@ from .files import (
     write_folder,
     write_if_changed,
 )
-from .journal import Journal, client_state_folder
+from .journal import Journal, client_state_folder, sync_journals
 from .locks import (
     FolderLock,
     NoLocks,
     Process,
     acquire_folder_lock,
     current_process,
+    find_syncfs,
     locked_folder,
     sync_folder,
 )

@@ -12,6 +12,7 @@ from fedplan.errors import StoreError
 from fedplan.storage.checkpoints import SkippedCheckpoint
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import failpoint, safe_folder_name, wrap_disk_errors
+from fedplan.storage.locks import sync_file_system
 from fedplan.storage.store import Meta, Store, TensorsAndMeta
 from fedplan.storage.tensor_file import NameFilter, no_tensors
 from fedplan.tensors.named import Tensors
@@ -37,8 +38,8 @@ class Journal:
     `commit` the new state and reply in one atomic step. With `keep_replies=False` only the state is
     stored, and a repeated request is computed again from `client_state(before=request)`.
     `encryption` encrypts all content; `read_only` changes nothing on disk. `optional`: the client
-    keeps nothing between rounds, so that rounds without a commit are no loss. One process writes at
-    a time.
+    keeps nothing between rounds, so that rounds without a commit are no loss. With `synced=False` a
+    commit is durable only after `sync_journals`. One process writes at a time.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Journal:
         encryption: Encryption | None = None,
         read_only: bool = False,
         optional: bool = False,
+        synced: bool = True,
     ) -> None:
-        self._store = Store(folder, encryption=encryption, read_only=read_only)
+        self._store = Store(folder, encryption=encryption, read_only=read_only, synced=synced)
         self._folder, self._keep_replies, self.encryption = folder, keep_replies, encryption
-        self.optional = optional
+        self.optional, self.synced = optional, synced
 
     @property
     def folder(self) -> Path:
@@ -141,6 +143,12 @@ class Journal:
             repeated = last and last.meta.get("request") == request
             self._store.write(tensors, meta, number=newest if repeated else newest + 1)
             failpoint("journal.after_commit")
+
+
+def sync_journals(run: Path) -> None:
+    """Make the journals in a run's folder durable together; StoreError if the disk fails."""
+    with wrap_disk_errors(f"the state of clients in {run} is not on disk", "mend the disk"):
+        sync_file_system(run)
 
 
 def _prefixed(prefix: str) -> NameFilter:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import socket
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -128,6 +131,26 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def find_syncfs() -> Callable[[int], int] | None:
+    """Return the system call that makes a whole file system durable; None where there is none."""
+    return getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+
+
+def sync_file_system(folder: Path) -> None:
+    """Flush all that was written to the file system of a folder, by whichever process, to disk.
+
+    Raises OSError if that fails, or on a system without this call (see `find_syncfs`).
+    """
+    syncfs, descriptor = find_syncfs(), os.open(folder, os.O_RDONLY)
+    try:
+        if syncfs is None or syncfs(descriptor):
+            error = ctypes.get_errno() if syncfs else errno.ENOSYS
+            raise OSError(error, os.strerror(error), str(folder))
     finally:
         os.close(descriptor)
 

@@ -77,6 +77,9 @@ class Store:
     read; `lock` reserves the folder for this process. With `encryption` only numbers, sizes and
     digests of encrypted files are readable on disk. With `read_only` nothing on disk is changed and
     `write` raises StoreError. `keep` below 1 is a StoreError.
+
+    With `synced=False` a write is durable only after a later `sync_file_system`. A power cut before
+    that may leave the last checkpoint damaged, so that a folder of damaged ones alone is empty.
     """
 
     def __init__(
@@ -86,13 +89,14 @@ class Store:
         keep: int = 2,
         encryption: Encryption | None = None,
         read_only: bool = False,
+        synced: bool = True,
     ) -> None:
         """Raise StoreError if `keep` is less than 1. Nothing is read or written yet."""
         if keep < 1:
             raise StoreError(f"keep is {keep}: a store keeps at least 1 checkpoint")
         self._invalid: dict[int, str] = {}
         self._folder, self._keep = folder, keep
-        self._encryption, self._read_only = encryption, read_only
+        self._encryption, self._read_only, self._synced = encryption, read_only, synced
 
     def make_folder(self) -> Path:
         """Create the folder if it is missing, and return its path; StoreError if that fails."""
@@ -195,7 +199,7 @@ class Store:
     def _find(self, meta_filter: MetaFilter, load_tensors: _Loader) -> Checkpoint | None:
         """Like `find`; `load_tensors` maps a manifest to tensors, or raises InvalidCheckpoint."""
         with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
-            if not self._read_only and self._folder.exists():
+            if self._synced and not self._read_only and self._folder.exists():
                 # Renames by a killed writer may not be on disk yet: sync before relying on them.
                 sync_folder(self._folder)
             while True:
@@ -217,7 +221,7 @@ class Store:
                     break
                 self._invalid = {}
             self._folder_origin()
-        if numbers and len(self._invalid) == len(numbers):
+        if self._synced and numbers and len(self._invalid) == len(numbers):
             raise StoreError(
                 f"{self._folder} has no valid checkpoint ({'; '.join(map(str, self.skipped))}): "
                 "restore the folder from a backup, or remove it to begin anew"
@@ -341,7 +345,8 @@ class Store:
                 file.writelines(self._encryption.encrypt_chunks(save(tensors), label))
         failpoint("store.tensors_written")
         with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+            if self._synced:
+                os.fsync(file.fileno())
             failpoint("store.tensors_synced")
             if self._encryption is None:
                 digest = saved_tensors_digest(file, tensors, manifest.hash)
@@ -351,7 +356,8 @@ class Store:
         manifest = replace(manifest, digest=digest, size=size)
         temporary.rename(self._folder / manifest.file)
         failpoint("store.tensors_renamed")
-        sync_folder(self._folder)
+        if self._synced:
+            sync_folder(self._folder)
         return manifest
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -361,10 +367,12 @@ class Store:
             file.write(manifest.to_bytes(self._encryption))
             file.flush()
             failpoint("store.manifest_written")
-            os.fsync(file.fileno())
+            if self._synced:
+                os.fsync(file.fileno())
         temporary.rename(self._folder / f"{manifest.number}.json")
         failpoint("store.manifest_renamed")
-        sync_folder(self._folder)
+        if self._synced:
+            sync_folder(self._folder)
         failpoint("store.folder_synced")
 
     def _remove_leftovers(self) -> None:
@@ -382,7 +390,8 @@ class Store:
                     candidates = [self._read_manifest(number).file]
             used.update(candidates)
         if any(map(_TEMPORARY.fullmatch, names)) or set(files) - used:
-            sync_folder(self._folder)
+            if self._synced:
+                sync_folder(self._folder)
             self._remove(_TEMPORARY)
             self._remove(_TENSORS, used)
 

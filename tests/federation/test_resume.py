@@ -6,10 +6,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import zoo
 from clients import GUARANTEES, RUN, few, know_secrets, loss
 from often import first
+from power import PowerDisk
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.defence import Defence
@@ -29,7 +32,7 @@ from fedplan.models.description import describe
 from fedplan.privacy.guard import CHARGES_FILE
 from fedplan.runners.clients import Faults
 from fedplan.runners.local import Federation
-from fedplan.storage import files
+from fedplan.storage import files, locks
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.named import digests
 from fedplan.training.fit import TrainArguments
@@ -150,6 +153,45 @@ def test_killed_at_a_failpoint(point: str, time_: int, replies: bool, tmp_path: 
     assert ended == -signal.SIGKILL
     assert played(tmp_path, name, replies=replies) == 0
     assert left(tmp_path, name, replies=replies) == expected(name, replies)[0]
+
+
+class Died(BaseException):
+    """The process dies here."""
+
+
+def die(*_: object) -> None:
+    raise Died
+
+
+CUTS = [
+    (point, k, ("fedper", "scaffold")[(i + k) % 2]) for i, point in enumerate(HERE) for k in (1, 8)
+]
+
+
+@pytest.mark.parametrize(("point", "time_", "name"), CUTS)
+def test_a_power_cut_changes_nothing(
+    point: str, time_: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turns of a round are made durable by one call before the round is committed."""
+    expected_end, disk = expected(name, replies=False)[0], PowerDisk()
+    memory = Path("/dev/shm")  # where inodes are not used again
+    folder = Path(mkdtemp(dir=memory if memory.is_dir() else None))
+    monkeypatch.setattr(os, "kill", die)
+    monkeypatch.setattr(os, "fsync", disk.sync)
+    monkeypatch.setattr(locks, "find_syncfs", lambda: disk.syncfs)
+    monkeypatch.setenv(VARIABLE, f"{point}:kill@{time_}")
+    files.reset_failpoints()
+    try:
+        disk.settle(folder)
+        with suppress(Died):
+            play(folder, name, replies=False)
+        monkeypatch.delenv(VARIABLE)
+        gc.collect()
+        disk.cut(folder, random.Random(f"{point}{time_}{name}"))
+        play(folder, name, replies=False)
+        assert left(folder, name, replies=False) == expected_end
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import ClassVar
 
 _open = open
@@ -47,10 +48,20 @@ class PowerDisk:
         frame = sys._getframe(1)
         if frame.f_code.co_name == "sync_folder" and frame.f_back is not None:
             frame = frame.f_back
+        if not self._is_removed(frame):
+            self.sync(descriptor)
+
+    def syncfs(self, descriptor: int) -> int:
+        """Take all files as synced that are in the folder of an open descriptor."""
+        frame = sys._getframe(2)
+        if not self._is_removed(frame):
+            self.settle(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        return 0
+
+    def _is_removed(self, frame: FrameType) -> bool:
         line = f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name}:{frame.f_lineno}"
         self.seen.add(line)
-        if line not in self.removed:
-            self.sync(descriptor)
+        return line in self.removed
 
     def sync(self, descriptor: int) -> None:
         """Do what `fsync` does, whoever calls."""

@@ -18,10 +18,11 @@ from power import PowerDisk, inodes
 
 from fedplan.errors import FedplanError
 from fedplan.privacy.mechanisms.noise import load_or_create_secret, read_secret
-from fedplan.storage import files
+from fedplan.storage import files, locks
 from fedplan.storage.append_log import AppendLog, CommittedLog, read_json_lines
 from fedplan.storage.encryption import new_key_file
 from fedplan.storage.files import make_folder, write_atomic, write_folder
+from fedplan.storage.journal import Journal, sync_journals
 from fedplan.storage.store import Store
 
 STORE_POINTS = [point for point in files.POINTS if point.startswith("store.")]
@@ -170,6 +171,33 @@ def checkpoints(disk: Disk) -> None:
             shutil.rmtree(folder)
 
 
+def journals(disk: Disk) -> None:
+    """Journals that are made durable together: a cut leaves each as of the last such moment."""
+    folder, point = disk.folder / "run", "store.manifest_renamed"
+    folder.mkdir()
+
+    def journal(name: str) -> Journal:
+        return Journal(folder / "clients" / name, keep_replies=False, synced=False)
+
+    def commit(number: int) -> None:
+        for name in ("a", "b"):
+            value = {"x": torch.tensor(float(number))}
+            journal(name).commit(f"round {number}", value, {}, {}, {})
+
+    def require(least: int) -> None:
+        for name in ("a", "b"):
+            value = float(journal(name).client_state()[0].get("x", 0))
+            _equal(value in (least, least + 1), True)
+
+    for number in range(3):
+        if number:
+            commit(number)
+            sync_journals(folder)
+            disk.after_cuts(lambda number=number: require(number))
+        killed_at(point, lambda number=number: commit(number + 1))
+        disk.after_cuts(lambda number=number: require(number))
+
+
 ACTS = {
     act.__name__: act
     for act in (
@@ -181,6 +209,7 @@ ACTS = {
         key_file,
         append_log,
         checkpoints,
+        journals,
     )
 }
 
@@ -205,6 +234,7 @@ def try_act(name: str, folder: Path) -> str:
     disk = Disk(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", disk.power.fsync)
+        patch.setattr(locks, "find_syncfs", lambda: disk.power.syncfs)
         try:
             ACTS[name](disk)
         except Exception as error:
@@ -232,7 +262,10 @@ def sync_calls() -> Iterator[tuple[str, str]]:
     """Yield file name and line number of each call in the package that syncs."""
     for file in Path(files.__file__).parents[1].rglob("*.py"):
         for number, line in enumerate(file.read_text().splitlines(), 1):
-            if re.search(r"(?<!def )sync_folder\(|os\.fsync\(", line) and file.name != "locks.py":
+            if (
+                re.search(r"(?<!def )sync_(folder|file_system)\(|os\.fsync\(", line)
+                and file.name != "locks.py"
+            ):
                 yield file.name, str(number)
 
 

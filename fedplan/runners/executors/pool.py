@@ -328,7 +328,8 @@ def start_pool(
             'for fp.run_study, or use runner="local"'
         )
     values = resolve_paths(study, Path.cwd()).model_dump(mode="json")
-    begin = {"study": values, "folder": str(folder.resolve())}
+    # The main process can sync what the workers of its machine have written.
+    begin = {"study": values, "folder": str(folder.resolve()), "synced": config.runner == RAY}
     pool = PoolExecutor(
         make_transport(config, config.worker_count(study.threads, study.device)), begin
     )

@@ -62,6 +62,7 @@ class Worker:
             setup=replace(make_train_setup(study, experiment, trial), digests=self.digests),
             examples=experiment.data.train,
             folder=self.folder,
+            synced=message["synced"],
             global_state=lambda: self.global_state,
             traits=study.clients.traits,
             eval_sets={name: make_eval_set(study, experiment.data, name) for name in sites},
