@@ -36,7 +36,7 @@ from fedplan.models.values import set_values
 from fedplan.privacy.dpsgd.fit import ReportFault, require_dp_sgd
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.privacy.guard import ClientGuard, DistributedGuard, Guard
-from fedplan.privacy.mechanisms.noise import load_or_create_secret, read_secret
+from fedplan.privacy.mechanisms.noise import load_or_create_secret
 from fedplan.storage.journal import Journal
 from fedplan.storage.store import TensorsAndMeta
 from fedplan.tensors.devices import deterministic
@@ -193,11 +193,10 @@ class Client:
 
     The functions that take a Client (`train_round`, `evaluate_client`) change the model, `received`
     and `journal`; a Client serves one request at a time. `name`, `traits`: name, and declared
-    properties that a plan may use. `examples`, `eval_set`: training and test examples.
-    `journal`: file store of personal values and replies.
-    `received`, `received_versions`: global values last received by key, and their versions.
-    `cached_digest`: memo of `examples_digest`. `may_rejoin`: the site's operator lets it go on from
-    a state that is older than its last reply.
+    properties that a plan may use. `examples`, `eval_set`: training and test examples. `journal`:
+    stored personal values and replies. `received`, `received_versions`: global values last received
+    by key, and their versions. `cached_digest`: memo of `examples_digest`. `may_rejoin`: the site's
+    operator lets it go on from a state that is older than its last reply.
     """
 
     name: str
@@ -216,9 +215,7 @@ class Client:
     def digest_key(self) -> bytes:
         """Secret key for digests of personal values; created in the journal's folder if missing."""
         file = self.journal.make_folder() / KEY
-        if file.exists() and not self.journal.synced:  # `sync_journals` makes its name durable
-            return read_secret(file, self.journal.encryption)
-        return load_or_create_secret(file, self.journal.encryption)
+        return load_or_create_secret(file, self.journal.encryption, synced=self.journal.synced)
 
     def state(self, request: Request, before: str = "") -> TensorsAndMeta:
         """Return the stored values and notes for a request; see `load_client_state`.

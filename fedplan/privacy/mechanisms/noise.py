@@ -31,19 +31,25 @@ _ABOUT = "secret"
 
 
 def load_or_create_secret(
-    file: Path, encryption: Encryption | None = None, *, used_by: Path | None = None
+    file: Path,
+    encryption: Encryption | None = None,
+    *,
+    used_by: Path | None = None,
+    synced: bool = True,
 ) -> bytes:
     """Read the secret in a file; if there is no file, write a new random secret first.
 
     encryption: encrypts the file's content; None: plain bytes, with a checksum. used_by: a file
     whose content follows from the secret: if it exists, no new secret is written. Creation is
-    atomic: of several processes, all get the same secret. Raises a PrivacyError if the file cannot
-    be written, is lost, and as `read_secret` does.
+    atomic: of several processes, all get the same secret. With `synced=False` the name of a file
+    that exists is not synced, as whoever relies on the secret syncs later. Raises a PrivacyError if
+    the file cannot be written, is lost, and as `read_secret` does.
     """
     try:
-        if not file.exists() and used_by is not None and used_by.exists():
+        is_new = not file.exists()
+        if is_new and used_by is not None and used_by.exists():
             raise PrivacyError(f"the secret {file} is lost: restore a copy of it")
-        if not file.exists():
+        if is_new:
             secret = os.urandom(SECRET_SIZE)
             content = secret + hashlib.sha256(secret).digest()
             if encryption is not None:
@@ -57,7 +63,8 @@ def load_or_create_secret(
             finally:
                 os.close(descriptor)
                 os.unlink(temporary)
-        sync_folder(file.parent)
+        if is_new or synced:
+            sync_folder(file.parent)
     except OSError as error:
         raise PrivacyError(f"the secret {file} cannot be used: {error}") from error
     return read_secret(file, encryption)
