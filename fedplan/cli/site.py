@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fedplan.cli.console import (
     JsonOption,
+    StudyArgument,
     command,
     command_group,
     outlive_viewer,
@@ -248,6 +249,30 @@ def doctor_command(site: SiteOption = Path(), as_json: JsonOption = False) -> No
     else:
         Console(highlight=False).print(doctor_table(checked_site, findings))
     if any(finding.state == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+@command(site_commands, "site statistics study.toml --site sites/north", name="statistics")
+def site_statistics_command(
+    study: StudyArgument, site: SiteOption = Path(), as_json: JsonOption = False
+) -> None:
+    """Check the site's data by a study's data dictionary, and show its counts. Nothing is sent.
+
+    Small counts are joined, as when they leave. Exit code 1: a column does not match.
+    """
+    with print_errors():
+        from fedplan.runners.site import read_site
+        from fedplan.sites.statistics import site_statistics
+        from fedplan.studies.schema import read_study
+
+        checked_site = read_site(site)
+        with allow_imports(checked_site.allow_packages):
+            report = site_statistics(checked_site, read_study(study))
+    if as_json:
+        print_json(report.json())
+    else:
+        Console(highlight=False).print(report)
+    if report.mismatches:
         raise typer.Exit(1)
 
 

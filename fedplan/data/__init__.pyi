@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
+from .column_statistics import (
+    MISSING,
+    OTHER,
+    CellGroup,
+    Column,
+    ColumnType,
+    CountRule,
+    TableStatistics,
+    mismatches,
+    table_statistics,
+)
 from .custom_task import CUSTOM_KIND, CustomTask, model_loss
 from .evaluation import MIN_EXAMPLES, evaluate_predictions, youden_threshold
 from .examples import (

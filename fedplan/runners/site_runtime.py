@@ -206,13 +206,13 @@ def site_study_folder(state_folder: str, study: Study, name: str) -> Path:
     return study_folder / safe_folder_name(name)
 
 
-def load_site_table(site: Site, study: Study) -> Dataset:
+def load_site_table(site: Site, study: Study, *, with_images: bool = True) -> Dataset:
     """Load the site's table from the file `site.data`, or by the function `site.reader`.
 
     The study gives the split of a file, and allows an empty table only with privacy. Then a column
     of the study that JSON files lack is a column without values: in such files one row decides
-    whether there is a column. Raises ConfigError if the site has no data or no Python file as
-    reader.
+    whether there is a column. `with_images`: open the files that columns of images name. Raises
+    ConfigError if the site has no data or no Python file as reader.
     """
     if not site.data:
         raise ConfigError(f"the site {site.name!r} has no data: set data in its site.toml")
@@ -223,7 +223,7 @@ def load_site_table(site: Site, study: Study) -> Dataset:
             columns = {*task.input_columns, task.label, *data.filter, *data.train_filter} - {""}
             for column in sorted(columns - {*table.column_names}):
                 table = table.add_column(column, [None] * len(table))  # pyright: ignore
-        images = task.input_columns if task.kind.startswith("image") else []
+        images = task.input_columns if with_images and task.kind.startswith("image") else []
         return open_images(table, images, site.data, private=is_private)
     file, _, function = site.reader.rpartition(":")
     module_spec = importlib.util.spec_from_file_location("fedplan_site_rows", file)

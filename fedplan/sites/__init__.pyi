@@ -9,5 +9,6 @@ from .inbox import Inbox
 from .policy import read_policy
 from .review import review_study
 from .signatures import sign_statement
+from .statistics import site_statistics
 
 __all__ = ["Approvals", "Inbox", "read_policy", "review_study"]

@@ -22,9 +22,11 @@ from fedplan.runners.site import ServerSection, Site
 from fedplan.runners.site_runtime import load_site_table
 from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import read_policy
+from fedplan.sites.statistics import site_statistics
 from fedplan.sites.tls_probe import find_proxy, probe_server
 from fedplan.storage.locks import NoLocks, locked_folder
 from fedplan.studies.federated_data import load_federated_data
+from fedplan.studies.schema import Study
 from fedplan.tensors.devices import AUTO, rank_device, resolve_device
 
 CheckState = Literal["ok", "warn", "fail"]
@@ -268,6 +270,7 @@ def _check_data(site: Site) -> Iterator[Finding]:
         try:
             with allow_imports(site.allow_packages):
                 table = load_site_table(site, study)
+                yield from _check_dictionary(site, study)
                 data = load_federated_data(study, (site.name, table))
         except FedplanError as error:
             yield Finding(name, "fail", str(error), "check data and reader in site.toml")
@@ -278,6 +281,13 @@ def _check_data(site: Site) -> Iterator[Finding]:
                 yield Finding(name, "warn", f"{message}; {data.left_out}", remedy)
             else:
                 yield Finding(name, "ok", message)
+
+
+def _check_dictionary(site: Site, study: Study) -> Iterator[Finding]:
+    if study.statistics is not None and (report := site_statistics(site, study)).mismatches:
+        remedy = "correct the data, or ask for another dictionary: see `fedplan site statistics`"
+        message = f"differs from the dictionary: {'; '.join(report.mismatch_lines())}"
+        yield Finding(f"dictionary of {study.name}", "warn", message, remedy)
 
 
 CHECKS: tuple[tuple[str, Callable[[Site], Iterator[Finding]]], ...] = (

@@ -30,6 +30,7 @@ from fedplan.models.catalog import is_hub_id
 from fedplan.naming import unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_arguments
 from fedplan.storage.files import validate_study_name
+from fedplan.studies.dictionary import StatisticsSection
 from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
@@ -74,12 +75,12 @@ PATH_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Fields with paths; they are not part of a study's digest, since files have their own digests."""
 NON_BINDING_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("purpose", "evaluate", "timeouts", "early_stopping"), True),
+    **dict.fromkeys(("purpose", "statistics", "evaluate", "timeouts", "early_stopping"), True),
     **dict.fromkeys(("threads", "device", "deterministic"), True),
     "train": {"rounds", "activation_cache_mb"},
     "clients": {"edges"},
 }
-"""Fields that do not affect training: purpose, evaluation, timeouts, stopping, hardware, edges."""
+"""Fields that do not affect training: texts, statistics, evaluation, timeouts, hardware, edges."""
 LATER_FIELDS = {
     "data": ("group", "validation_fraction", "validation_split"),
     "task": ("label_separator",),
@@ -143,13 +144,16 @@ class Study(Section):
     """Robust aggregation."""
     aggregation: AggregationConfig = AggregationConfig()
     """Plain or secure aggregation."""
+    statistics: StatisticsSection | None = None
+    """Data dictionary of the sites, by which their data are checked and counted."""
 
     @model_serializer(mode="wrap")
     def _without_new_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out purpose and edges if not set, so that older files and digests stay the same."""
+        """Leave out newer fields that are not set, so that older digests stay the same."""
         fields: dict[str, Any] = write(self)
-        if not fields.get("purpose"):
-            fields.pop("purpose", None)
+        for name in ("purpose", "statistics"):
+            if not fields.get(name):
+                fields.pop(name, None)
         if "clients" in fields and not fields["clients"].get("edges"):
             fields["clients"].pop("edges", None)
         return fields

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of sites: exact where shown, no small cell to be computed, and nothing unasked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run
+from datasets import Dataset
+from sites import study_text
+from studies import offered
+
+from fedplan.data.column_statistics import (
+    Column,
+    CountRule,
+    TableStatistics,
+    join_cells,
+    table_statistics,
+)
+from fedplan.errors import FedplanError
+from fedplan.studies.dictionary import dictionary
+from fedplan.studies.schema import Study, parse_toml, study_from_dict
+
+COLUMNS = """
+[statistics.columns.age]
+type = "number"
+unit = "years"
+minimum = 0
+maximum = 120
+edges = [40, 65]
+[statistics.columns.sex]
+type = "category"
+codes = ["f", "m"]
+required = true
+[statistics.columns.note]
+type = "text"
+edges = [2]
+in_words = true
+"""
+
+
+def with_statistics(columns: str = COLUMNS, **said: Any) -> Study:
+    """A study with a data dictionary."""
+    text = study_text(**{"privacy": "", "rounds": 3, **said}) + columns
+    return study_from_dict(parse_toml(text))
+
+
+def rows(count: int = 60, **change: list[Any]) -> dict[str, list[Any]]:
+    """Columns of a site that match the dictionary; `change` puts others."""
+    ages = [20 + 2 * (row % 40) for row in range(count)]
+    plain = {"age": ages, "sex": ["f", "m"] * (count // 2), "digit": [0, 1, 2] * (count // 3)}
+    return {**plain, "note": ["a b c" if row % 2 else "a" for row in range(count)], **change}
+
+
+def counted(columns: dict[str, list[Any]], rule: CountRule | None = None) -> TableStatistics:
+    table = Dataset.from_dict(columns)
+    return table_statistics(table, dictionary(with_statistics()), rule or CountRule())
+
+
+def write_site(folder: Path, columns: dict[str, list[Any]], policy: str = "") -> Path:
+    """A site with these rows, and a study file with the dictionary beside it."""
+    folder.mkdir()
+    (folder / "site.toml").write_text('name = "north"\ndata = "rows.csv"\n')
+    (folder / "policy.toml").write_text(policy)
+    Dataset.from_dict(columns).to_csv(folder / "rows.csv", index=False)
+    (folder / "study.toml").write_text(study_text(privacy="", rounds=3) + COLUMNS)
+    return folder
+
+
+@pytest.mark.parametrize("show_zeros", [False, True])
+def test_no_small_cell_can_be_computed_by_one_who_knows_the_rule(show_zeros: bool) -> None:
+    """Of all tables with one result, each joined cell has as many numbers as the rule promises."""
+    rule, least = CountRule(3, show_zeros), int(show_zeros)
+    for total in range(3, 10):
+        tables = defaultdict[Any, list[tuple[int, ...]]](list)
+        for counts in itertools.product(range(total + 1), repeat=4):
+            if sum(counts) == total:
+                ends = list(itertools.accumulate(counts, initial=0))
+                cells = {str(i): range(*ends[i : i + 2]) for i in range(4)}
+                tables[tuple(join_cells(cells, range(total), rule))].append(counts)
+        for groups, alike in tables.items():
+            assert not {group.count for group in groups} & {1, 2, *range(1 - least)}
+            possible = dict(zip("0123", map(set, zip(*alike, strict=True)), strict=True))
+            for group in groups:
+                if len(group.cells) == 1:
+                    assert possible[group.cells[0]] == {group.count}
+                else:
+                    assert all(len(possible[cell]) >= 3 - least for cell in group.cells), groups
+                    assert {least, 1, 2} <= possible[group.cells[0]], (groups, alike)
+
+
+def test_counts_are_those_of_a_plain_count_and_small_ones_are_joined() -> None:
+    told = counted(rows()).columns
+    assert [(g.cells, g.count) for g in told["note"]] == [
+        (("below 2",), 30),
+        (("2 or more", "(other)", "(missing)"), 30),
+    ]
+    shown = counted(rows(), CountRule(show_zeros=True)).columns
+    assert {g.cells: g.count for g in shown["digit"]} == {
+        ("0",): 20,
+        ("1",): 20,
+        ("2",): 20,
+        ("(other)",): 0,
+        ("(missing)",): 0,
+    }
+    ages = rows()["age"]
+    plain = [sum(a < 40 for a in ages), sum(40 <= a < 65 for a in ages), sum(a >= 65 for a in ages)]
+    assert [g.count for g in shown["age"] if g.count] == plain
+
+
+@pytest.mark.parametrize("sex", ["x", None])
+def test_one_patient_changes_no_cell_that_is_shown_alone(sex: str | None) -> None:
+    """A label with one patient looks like one with none, or with nine."""
+    for few in (0, 1, 9):
+        told = counted(rows(sex=["f"] * (60 - few) + [sex] * few)).columns["sex"]
+        assert [(g.cells, g.count) for g in told] == [(("f", "m", "(other)", "(missing)"), 60)]
+
+
+def test_a_person_with_many_rows_is_one() -> None:
+    table = Dataset.from_dict({"sex": ["f"] * 50 + ["m"] * 50, "who": [*range(50), *[7] * 50]})
+    columns = {"sex": Column("category", ("f", "m"))}
+    told = table_statistics(table, columns, CountRule(person="who")).columns["sex"]
+    assert [(g.cells, g.count) for g in told] == [(("f", "m", "(other)", "(missing)"), 100)]
+
+
+WRONG: dict[str, tuple[dict[str, list[Any]], dict[str, list[str]]]] = {
+    "units": ({"age": [9_000.5] * 60}, {"age": ["out of range"]}),
+    "texts": ({"age": ["forty"] * 60}, {"age": ["no number"]}),
+    "one": ({"age": [30] * 59 + [777]}, {"age": ["out of range"]}),
+    "codes": ({"sex": ["weiblich"] * 60}, {"sex": ["another code"]}),
+    "missing": ({"sex": ["f"] * 59 + [None]}, {"sex": ["no value"]}),
+    "label": ({"digit": [7] * 60}, {"digit": ["another code"]}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mismatch_is_named_by_column_and_kind_and_never_by_a_value(
+    case: str, tmp_path: Path
+) -> None:
+    change, expected = WRONG[case]
+    folder = write_site(tmp_path / "north", rows() | change)
+    words = ("site", "statistics", str(folder / "study.toml"), "--site", str(folder))
+    code, text = run(*words, "--json")
+    assert (code, json.loads(text)["mismatches"]) == (1, expected)
+    code, screen = run(*words)
+    assert code == 1 and f"{next(iter(expected))}: {expected[next(iter(expected))][0]}" in screen
+    for value in ("9000.5", "forty", "777", "weiblich"):
+        assert value not in screen and value not in text
+
+
+def test_a_site_that_matches_is_told_so_and_an_absent_column_is_named(tmp_path: Path) -> None:
+    folder = write_site(tmp_path / "north", rows())
+    words = ("site", "statistics", str(folder / "study.toml"), "--site", str(folder))
+    code, screen = run(*words)
+    assert code == 0 and "60 rows" in screen and "dictionary: none" in screen, screen
+    assert "age, years" in screen and "some of these have fewer than 10" in screen
+    columns = rows()
+    del columns["age"]
+    Dataset.from_dict(columns).to_csv(folder / "rows.csv", index=False)
+    code, screen = run(*words)
+    assert code == 1 and "age: no such column" in screen
+    Dataset.from_dict({name: cells[:9] for name, cells in columns.items()}).to_csv(
+        folder / "rows.csv", index=False
+    )
+    assert "north: fewer than 10 rows" in run(*words)[1]
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ('type = "category"', "has codes"),
+        ('type = "number"\ncodes = ["a"]', "has codes"),
+        ('type = "category"\ncodes = ["a", "a"]', "the same"),
+        ('type = "category"\ncodes = [1, "1"]', "the same"),
+        ('type = "category"\ncodes = ["(other)"]', "has codes"),
+        ('type = "category"\ncodes = ["\\u001b[2J"]', "printable"),
+        ('type = "number"\nedges = [3, 3]', "must rise"),
+        ('type = "number"\nmaximum = 1\nedges = [3]', "must rise"),
+        ('type = "any"\nedges = [3]', "for numbers and texts"),
+        ('type = "text"\nminimum = 3', "for numbers"),
+        ('type = "number"\nin_words = true', "for texts"),
+    ],
+)
+def test_a_dictionary_that_says_nothing_clear_is_refused(column: str, reason: str) -> None:
+    with pytest.raises(FedplanError, match=reason):
+        with_statistics(f"[statistics.columns.x]\n{column}")
+
+
+def test_a_dictionary_needs_an_approval_of_its_own_and_changes_no_result() -> None:
+    plain, first = offered(), with_statistics()
+    assert with_statistics(method="plan = 'chain(share(), keep(head))'").digest == plain.digest
+    assert "statistics" not in plain.model_dump(mode="json")
+    assert study_from_dict(first.model_dump(mode="json")) == first, "as it comes over the network"
+    assert first.full_digest != with_statistics(COLUMNS.replace("65", "66")).full_digest
