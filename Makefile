@@ -45,7 +45,8 @@ nightly: ## all tests, the long ones too, and every law on more examples; a seco
 research: ## the tests of research: needs the whole history of the repository
 	pytest -n auto research/tests
 
-picture: ## draw the README's picture anew
+picture: ## draw the pictures of the README and of the first page anew
+	python docs/terminal.py
 	python docs/picture.py
 
 architecture: ## draw the map of the packages anew

@@ -22,7 +22,7 @@ class Capability:
     `answer` is yes, partly or no. `how` names the command, field or page for yes and partly, and the
     limit for no. `tests` are test functions as `file::name`, below tests/. `refused` is an override
     of a study that fedplan must reject, for answers of no that a study could ask for. `elsewhere`
-    names tools that do it. `readme` puts the row into the README's table.
+    names tools that do it. `readme` is the line of the README's table, if it is in it.
     """
 
     need: str
@@ -31,7 +31,7 @@ class Capability:
     tests: tuple[str, ...] = ()
     refused: str = ""
     elsewhere: str = ""
-    readme: bool = False
+    readme: str = ""
 
 
 CAPABILITIES = (
@@ -40,35 +40,35 @@ CAPABILITIES = (
         "yes",
         "[models](how-to/models.md)",
         ("models/test_description.py::test_each_number_is_in_exactly_one_param_under_lora",),
-        readme=True,
+        readme="models",
     ),
     Capability(
         "Classification of text, images, tokens and image-text pairs; regression; language models; chat",
         "yes",
         "[data and tasks](how-to/data.md)",
         ("studies/test_kinds_run.py::test_a_chat_model_is_tuned_exported_and_answers",),
-        readme=True,
+        readme="tasks",
     ),
     Capability(
         "LoRA and other peft adapters, 4-bit and 8-bit base models",
         "yes",
         "[models](how-to/models.md)",
         ("studies/test_model.py::test_qlora_sends_its_adapter_and_nothing_else",),
-        readme=True,
+        readme="models",
     ),
     Capability(
         "A Hugging Face `Trainer`, TRL's `SFTTrainer` or your own loop on each client",
         "yes",
         "[your own code](how-to/own-code.md)",
         ("training/test_loops.py::test_a_trainer_of_trl_follows_a_plan",),
-        readme=True,
+        readme="training",
     ),
     Capability(
         "Personal models: each client keeps parts of the model",
         "yes",
         "[plans](explanation/plans.md)",
         ("studies/test_export.py::test_an_exported_classifier_is_the_clients_own",),
-        readme=True,
+        readme="methods",
     ),
     Capability(
         "33 published methods, which combine",
@@ -77,21 +77,21 @@ CAPABILITIES = (
         (
             "federation/test_masked.py::test_every_method_that_shares_gives_the_bits_of_the_plain_sum",
         ),
-        readme=True,
+        readme="methods",
     ),
     Capability(
         "One process, a process pool or Ray, with the same bits",
         "yes",
         "[workers](how-to/workers.md)",
         ("golden/test_golden.py::test_pool",),
-        readme=True,
+        readme="runners",
     ),
     Capability(
         "Real sites over Flower, with TLS and a key for each site",
         "yes",
         "[three sites](tutorials/three-sites.md)",
         ("runners/test_walkthrough.py::*",),
-        readme=True,
+        readme="runners",
     ),
     Capability(
         "Trees of servers: edges that sum the updates of their sites, with the same bits",
@@ -106,35 +106,35 @@ CAPABILITIES = (
         "yes",
         "[the round](explanation/round.md)",
         ("federation/test_resume.py::test_killed_at_a_random_moment",),
-        readme=True,
+        readme="runners",
     ),
     Capability(
         "Each site approves each study and limits what leaves",
         "yes",
         "[approve](how-to/approve.md)",
         ("sites/test_approvals.py::test_a_study_waits_is_approved_and_can_be_withdrawn",),
-        readme=True,
+        readme="privacy",
     ),
     Capability(
         "Client-level and example-level differential privacy with an accountant",
         "yes",
         "[privacy](how-to/privacy.md)",
         ("privacy/test_vote.py::test_no_audit_passes_the_epsilon_of_a_vote",),
-        readme=True,
+        readme="privacy",
     ),
     Capability(
         "Secure aggregation: the server learns sums and no single update",
         "yes",
         "[secure aggregation](how-to/secure-aggregation.md)",
         ("federation/test_masked.py::test_a_masked_sum_closes_as_the_plain_sum_of_what_is_open",),
-        readme=True,
+        readme="privacy",
     ),
     Capability(
         "Robust aggregation: median, trimmed mean, Krum, caps on weights",
         "partly",
         "[defence](how-to/defence.md); not together with secure aggregation or client-level privacy",
         ("federation/test_robust.py::test_krum_takes_nothing_of_who_is_far",),
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Clients of different size",
@@ -142,14 +142,14 @@ CAPABILITIES = (
         "parts of one model and LoRA ranks per client; all clients share one architecture",
         ("federation/test_products.py::*",),
         elsewhere="HtFLlib",
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "GPUs",
         "partly",
         '`device = "cuda"`; tests ran on a simulated second device, never on a real GPU',
         ("devices/test_devices.py::*",),
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Several GPUs for one client",
@@ -176,7 +176,7 @@ CAPABILITIES = (
         "secure aggregation uses pairwise masks",
         refused='aggregation.kind="homomorphic"',
         elsewhere="NVFlare, FATE",
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Asynchronous rounds",
@@ -184,7 +184,7 @@ CAPABILITIES = (
         "a round closes before the next begins",
         refused="clients.asynchronous=true",
         elsewhere="FLGo, APPFL",
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Vertical federated learning (features of one person at several parties)",
@@ -192,7 +192,7 @@ CAPABILITIES = (
         "each client has whole examples",
         refused='data.partition="vertical"',
         elsewhere="FATE, NVFlare",
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Trees, SQL, survival models, federated statistics",
@@ -200,7 +200,7 @@ CAPABILITIES = (
         "`nn.Module` only",
         refused='task.kind="survival"',
         elsewhere="NVFlare, Flower, Fed-BioMed",
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Phones and browsers as clients",
@@ -208,7 +208,7 @@ CAPABILITIES = (
         "a client runs Python and torch",
         refused='device="android"',
         elsewhere="Flower's SDKs, FedML",
-        readme=True,
+        readme="limit",
     ),
     Capability(
         "Scores of generated text (ROUGE, BLEU)",
@@ -314,8 +314,17 @@ def _row(row: Capability, prefix: str = "") -> tuple[str, str, str]:
 
 def readme_table() -> str:
     """The rows of the README."""
-    rows = [_row(row, "docs/") for row in CAPABILITIES if row.readme]
-    return table(("need", "supported", "how, or the limit"), rows)
+    lines = dict[str, list[str]]()
+    for row in CAPABILITIES:
+        how = row.how.replace("](", "](docs/")
+        if row.readme and row.answer == "yes":
+            lines.setdefault(row.readme, []).append(f"{row.need} ({how})")
+        elif row.readme:
+            limit = f": {how}" if row.answer == "partly" else ""
+            lines.setdefault(row.answer, []).append(row.need + limit.replace(";", ","))
+    lines["no"][-1] += " ([limits](docs/limits.md))"
+    order = [*(name for name in lines if name not in ("partly", "no")), "partly", "no"]
+    return table(("", "supported"), [(name, ". ".join(lines[name])) for name in order])
 
 
 def limits_page() -> str:

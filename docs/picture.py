@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the README's picture: the three papers' plans on the models that they are about."""
+"""Make the picture of the first page: the three papers' plans on the models that they are about."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import html
 import importlib
 import pkgutil
 import re
@@ -258,3 +259,31 @@ def test_the_scripts_of_the_tutorial_are_run_and_have_at_most_forty_lines() -> N
     assert listed is not None and scripts <= set(listed[1].split()) and len(scripts) > 4
     for name in scripts:
         assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 40, name
+
+
+def test_the_readmes_picture_shows_what_explain_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other panes are of a run, whose last digits depend on the machine."""
+    terminal = runpy.run_path(str(ROOT / "docs" / "terminal.py"))
+    monkeypatch.chdir(ROOT / "examples")
+    env = {"COLUMNS": str(terminal["EXPLAIN_COLUMNS"])}
+    done = CliRunner(env=env).invoke(app, shlex.split(terminal["EXPLAIN"])[1:])
+    picture = re.sub("<[^>]+>", "", (ROOT / "docs" / "terminal.svg").read_text())
+    shown = [html.unescape(line).rstrip() for line in picture.splitlines()]
+    lines = terminal["explain_lines"](tidy(done.output))
+    assert len(lines) > 15 and not set(lines) - set(shown), "draw it anew: make picture"
+
+
+def test_every_cell_beside_other_tools_leads_to_a_source() -> None:
+    page = (ROOT / "docs" / "other-tools.md").read_text()
+    sources = dict(re.findall(r"^\[([\w-]+)\]: (https://github\.com/\S+)$", page, re.M))
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "| need"]
+    assert len(rows) > 15 and {len(row) for row in rows} == {7}
+    for cell in (cell.strip(" |") for row in rows for cell in row[1:]):
+        named = re.findall(r"\]\[([\w-]+)\]", cell)
+        assert named or re.search(r"\]\([^)]+\)", cell) or cell == "-", cell
+        assert set(named) <= sources.keys(), cell
+    used = set(re.findall(r"\]\[([\w-]+)\]", page))
+    assert used == sources.keys(), used ^ sources.keys()
+    commits = re.compile("/blob/[0-9a-f]{40}/|/issues/")
+    assert all(commits.search(address) for address in sources.values())

@@ -46,7 +46,7 @@ def test_links_of_the_readme_lead_to_the_site_on_a_package_index() -> None:
     hook = runpy.run_path(str(ROOT / "docs" / "index_readme.py"))
     text = hook["with_addresses"]((ROOT / "README.md").read_text(), SITE_ADDRESS)
     found = re.findall(r"\]\(([^)\s#]+)", text)
-    assert f"{SITE_ADDRESS}/roles.png" in found and len(found) > 20
+    assert f"{SITE_ADDRESS}/terminal.svg" in found and len(found) > 20
     for link in found:
         name = link.removeprefix(f"{SITE_ADDRESS}/").replace(".html", ".md")
         assert name != link and ((ROOT / "docs" / name).exists() or (ROOT / name).exists()), link
