@@ -57,10 +57,13 @@ CAPABILITIES = (
         readme="models",
     ),
     Capability(
-        "A Hugging Face `Trainer`, TRL's `SFTTrainer` or your own loop on each client",
+        "A Hugging Face `Trainer`, TRL's for SFT, DPO, KTO, reward models and GRPO, or your own loop",
         "yes",
         "[your own code](how-to/own-code.md)",
-        ("training/test_loops.py::test_a_trainer_of_trl_follows_a_plan",),
+        (
+            "training/test_loops.py::test_a_trainer_of_trl_follows_a_plan",
+            "training/test_trl.py::test_a_trainer_of_trl_trains_what_the_plan_names_on_rows",
+        ),
         readme="training",
     ),
     Capability(

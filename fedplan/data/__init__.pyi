@@ -19,6 +19,7 @@ from .examples import (
     ImageExamples,
     Loss,
     RaggedArray,
+    RowExamples,
     SeededExamples,
     SparseExamples,
     TokenSequences,

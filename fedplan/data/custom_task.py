@@ -31,17 +31,17 @@ BatchMetrics = Callable[[nn.Module, Batch], Mapping[str, float | Tensor]]
 @final
 @dataclass(frozen=True)
 class CollatedExamples:
-    """A dataset with a length and integer indices, as Examples."""
+    """A dataset `raw_rows` with a length and integer indices, as Examples."""
 
-    examples: Any
+    raw_rows: Any
     collate: Collate
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self.raw_rows)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """Return the batch of the examples at these indices."""
-        return dict(self.collate([self.examples[i] for i in cast("list[int]", indices.tolist())]))
+        return dict(self.collate([self.raw_rows[i] for i in cast("list[int]", indices.tolist())]))
 
 
 def batch_columns(examples: list[Any]) -> Mapping[str, Tensor]:

@@ -46,6 +46,14 @@ class SeededExamples(Protocol):
 
 
 @runtime_checkable
+class RowExamples(Protocol):
+    """Examples with the `raw_rows` that they were made from, for loops that prepare rows."""
+
+    @property
+    def raw_rows(self) -> Any: ...
+
+
+@runtime_checkable
 class SparseExamples(Protocol):
     """Examples that can make batches with placeholders for inputs that will not be read."""
 

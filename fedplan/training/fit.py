@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
@@ -382,15 +382,18 @@ def plain_fit(job: Job) -> FitResult:
 
 
 @torch.no_grad()
-def adjust_gradients(trainable_params: TrainableParams, job: Job) -> None:
+def adjust_gradients(
+    trainable_params: TrainableParams, job: Job, others: Iterable[nn.Parameter] = ()
+) -> None:
     """Change the gradients of `trainable_params` in place: run the job's hooks, then clip.
 
-    Clips to the norm `max_grad_norm` of the job's train config; 0 does not clip.
+    Clips to the norm `max_grad_norm` of the job's train config, together with the gradients of
+    `others`, params that no hook changes; 0 does not clip.
     """
     for param, value, gradient in trainable_params.gradients() if job.gradient_hooks else ():
         for hook in job.gradient_hooks:
             hook(param, value, gradient)
     if job.train_arguments.max_grad_norm:
         nn.utils.clip_grad_norm_(
-            list(trainable_params.parameters()), job.train_arguments.max_grad_norm
+            [*trainable_params.parameters(), *others], job.train_arguments.max_grad_norm
         )

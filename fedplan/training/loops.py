@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fedplan.data.examples import Examples, SeededExamples
+from fedplan.data.examples import Examples, RowExamples, SeededExamples
 from fedplan.errors import FedplanError, import_extra
 from fedplan.language.canonical import format_call, with_text
 from fedplan.naming import Registry
@@ -39,14 +39,16 @@ def run_trainer(
     trainer: object,
     job: Job,
     trainable_params: TrainableParams,
+    added: Mapping[str, nn.Parameter],
     set_max_grad_norm: Callable[[float], None],
 ) -> float:
     """Train the job's model by a Trainer for one turn, and return the mean loss.
 
     The Trainer saves, reports and evaluates nothing, and uses the job's seed. It gets an optimizer
-    over `trainable_params`, unless it has its own. Its gradient clipping is turned off, and
-    `set_max_grad_norm` is called with its norm. Raises FedplanError if `trainer` is no Trainer, has
-    another model, or an unsuitable optimizer. Changes `trainer`, and the global random state.
+    over `trainable_params`, and over the params that it `added` to the model and that need a
+    gradient, unless it has its own. Its gradient clipping is turned off, and `set_max_grad_norm` is
+    called with its norm. Raises FedplanError if `trainer` is no Trainer, has another model, or an
+    unsuitable optimizer. Changes `trainer`, and the global random state.
     """
     from transformers import Trainer, set_seed
 
@@ -55,8 +57,10 @@ def run_trainer(
             f"the loop returned a {type(trainer).__name__}: return the mean loss, or a Trainer"
         )
     if trainer.model is not job.model:
-        raise FedplanError("the Trainer has another model: build it with the model it is given")
-    attributes, names = vars(job.model), ("forward", "_original_forward")
+        raise FedplanError(
+            "the Trainer has another model: build it with the model that the loop is given, and "
+            "call get_peft_model before the run instead of giving the Trainer a peft_config"
+        )
     with TemporaryDirectory() as folder:
         _disable_outputs(trainer, folder, job.seed % 2**32)
         args: Any = trainer.args
@@ -64,16 +68,9 @@ def run_trainer(
         norm, args.max_grad_norm = float(args.max_grad_norm or 0.0), 0.0
         set_max_grad_norm(norm)
         if trainer.optimizer is None and type(trainer).create_optimizer is Trainer.create_optimizer:
-            trainer.optimizer = _make_optimizer(trainer, job, trainable_params)
+            trainer.optimizer = _make_optimizer(trainer, job, trainable_params, added)
         set_seed(job.seed % 2**32)
-        originals = {name: attributes[name] for name in names if name in attributes}
-        try:
-            output: Any = trainer.train()
-        finally:
-            # Mixed precision wraps the forward, and the model stays.
-            for name in names:
-                attributes.pop(name, None)
-            attributes.update(originals)
+        output: Any = trainer.train()
     return float(output.training_loss)
 
 
@@ -96,9 +93,12 @@ def _disable_outputs(trainer: Trainer, folder: str, seed: int) -> None:
 
 
 def _make_optimizer(
-    trainer: Trainer, job: Job, trainable_params: TrainableParams
+    trainer: Trainer,
+    job: Job,
+    trainable_params: TrainableParams,
+    added: Mapping[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Create the optimizer that a Trainer's arguments name, over `trainable_params`."""
+    """Create the optimizer of a Trainer's arguments, over `trainable_params` and `added`."""
     untyped: Any = trainer
     make, settings = untyped.optimizer_cls_and_kwargs or untyped.get_optimizer_cls_and_kwargs(
         trainer.args, job.model
@@ -116,7 +116,8 @@ def _make_optimizer(
         True: {"params": [], "weight_decay": untyped.args.weight_decay},
         False: {"params": [], "weight_decay": 0.0},
     }
-    for key, leaf in trainable_params.named_parameters():
+    trained_and_added = {**dict(trainable_params.named_parameters()), **added}
+    for key, leaf in trained_and_added.items():
         groups[names.get(key, key) in decaying]["params"].append(leaf)
     return make([group for group in groups.values() if group["params"]], **settings)
 
@@ -126,7 +127,8 @@ class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     """A client's examples as a torch Dataset of dicts, for a DataLoader or a Trainer.
 
     A DataLoader loads all examples of a batch by one call, which pads them to the same length, so
-    that any collator works. `batch(indices)` returns one batch on `device`.
+    that any collator works. `batch(indices)` returns one batch on `device`. `raw_rows` and
+    `to_table` return the examples as they were given, before tokenizing, collating or padding.
     """
 
     examples: Examples
@@ -153,10 +155,43 @@ class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         """Return some examples as one batch on `device`."""
         return to_device(self.examples.batch(indices), self.device)
 
-    def to_hf_dataset(self) -> Dataset:
-        """Return all examples as a Hugging Face Dataset of lists, for trainers as TRL's.
+    @property
+    def raw_rows(self) -> Any:
+        """The client's data as given to `simulate`: a Dataset of torch or `datasets`, or a list.
 
-        Examples are not padded. Loads all examples into memory.
+        Raises FedplanError if the task keeps prepared examples alone, as fedplan's own tasks do.
+        """
+        if not isinstance(self.examples, RowExamples):
+            raise FedplanError(
+                f"{type(self.examples).__name__} keeps prepared examples, and no rows: use batch() "
+                "or to_hf_dataset(); or give the data to a CustomTask, or to a task of your own "
+                "whose examples have an attribute `raw_rows`"
+            )
+        return self.examples.raw_rows
+
+    def to_table(self) -> Dataset:
+        """Return `raw_rows` as a Hugging Face Dataset, as trainers of TRL need them.
+
+        A Dataset of `datasets` is returned as it is; other rows must be mappings, and are loaded
+        into memory. Raises FedplanError as `raw_rows`, and for rows that are no mappings.
+        """
+        from datasets import Dataset
+
+        rows = self.raw_rows
+        if isinstance(rows, Dataset):
+            return rows
+        entries = [rows[i] for i in range(len(rows))]
+        if not all(isinstance(entry, Mapping) for entry in entries):
+            raise FedplanError(
+                f"a row is a {type(entries[0]).__name__}: give rows that are dicts, or use raw_rows"
+            )
+        return Dataset.from_list([dict(entry) for entry in entries])
+
+    def to_hf_dataset(self) -> Dataset:
+        """Return all examples, collated, as a Hugging Face Dataset of lists: for TRL's SFTTrainer.
+
+        Examples are not padded. For rows as they were given use `to_table`. Loads all examples into
+        memory.
         """
         from datasets import Dataset
 
@@ -177,7 +212,8 @@ def attach(loop: TrainingLoop) -> Fit:
     parameters. Duration and learning rates are the loop's own: the study's train settings apply to
     the built-in loop only. Before each step of the optimizer the method's gradient hooks run. The
     fit raises FedplanError if the loop took no step over these parameters, returned another value,
-    or replaced or moved the model's params.
+    or replaced or moved the model's params. Modules that the loop adds for itself, such as a
+    reference adapter or a value head, are removed after the turn, and in no update.
 
         def trainer(model, dataset, trainable_params):
             return Trainer(model, TrainingArguments(max_steps=8), train_dataset=dataset)
@@ -193,7 +229,7 @@ def attach(loop: TrainingLoop) -> Fit:
             watcher = _StepWatcher(job, trainable_params)
             hook = register_optimizer_step_pre_hook(watcher)
             try:
-                loss = _run_loop(loop, job, trainable_params, watcher.set_max_grad_norm)
+                loss = _run_loop(loop, job, trainable_params, watcher)
             finally:
                 hook.remove()
             job.model.eval()
@@ -207,42 +243,123 @@ def attach(loop: TrainingLoop) -> Fit:
 
 
 def _run_loop(
-    loop: TrainingLoop,
-    job: Job,
-    trainable_params: TrainableParams,
-    set_max_grad_norm: Callable[[float], None],
+    loop: TrainingLoop, job: Job, trainable_params: TrainableParams, watcher: _StepWatcher
 ) -> float:
-    """Run a loop on the job's model and examples, then the Trainer if the loop returns one."""
+    """Run a loop on the job's model and examples, then the Trainer if the loop returns one.
+
+    Modules, hooks and attributes that they add to the model are removed at the end.
+    """
     examples = job.examples
     if isinstance(examples, SeededExamples):
         examples = examples.with_seed(job.seed)
     dataset = ExamplesDataset(examples, model_device(job.model))
     params_before = dict(job.model.named_parameters())
-    devices_before = {tensor.device for tensor in params_before.values()}
-    job.model.train()
-    try:
-        result = loop(job.model, dataset, trainable_params)
-    except ImportError:  # perhaps of a Trainer, which transformers raises without a name
-        import_extra("accelerate", "a Trainer of transformers")
-        raise
-    params = dict(job.model.named_parameters())
-    names = params_before.keys() | params.keys()
-    if changed := [n for n in names if params_before.get(n) is not params.get(n)]:
-        raise FedplanError(
-            f"the loop replaced {min(changed)} in the model: a method adds params to a model "
-            "before the run starts (Method.adapt, model.adapter)"
-        )
-    if moved := {tensor.device for tensor in params.values()} - devices_before:
-        raise FedplanError(
-            f"the loop moved the model to {min(map(str, moved))}: set the device in the study, and "
-            "in the arguments of a Trainer (use_cpu)"
-        )
-    if isinstance(result, int | float | Tensor | None):
-        loss = result.item() if isinstance(result, Tensor) else result
-        return nan if loss is None else float(loss)
-    from fedplan.training.loops import run_trainer
+    flags = {tensor: tensor.requires_grad for tensor in params_before.values()}
+    with _without_additions(job.model), _same_params(job, params_before):
+        job.model.train()
+        try:
+            result = loop(job.model, dataset, trainable_params)
+        except ImportError:  # perhaps of a Trainer, which transformers raises without a name
+            import_extra("accelerate", "a Trainer of transformers")
+            raise
+        if isinstance(result, int | float | Tensor | None):
+            loss = result.item() if isinstance(result, Tensor) else result
+            return nan if loss is None else float(loss)
+        _require_same_params(job.model, params_before)
+        # peft decides anew which params are trained when a Trainer adds an adapter.
+        for tensor, requires_grad in flags.items():
+            tensor.requires_grad_(requires_grad)
+        params = cast("Iterable[tuple[str, nn.Parameter]]", job.model.named_parameters())
+        added = {n: each for n, each in params if n not in params_before and each.requires_grad}
+        watcher.set_added_params(added.values())
+        return run_trainer(result, job, trainable_params, added, watcher.set_max_grad_norm)
 
-    return run_trainer(result, job, trainable_params, set_max_grad_norm)
+
+@contextmanager
+def _without_additions(model: nn.Module) -> Generator[None]:
+    """Context manager that restores all modules of a model at exit, but for params and buffers.
+
+    Trainers leave adapters, value heads, hooks, wrapped forwards, and dropout that is turned off.
+    Params and buffers of the model keep their values, also where they were replaced.
+    """
+    before = [(vars(owner), _copy_state(owner)) for owner in _owners(model)]
+    try:
+        yield
+    finally:
+        for attributes, state in before:
+            for name in attributes.keys() - state.keys():
+                del attributes[name]
+            for name, (value, items) in state.items():
+                if name in _TENSORS:
+                    for added in value.keys() - items.keys():
+                        del value[added]
+                    continue
+                attributes[name] = value
+                if isinstance(value, list):
+                    value[:] = items
+                elif isinstance(value, dict | set):
+                    value.clear()
+                    value.update(items)
+
+
+_TENSORS = ("_parameters", "_buffers")
+"""Attributes of a module with its own tensors by name."""
+
+
+def _owners(model: nn.Module) -> list[object]:
+    """Return all modules of a model, and their configs, which Trainers change, too."""
+    owners = {id(module): cast("object", module) for module in model.modules()}
+    for module in list(owners.values()):
+        for name in ("config", "generation_config"):
+            config = vars(module).get(name)
+            if getattr(config, "__dict__", None) is not None:
+                owners[id(config)] = config
+    return list(owners.values())
+
+
+def _copy_state(owner: object) -> dict[str, tuple[Any, Any]]:
+    """Return the attributes of an object by name, each with a copy if it is a collection."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, dict | list | set) else None)
+        for name, value in vars(owner).items()
+    }
+
+
+@contextmanager
+def _same_params(job: Job, params_before: Mapping[str, nn.Parameter]) -> Generator[None]:
+    """Context manager that requires at exit that the params are those of before, on their devices.
+
+    Trained params that were cast to another dtype are cast back. Raises FedplanError for replaced
+    params, moved ones, and frozen ones of another dtype.
+    """
+    devices = {name: tensor.device for name, tensor in params_before.items()}
+    dtypes = {name: tensor.dtype for name, tensor in params_before.items()}
+    frozen = {param.name for param, role in job.roles.items() if not role.is_trained}
+    yield
+    _require_same_params(job.model, params_before)
+    for name, tensor in params_before.items():
+        if tensor.device != devices[name]:
+            raise FedplanError(
+                f"the loop moved the model to {tensor.device}: set the device in the study, and "
+                "in the arguments of a Trainer (use_cpu)"
+            )
+        if tensor.dtype != dtypes[name]:
+            if name in frozen:
+                raise FedplanError(
+                    f"the loop cast {name} to {tensor.dtype}, and the plan freezes it: load the "
+                    "model in the dtype that the loop needs"
+                )
+            tensor.data = tensor.data.to(dtypes[name])
+
+
+def _require_same_params(model: nn.Module, params_before: Mapping[str, nn.Parameter]) -> None:
+    """Raise FedplanError if a param of before is missing, or another tensor has its name."""
+    params = dict(model.named_parameters())
+    if changed := [n for n, tensor in params_before.items() if params.get(n) is not tensor]:
+        raise FedplanError(
+            f"the loop replaced {min(changed)} in the model: do that before the run starts, since "
+            "the plan trains or freezes the tensor that was there"
+        )
 
 
 class _StepWatcher:
@@ -260,6 +377,11 @@ class _StepWatcher:
         self.steps_taken, self.lr_sum = 0, 0.0
         self._trained, self._optimizer = set(trainable_params.parameters()), None
         self._names = {w: n for n, w in job.model.named_parameters() if w.requires_grad}
+        self._added: list[nn.Parameter] = []
+
+    def set_added_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Set the params that a Trainer added to the model, which are clipped with the others."""
+        self._added = list(params)
 
     def set_max_grad_norm(self, norm: float) -> None:
         """Clip gradients to a norm after all gradient hooks; 0 does not clip."""
@@ -290,7 +412,7 @@ class _StepWatcher:
                     "optimizers: use one with param groups"
                 )
             self._optimizer = optimizer
-        adjust_gradients(self._trainable_params, self._job)
+        adjust_gradients(self._trainable_params, self._job, self._added)
         lr, *others = {float(group["lr"]) for group in optimizer.param_groups}
         self.steps_taken, self.lr_sum = self.steps_taken + 1, self.lr_sum + (nan if others else lr)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from settings import PROMPTED, SETTINGS
 from torch import Tensor, nn
 
 from fedplan.audits.ledger import verify_ledger
+from fedplan.data.custom_task import CustomTask
 from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.agreement import Agreement, require_private_method
 from fedplan.language.parser import parse
@@ -360,8 +362,13 @@ def _several(model: nn.Module, rows: ExamplesDataset, trainable_params: Trainabl
     torch.optim.SGD(groups, lr=0.1).step()
 
 
-def _adds(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
-    model.more = nn.Linear(2, 2)
+def _replaces(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+    model.transformer.wte = copy.deepcopy(model.transformer.wte)
+
+
+def _casts(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+    weight = model.transformer.h[0].attn.c_attn.weight
+    weight.data = weight.data.bfloat16()
 
 
 def _idles(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
@@ -375,7 +382,8 @@ def _idles(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableP
         (_twice, PLANS[0], proximal(0.1), "the loop has two optimizers"),
         (_asks, PLANS[0], proximal(0.1), "calls a closure"),
         (_several, PLANS[0], control_variates, "SCAFFOLD needs one learning rate"),
-        (_adds, PLANS[0], None, "replaced more.bias in the model"),
+        (_replaces, PLANS[0], None, "replaced transformer.wte.weight in the model"),
+        (_casts, PLANS[1], None, "cast transformer.h.0.attn.c_attn.weight to torch.bfloat16"),
         (_idles, PLANS[0], None, "took no step with trainable_params.parameters"),
         (lambda *_: "0.5", PLANS[0], None, "the loop returned a str: return the mean loss"),
         (
@@ -428,6 +436,102 @@ def test_a_loop_is_part_of_what_is_agreed() -> None:
     assert made[1].with_training_of(fedprox()).loop is made[1].loop
     assert fedprox().with_training_of(made[1]).loop is made[1].loop
     assert replace(made[1], client_hooks=(proximal(0.1),)).fit is not made[1].loop
+
+
+def _adds(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+    """All that Trainers leave: a head, a hook, another forward, no dropout, a changed config."""
+    model.value_head = nn.Linear(16, 1)
+    model.transformer.wte.register_forward_hook(lambda *_: None)
+    model.transformer.forward = model.transformer.forward
+    model.transformer.drop.p = 0.0
+    model.config.pad_token_id, model.config.added = 3, True
+    model.transformer.wte.register_buffer("more", torch.zeros(2))
+    weights = [*trainable_params.parameters(), *model.value_head.parameters()]
+    loss = text_loss(model, rows.batch(torch.arange(2)))
+    (loss + model.value_head(torch.ones(16))).sum().backward()
+    torch.optim.SGD(weights, lr=0.1).step()
+
+
+def _state(model: Any) -> Any:
+    """All of a model that a loop must leave as it is, without values."""
+    modules = {
+        name: {k: copy.copy(v) for k, v in vars(module).items() if k != "training"}
+        for name, module in model.named_modules()
+    }
+    return modules, dict(vars(model.config))
+
+
+def test_what_a_loop_adds_for_itself_is_gone_after_the_turn() -> None:
+    job = job_of(gpt2(), PLANS[2])
+    before = _state(job.model)
+    done = attach(_adds)(job)
+    assert done.steps == 1 and moved(job) == trained(job)
+    after = _state(job.model)
+    assert after[0].keys() == before[0].keys() and after[1] == before[1]
+    for name, attributes in before[0].items():
+        assert after[0][name].keys() == attributes.keys()
+        for key, value in attributes.items():
+            if not isinstance(value, Tensor) and key not in ("_parameters", "_buffers"):
+                assert after[0][name][key] == value, (name, key)
+            elif isinstance(value, dict):
+                assert after[0][name][key].keys() == value.keys()
+
+
+def test_a_head_that_a_trainer_adds_is_trained_and_clipped_and_gone() -> None:
+    heads = list[nn.Linear]()
+
+    class Valued(hf.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs).loss + model.value_head(torch.full((16,), 100.0)).sum()
+
+    def trainer(model: Any, rows: ExamplesDataset, _: TrainableParams) -> hf.Trainer:
+        model.value_head = nn.Linear(16, 1)
+        model.value_head.bias.requires_grad_(False)
+        heads.append(copy.deepcopy(model.value_head))
+        heads.append(model.value_head)
+        model.requires_grad_(False)  # as peft does when a Trainer adds an adapter
+        model.value_head.weight.requires_grad_(True)
+        said: Any = {"optim": "sgd", "max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 0.5}
+        arguments = hf.TrainingArguments(**said, lr_scheduler_type="constant", use_cpu=True)
+        return Valued(model, arguments, train_dataset=rows)
+
+    job = job_of(gpt2(), PLANS[1])
+    attach(trainer)(job)
+    before, after = heads
+    far = (after.weight - before.weight).norm().item()
+    assert 0.45 < far <= 0.5 and torch.equal(after.bias, before.bias)
+    assert "value_head" not in dict(job.model.named_modules()) and moved(job) == trained(job)
+
+
+def test_a_trained_param_that_a_loop_casts_is_cast_back() -> None:
+    def loop(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> None:
+        for weight in trainable_params.parameters():
+            weight.data = weight.data.bfloat16()
+        _whole(model.bfloat16(), rows, trainable_params)
+
+    job = job_of(gpt2())
+    attach(loop)(job)
+    assert {p.dtype for p in job.model.parameters()} == {torch.float32}
+    # A step may be less than the rounding of bfloat16 beside a norm's ones.
+    assert trained(job) >= moved(job) >= {key for key in trained(job) if "mlp" in key}
+
+
+def test_a_loop_gets_the_rows_as_they_were_given() -> None:
+    from datasets import Dataset
+
+    entries = [{"prompt": "a", "chosen": "b" * i, "none": None} for i in range(3)]
+    given: Any
+    for given in (entries, Dataset.from_list(entries)):
+        rows = ExamplesDataset(CustomTask().prepare(given))
+        assert rows.raw_rows is given
+        assert rows.to_table().to_list() == entries
+    assert isinstance(given, Dataset) and rows.to_table() is given
+    for wrong, words in (
+        (Few("bert", 0, 3), "Few keeps prepared examples"),
+        ([1, 2], "a row is a int"),
+    ):
+        with pytest.raises(FedplanError, match=words):
+            ExamplesDataset(CustomTask().prepare(wrong)).to_table()
 
 
 def test_rows_are_a_dataset_of_torch_and_of_hugging_face() -> None:
