@@ -215,7 +215,8 @@ def require_settings(name: str, factory: Callable[..., Any], settings: Mapping[s
     """Raise FedplanError if a factory cannot be called with these settings as keyword arguments.
 
     Each setting must be a parameter and have the type of the parameter's default (an int is
-    accepted for a float). Every parameter needs a default. `name`: the factory's name in messages.
+    accepted for a float), or of its annotation if that default is None. Every parameter needs a
+    default. `name`: the factory's name in messages.
     """
     try:
         params = {k: p for k, p in signature(factory).parameters.items() if p.kind not in _VARIADIC}
@@ -233,7 +234,11 @@ def require_settings(name: str, factory: Callable[..., Any], settings: Mapping[s
                 f"{name} takes no {key!r}; it takes {', '.join(params) or 'nothing'}"
             )
         default = params[key].default
-        if type(value) is not type(default) and not (type(value) is int and type(default) is float):
+        types = {type(default).__name__, *(["int"] if type(default) is float else [])}
+        if default is None:
+            types = set(str(params[key].annotation).replace(" ", "").split("|"))
+            default = True if "bool" in types else default
+        if type(value).__name__ not in types:
             raise FedplanError(f"{name} takes {key} such as {default!r}, not {value!r}")
 
 

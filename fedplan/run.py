@@ -26,6 +26,7 @@ from fedplan.federation.ledger.records import Record
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.language.plan import Plan
 from fedplan.methods.method import Method
+from fedplan.models.description import describe
 from fedplan.reports.pages.run_report import report
 from fedplan.reports.plan_warnings import RunWarning
 from fedplan.reports.run_warnings import read_run_warnings
@@ -340,6 +341,8 @@ def simulate(
     method = method if isinstance(method, Method) else Method(method)
     if privacy and privacy.vote_noise_multiplier:
         method = replace(method, joint_choice=True)
+    if method.plan_without_head is not None:
+        method = method.for_params(describe(model))
     if task is not None and not isinstance(task, CustomTask) and loss is not model_loss:
         raise ConfigError("a task has its own loss: give a task, or a loss")
     task = CustomTask() if task is None else task

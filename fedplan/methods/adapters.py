@@ -43,36 +43,44 @@ SCALE = 1
 """The LoRA scale, alpha / r."""
 
 
-def fedit(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
+def fedit(rank: int = 8, target: str = "query | value", with_head: bool | None = None) -> Method:
     """FedIT: LoRA on a frozen model; both factors are averaged, each separately.
 
     Zhang et al., Towards Building the Federated GPT: Federated Instruction Tuning, 2024. The mean
     of the products is not the product of the means: the ledger records the difference of each
     round; FFA-LoRA, FlexLoRA and FedEx-LoRA avoid the difference. LoRA of `rank` is added to the
-    layers of the part `target` (plan language); `with_head` also trains and averages the head.
+    layers of the part `target` (plan language). `with_head` also trains and averages the head: by
+    default that of a classifier, and not that of a language model, since serving engines load
+    adapters without a head.
     """
-    return _lora(share(_with_head(adapter, with_head)), rank, target)
+    return _lora(share, adapter, with_head, _adapt(rank, target))
 
 
-def ffa_lora(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
+def ffa_lora(rank: int = 8, target: str = "query | value", with_head: bool | None = None) -> Method:
     """FFA-LoRA: the input factor A stays as initialized, the output factor B is trained and shared.
 
     Sun et al., Improving LoRA in Privacy-preserving Federated Learning, 2024. Settings as in fedit.
     """
-    return _lora(share(_with_head(lora_b, with_head)), rank, target)
+    return _lora(share, lora_b, with_head, _adapt(rank, target))
 
 
-def fedsa_lora(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
+def fedsa_lora(
+    rank: int = 8, target: str = "query | value", with_head: bool | None = None
+) -> Method:
     """FedSA-LoRA: the input factor A is averaged, each client keeps its output factor B.
 
     Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning, 2025. Settings
     as in fedit.
     """
-    return _lora(chain(share(_with_head(lora_a, with_head)), keep(lora_b)), rank, target)
+
+    def roles(part: Part) -> Plan:
+        return chain(share(part), keep(lora_b))
+
+    return _lora(roles, lora_a, with_head, _adapt(rank, target))
 
 
 def flexlora(
-    rank: int = 8, target: str = "query | value", with_head: bool = True, trait: str = ""
+    rank: int = 8, target: str = "query | value", with_head: bool | None = None, trait: str = ""
 ) -> Method:
     """FlexLoRA: the mean of the clients' products, truncated to the rank by SVD.
 
@@ -82,11 +90,13 @@ def flexlora(
     Differences from the paper: each factor gets the square root of each singular value, and a
     client of lower rank sends zeros for the rest. `rank`, `target`, `with_head`: as in fedit.
     """
-    method = _lora(share(_with_head(adapter, with_head)), rank, target, by_svd())
+    method = _lora(share, adapter, with_head, _adapt(rank, target), by_svd())
     return replace(method, client_hooks=(train_at_client_rank(trait),) if trait else ())
 
 
-def fedex_lora(rank: int = 8, target: str = "query | value", with_head: bool = True) -> Method:
+def fedex_lora(
+    rank: int = 8, target: str = "query | value", with_head: bool | None = None
+) -> Method:
     """FedEx-LoRA: factors are averaged separately, and the residual is added to the frozen weight.
 
     Singhal et al., FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Large
@@ -94,11 +104,11 @@ def fedex_lora(rank: int = 8, target: str = "query | value", with_head: bool = T
     Clients download the changed frozen weights in full; the paper sends factors of the residual.
     `rank`, `target`, `with_head`: as in fedit.
     """
-    return _lora(share(_with_head(adapter, with_head)), rank, target, by_residual(SCALE))
+    return _lora(share, adapter, with_head, _adapt(rank, target), by_residual(SCALE))
 
 
 def feddpa(
-    rank: int = 8, own_rank: int = 8, target: str = "query | value", with_head: bool = True
+    rank: int = 8, own_rank: int = 8, target: str = "query | value", with_head: bool | None = None
 ) -> Method:
     """FedDPA: a common LoRA adapter is averaged, and each client keeps an own one beside it.
 
@@ -106,27 +116,38 @@ def feddpa(
     adapter has `rank`, the own one `own_rank`; the layer adds the products of both. Differences
     from the paper: both train together under one loss, and both count fully at inference; the paper
     trains one after the other and weighs them for each example. `target`: as in fedit; `with_head`
-    also trains and averages the head.
+    as there.
     """
-    shared = _with_head(adapter & common, with_head)
+
+    def roles(part: Part) -> Plan:
+        return chain(share(part), keep(adapter & own))
+
     adapt = partial(add_two_adapters, rank=rank, own_rank=own_rank, on=parse_part(target))
+    return _lora(roles, adapter & common, with_head, adapt)
+
+
+def _lora(
+    roles: Callable[[Part], Plan],
+    shared: Part,
+    with_head: bool | None,
+    adapt: Callable[[nn.Module], nn.Module],
+    product: ProductRule | None = None,
+) -> Method:
+    """Return a method with a plan of `roles`, a function of the shared part.
+
+    The head is shared, too, if `with_head` says so; by default unless it is a language model's.
+    """
+    plans = [chain(freeze(), roles(part)) for part in (shared, shared | head)]
     return Method(
-        chain(freeze(), share(shared), keep(adapter & own)),
+        plans[with_head is not False],
         adapt=adapt,
-        lora_aggregation=average_separately(),
+        lora_aggregation=product or average_separately(),
+        plan_without_head=plans[0] if with_head is None else None,
     )
 
 
-def _lora(plan: Plan, rank: int, on: str, product: ProductRule | None = None) -> Method:
-    adapt = partial(add_lora, rank=rank, on=parse_part(on))
-    return Method(
-        chain(freeze(), plan), adapt=adapt, lora_aggregation=product or average_separately()
-    )
-
-
-def _with_head(part: Part, with_head: bool) -> Part:
-    # The head of a language model is tied to its embeddings, so it can be left out.
-    return part | head if with_head else part
+def _adapt(rank: int, target: str) -> Callable[[nn.Module], nn.Module]:
+    return partial(add_lora, rank=rank, on=parse_part(target))
 
 
 @with_text("lora")

@@ -15,10 +15,11 @@ from torch import nn
 from fedplan.errors import FedplanError
 from fedplan.language.canonical import canonical_text
 from fedplan.language.parser import parse
-from fedplan.language.plan import Plan
+from fedplan.language.plan import Plan, chain
 from fedplan.methods.lora import ProductRule, average_separately, parse_product_rule
 from fedplan.methods.phases import PhaseRule, PlannedPhases
 from fedplan.methods.server_optimizer import Dynamic, ServerOptimizer, mean
+from fedplan.models.params import Kind, Params
 from fedplan.tensors.codecs import CODED_PART_NAMES, Codec
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.compression import plain as as_is
@@ -43,6 +44,7 @@ class Method:
     mean of the clients. `adapt`: adds modules, for example LoRA, to the initial model; None for no
     change. `lora_aggregation`: how the two factors of LoRA are aggregated. `loop`: the local fit
     inside all hooks; for your own training loop see `fedplan.attach`. `fit` is the wrapped loop.
+    `plan_without_head`: the plan for language models, which `for_params` chooses; None for `plan`.
     Raises FedplanError for invalid `aux`, for a `loop` with several required arguments, and for
     settings that would make `lora_aggregation` or FedDyn's server optimizer inexact.
     """
@@ -61,6 +63,7 @@ class Method:
     adapt: Callable[[nn.Module], nn.Module] | None = None
     lora_aggregation: ProductRule = field(default_factory=average_separately)
     loop: Fit = plain_fit
+    plan_without_head: Plan | None = None
 
     def __post_init__(self) -> None:
         valid = all(re.fullmatch("[a-z_]+", kind) for kind in self.aux)
@@ -127,6 +130,30 @@ class Method:
         for hook in reversed(self.client_hooks):
             fit = hook(fit)
         return fit
+
+    def for_params(self, params: Params) -> Method:
+        """Return this method with the plan for a model: without the head of a language model.
+
+        Such a head has the shape of the table of tokens, or is the table itself. A model whose head
+        is unknown keeps `plan`.
+        """
+        if self.plan_without_head is None or any("head" in p.uncertain_words for p in params):
+            return self
+        matrices = [p for p in params if len(p.shape) == 2]
+        tables = [p.shape for p in matrices if p.kind is Kind.EMBED]
+        heads = {p.shape for p in matrices if p.kind is Kind.HEAD}
+        if not tables or heads - {max(tables)}:
+            return self
+        return replace(self, plan=self.plan_without_head, plan_without_head=None)
+
+    def then(self, plan: Plan) -> Method:
+        """Return this method with a plan that follows its own, and changes roles."""
+        headless = self.plan_without_head
+        return replace(
+            self,
+            plan=chain(self.plan, plan),
+            plan_without_head=None if headless is None else chain(headless, plan),
+        )
 
     @property
     def fit_keeps_memory(self) -> bool:

@@ -113,7 +113,7 @@ SETTING_DESCRIPTIONS = {
     "warmup": "Number of rounds in which everything is trained before the freeze.",
     "whole": "Number of chosen blocks that also train their MLP; 0 is all of them.",
     "width": "Inner width of the fusion attention.",
-    "with_head": "Whether the head is trained too; use false if it is tied to the embeddings.",
+    "with_head": "Whether the head is trained too; by default a classifier's alone.",
 }
 """The meaning of each setting of the built-in methods; a name means the same in all of them."""
 

@@ -114,6 +114,7 @@ def explain_method(
         # peft holds adapters over 16-bit weights in float32.
         wide = dtype if ITEMSIZE.get(dtype, 0) >= 4 else "float32"
         params = tuple(replace(p, dtype=wide if p.kind is Kind.ADAPTER else dtype) for p in adapted)
+    resolved = resolved.for_params(params)
     cost = Agreement("explained", params, resolved, TrainArguments()).wire_cost
     phase_rule = resolved.phase_rule
     phases = phase_rule.after if isinstance(phase_rule, PlannedPhases) else None

@@ -29,7 +29,6 @@ from fedplan.federation.ledger.records import join_digests
 from fedplan.federation.participation import Participation
 from fedplan.federation.score_sums import ScoreVector
 from fedplan.language.parser import parse
-from fedplan.language.plan import chain
 from fedplan.language.resolution import check_plan, phase_names
 from fedplan.methods.lora import parse_product_rule
 from fedplan.methods.method import Method, RecordedMethod, parse_recorded_method
@@ -336,7 +335,7 @@ def _method_from_section(section: MethodSection) -> Method:
     if section.name:
         method = method_by_name(section.name, section.settings)
         if section.plan:
-            method = replace(method, plan=chain(method.plan, parse(section.plan)))
+            method = method.then(parse(section.plan))
     else:
         probe = get_probe(section.probe or "random")
         method = Method(parse(section.plan), probe=probe, joint_choice=section.joint_choice)
@@ -366,7 +365,7 @@ def make_agreement(study: Study, params: Params, method: Method | None = None) -
     Raises FedplanError if the method cannot keep the study's privacy guarantee.
     """
     guarantee = privacy_guarantee(study)
-    agreed_method = method or make_method(study)
+    agreed_method = (method or make_method(study)).for_params(params)
     if study.clients.edges and agreed_method.joint_choice:
         raise ConfigError(
             "clients.edges: the method chooses layers by the scores of each client, and an edge "
