@@ -23,7 +23,7 @@ commands; `fedplan COMMAND --help` prints the same.
 | all commands | meaning |
 | --- | --- |
 | `--json` | One JSON document on stdout and nothing else; errors and progress go to stderr. `status`, `logs` and `sweep` print one line of JSON for each item. |
-| Exit code | 0: done. 1: the check failed (`verify`, `egress`, `report` of a site, `propose`, `site doctor`, `site statistics`). 2: invalid arguments or study; the message names the remedy. 130: stopped by Ctrl-C. |
+| Exit code | 0: done. 1: the check failed (`verify`, `egress`, `statistics`, `report` of a site, `propose`, `site doctor`, `site statistics`). 2: invalid arguments or study; the message names the remedy. 130: stopped by Ctrl-C. |
 | Progress | `run` shows a bar with the clients done in the open round and the time left. Without a terminal it prints one line for each round. |
 | `--version` | Print the version. |
 | Completion | `fedplan --install-completion` for bash, zsh, fish and PowerShell; then start a new shell. `--show-completion` prints the script. |
@@ -93,6 +93,7 @@ FUNCTIONS = {
     "site rejoin": "fedplan.sites.gateway.allow_rejoin",
     "site doctor": "fedplan.sites.doctor.check_site",
     "site statistics": "fedplan.sites.statistics.site_statistics",
+    "statistics": "fedplan.runners.flower.statistics.statistics_on_superlink",
     "server link": "fedplan.runners.flower.superlink.run_superlink",
     "server edge": "fedplan.runners.flower.edge.serve_edge",
     "server register": "fedplan.runners.flower.superlink.SuperLink",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from fedplan.cli.console import (
     JsonOption,
     SitesOption,
+    StudyArgument,
     app,
     command,
     command_group,
@@ -91,6 +93,33 @@ def site_command(
     site_folder = federation / "sites" / name
     text = f"Written. Copy {site_folder} to the site, and follow its README."
     print_result({"folder": str(site_folder)}, text, as_json=as_json)
+
+
+@command(app, "statistics study.toml --server server")
+def statistics_command(
+    study: StudyArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")] = Path(
+        "statistics.json"
+    ),
+    server: ServerOption = Path("server"),
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the sites of a study for counts of their data, by its data dictionary.
+
+    A site answers an approved study if its policy allows counts, and each column once. Exit code 1:
+    a site has not answered, or a column does not match the dictionary.
+    """
+    with outlive_viewer(), print_errors():
+        from fedplan.runners.flower.statistics import statistics_on_superlink
+        from fedplan.runners.flower.superlink import read_superlink
+        from fedplan.storage.files import SHARED, write_atomic
+        from fedplan.studies.schema import read_study
+
+        result = statistics_on_superlink(read_superlink(server.absolute()), read_study(study))
+        write_atomic(output, json.dumps(result.json(), indent=1) + "\n", mode=SHARED)
+    print_result(result.json(), *result.lines(), f"Written: {output}", as_json=as_json)
+    if result.missing or any(result.mismatches.values()):
+        raise typer.Exit(1)
 
 
 @command(server_commands, "server link --server server")

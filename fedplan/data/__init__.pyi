@@ -9,6 +9,8 @@ from .column_statistics import (
     CountRule,
     TableStatistics,
     mismatches,
+    pool_statistics,
+    statistics_from_json,
     table_statistics,
 )
 from .custom_task import CUSTOM_KIND, CustomTask, model_loss

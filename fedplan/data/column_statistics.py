@@ -17,6 +17,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedplan.data.tables import (
+    DataError,
     class_names,
     label_text,
     missing_cells,
@@ -168,6 +169,60 @@ def mismatches(columns: Mapping[str, Column], statistics: TableStatistics) -> di
         if listed := [kind for kind in shown if kind]:
             faults[name] = listed
     return faults
+
+
+def statistics_from_json(columns: Mapping[str, Column], fields: Any) -> TableStatistics:
+    """Return the statistics of plain values; DataError if they do not follow the dictionary."""
+    try:
+        examples, absent = fields["examples"], tuple(fields["absent"])
+        groups = {
+            name: tuple(CellGroup(tuple(each["cells"]), each["count"]) for each in listed)
+            for name, listed in fields["columns"].items()
+        }
+        counts = [examples, *(group.count for listed in groups.values() for group in listed)]
+        is_valid = all(n is None or (type(n) is int and 0 <= n < 2**53) for n in counts)
+        is_valid &= all(group.cells for listed in groups.values() for group in listed)
+        is_valid &= sorted([*groups, *absent]) == sorted(columns) and all(
+            sorted(cell for group in listed for cell in group.cells) == sorted(columns[name].cells)
+            for name, listed in groups.items()
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError("these are no statistics") from error
+    if not is_valid:
+        raise DataError("these statistics do not follow the data dictionary")
+    return TableStatistics(examples, groups, absent)
+
+
+def pool_statistics(
+    columns: Mapping[str, Column], tables: Iterable[TableStatistics]
+) -> TableStatistics:
+    """Return the sums of several tables; cells that one of these joins are joined.
+
+    A table without a column, or with too few people to count it, counts as empty there. Columns
+    that no table has are absent.
+    """
+    tables, pooled = list(tables), dict[str, tuple[CellGroup, ...]]()
+    for name, column in columns.items():
+        listed = [groups for t in tables if (groups := t.columns.get(name))]
+        counted = [group for groups in listed for group in groups if group.count is not None]
+        joined = {cell: [cell] for cell in column.cells}
+        for group in counted:
+            for cell in group.cells[1:]:
+                first, other = joined[group.cells[0]], joined[cell]
+                if first is not other:
+                    first += other
+                    joined |= dict.fromkeys(other, first)
+        totals = dict.fromkeys(map(id, joined.values()), 0)
+        for group in counted:
+            totals[id(joined[group.cells[0]])] += group.count or 0
+        parts = {id(cells): cells for cells in joined.values()}
+        if listed:
+            pooled[name] = tuple(
+                CellGroup(tuple(sorted(cells, key=column.cells.index)), totals[key])
+                for key, cells in parts.items()
+            )
+    examples = sum(table.examples or 0 for table in tables)
+    return TableStatistics(examples, pooled, tuple(n for n in columns if n not in pooled))
 
 
 def join_cells(

@@ -79,8 +79,7 @@ class SiteRuntime:
             # The site knows its own machine, so its setting overrides the study's.
             move_model(self.experiment.model, resolve_device(site.device or study.device))
             self.traits = _traits(study, site)
-            account = Path(site.state) / "account" / safe_folder_name(site.dataset)
-            self.account = Account(account, limits, encryption=self.encryption)
+            self.account = open_account(site, limits)
             self.faults = FaultLog(Path(site.state), self.encryption)
             self.egress, self.hide_loss = egress or EgressLog(Path(site.state)), hide_loss
             require_complete_account(self.account, self.egress)
@@ -112,6 +111,12 @@ class SiteRuntime:
             with private_umask():
                 self._endpoint = _make_endpoint(self, run)
         return self._endpoint
+
+
+def open_account(site: Site, limits: Limits | None) -> Account:
+    """Open the account of a site's dataset, with the site's limits."""
+    folder = Path(site.state) / "account" / safe_folder_name(site.dataset)
+    return Account(folder, limits, encryption=site.encryption)
 
 
 def _make_endpoint(runtime: SiteRuntime, run: str) -> Endpoint:

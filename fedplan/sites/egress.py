@@ -21,6 +21,7 @@ from fedplan.federation.ledger.egress import (
     EGRESS_LOG,
     REPLIES,
     SCORES,
+    STATISTICS,
     UNMASKING,
     UPDATE,
     agreement_folders,
@@ -79,7 +80,8 @@ class SiteRecord:
         approvals = f"approved by {', '.join(approvers)}" if approvers else "not approved"
         approvals += f"; server {', '.join(servers)}" if servers else ""
         study = f"study {self.study[:12]}" if self.study else "no study"
-        heading = "no study was accepted"
+        counts = any(line["kind"] == STATISTICS for line in self.entries)
+        heading = "statistics, before training" if counts else "no study was accepted"
         lines = [f"{study}, run {self.run or 'without id'}; {approvals}"]
         if agreement := self.agreement:
             heading = f"{agreement['site']} in {agreement['experiment']}"
@@ -205,7 +207,7 @@ def read_egress_report(state_folder: Path) -> list[SiteRecord | DatasetAccount]:
     for (study, run), lines in groups.items():
         experiments = [line["experiment"] for line in lines if line["experiment"]]
         agreement = agreements.get((experiments[0], run), {}) if experiments else {}
-        if not agreement and any(not line["code"] for line in lines):
+        if not agreement and any(not line["code"] and line["kind"] != STATISTICS for line in lines):
             raise FedplanError(
                 f"{state_folder} has no agreement of the run {run or 'without id'}: restore its "
                 f"{AGREEMENT} from a copy"

@@ -21,7 +21,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.client import MetricPolicy, last_trained_round
 from fedplan.federation.endpoint import EVALUATE, HELLO, Endpoint, site_run_folder
 from fedplan.federation.identity import is_run_id
-from fedplan.federation.ledger.egress import Authorization, EgressLog, Limits, error_entry
+from fedplan.federation.ledger.egress import STATISTICS, Authorization, EgressLog, error_entry
 from fedplan.federation.ledger.faults import KINDS, FaultLog, encode_code, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.models.layer_maps import restore_layer_maps
@@ -30,6 +30,7 @@ from fedplan.runners.site import Site, read_site
 from fedplan.runners.site_runtime import SiteRuntime, private_umask, site_study_folder
 from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import Policy
+from fedplan.sites.statistics import answer_statistics
 from fedplan.sites.tls_probe import certificate_digest
 from fedplan.storage.files import PRIVATE, make_folder, write_atomic
 from fedplan.storage.locks import acquire_folder_lock
@@ -38,7 +39,7 @@ from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message, unpack_message
 
-REQUESTS = ("hello", "poll", "train", "evaluate")
+REQUESTS = ("hello", "poll", "train", "evaluate", STATISTICS)
 """Kinds of requests that the log names; any other is logged as "request"."""
 RUNS_FOLDER, REJOIN_FOLDER = "runs", "rejoin"
 """In the state folder: the study of each run; runs that may continue from a restored state."""
@@ -86,11 +87,12 @@ class SiteGateway:
         # Layer maps that a study registers must not be seen by the next study.
         with private_umask(), allow_imports(self.site.allow_packages), restore_layer_maps():
             try:
-                runtime = self._admit(kind, message)
+                if kind == STATISTICS:
+                    answer = self._answer_statistics(message)
+                else:
+                    answer = self._admit(kind, message).answer(kind, message)
             except Exception as error:
                 answer = self._error_answer(self.faults.append(error), message)
-            else:
-                answer = runtime.answer(kind, message)
             self._log_answer(kind, message, answer)
             return answer
 
@@ -126,6 +128,19 @@ class SiteGateway:
                 Authorization(self._study_digest or offered_digest, self._certificate_digest),
             )
         return answer
+
+    def _answer_statistics(self, message: Message) -> Message:
+        """Return the counts that the study in a request (`message`) asks for, after logging them.
+
+        An approval of the study covers them, whether or not it has a run.
+        """
+        self._study_digest, fields = "", unpack_message(Message(message.header))[1]
+        self._certificate_digest = self.read_certificate_digest() or self._certificate_digest
+        study = self._offered_study("", fields)
+        self._study_digest = study.full_digest
+        approver = self.approver.require_approval(study, self._certificate_digest)
+        authorization = Authorization(self._study_digest, self._certificate_digest, approver)
+        return answer_statistics(self.site, study, self.approver.policy, self.egress, authorization)
 
     def _admit(self, kind: str, message: Message) -> SiteRuntime:
         """Check a request (`message`) and return the runtime of its study, ready to answer."""
@@ -163,9 +178,7 @@ class SiteGateway:
         """Parse the study in the header of a hello; RequestRefused if it cannot run here."""
         offered = fields.get("study")
         if not isinstance(offered, dict):
-            raise RequestRefused(f"the hello of run {run} contains no study").with_code(
-                "another-study"
-            )
+            raise RequestRefused(f"the request {run} contains no study").with_code("another-study")
         study = study_from_dict(offered)
         data = study.data
         if study.has_central_data or data.test_path or data.test_split or data.test_filter:
@@ -208,7 +221,7 @@ class SiteGateway:
             runtime = SiteRuntime(
                 self.site,
                 study,
-                Limits(**policy.limits.model_dump(exclude={"studies_per_day"})),
+                policy.account_limits,
                 egress=self.egress,
                 hide_loss="loss" not in policy.metrics,
                 metric_policy=MetricPolicy(

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from fedplan.data.column_statistics import CountRule
 from fedplan.errors import FedplanError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.egress import Limits
@@ -67,6 +68,25 @@ class RequiredPrivacySection(Section):
     """Whether a study may run several examples at a time, trusting the values of its server."""
 
 
+class StatisticsPolicySection(Section):
+    """The counts of a study's data dictionary that may leave; without this section, none.
+
+    Each column is counted once for all studies on a dataset.
+    """
+
+    min_count: Annotated[int, Field(ge=3, le=10**6)] = CountRule.min_count
+    """The least number of people, or of rows, of a count; cells with fewer are joined."""
+    person: str = CountRule.person
+    """Column that tells people apart, such as "patient_id"; without it, each row is a person."""
+    show_zeros: bool = CountRule.show_zeros
+    """Whether empty cells are shown as 0, so that joined cells are known to have rows."""
+
+    @property
+    def rule(self) -> CountRule:
+        """The rule of the counts."""
+        return CountRule(**self.model_dump())
+
+
 class Policy(Section):
     """The rules of a site for all studies, read from policy.toml by `read_policy`.
 
@@ -103,11 +123,24 @@ class Policy(Section):
     """Limits that hold for all approved studies together."""
     require_privacy: RequiredPrivacySection | None = None
     """The differential privacy that a study must promise; without it, none."""
+    statistics: StatisticsPolicySection | None = None
+    """The counts of this site's data that may leave before training; without it, none."""
 
     @property
     def digest(self) -> str:
         """SHA-256 of all fields."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    @property
+    def account_limits(self) -> Limits:
+        """The limits of each dataset's account."""
+        return Limits(**self.limits.model_dump(exclude={"studies_per_day"}))
+
+    @model_validator(mode="after")
+    def _validate_statistics(self) -> Policy:
+        if self.statistics is not None and not self.reveal_example_count:
+            raise ValueError("statistics reveal the number of examples: leave [statistics] out")
+        return self
 
     @model_validator(mode="after")
     def _validate_people(self) -> Policy:
@@ -151,6 +184,12 @@ class Policy(Section):
             else "No metrics or losses leave.",
             f"The number of examples {count}.",
         ]
+        if (counts := self.statistics) is not None:
+            who = f"people, told apart by {counts.person}" if counts.person else "rows"
+            lines.append(
+                "Counts of the columns in a study's data dictionary may leave, once for each "
+                f"column; each count is of {counts.min_count} {who}, or more."
+            )
         if self.require_purpose:
             lines.append("A study must state its purpose.")
         if "counts" in self.metrics:

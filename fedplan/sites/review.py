@@ -24,7 +24,13 @@ from fedplan.reports.forecasts import Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes
 from fedplan.reports.plan_warnings import study_exposure
 from fedplan.secagg.config import NO_DEFENCE
-from fedplan.sites.policy import Policy, example_filters, site_in_study
+from fedplan.sites.policy import (
+    Policy,
+    StatisticsPolicySection,
+    example_filters,
+    site_in_study,
+)
+from fedplan.studies.dictionary import dictionary
 from fedplan.studies.experiment import outline_agreement, privacy_statement
 from fedplan.studies.field_types import named_objects
 from fedplan.studies.schema import Study, flatten_fields
@@ -261,6 +267,14 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
         yield "the layers that it has chosen to train"
     elif agreement.max_k:
         yield "a score of each block of the model, by which the layers to train are chosen"
+    columns = dictionary(study)
+    if columns and not study.hides_clients and (policy is None or policy.statistics):
+        counts = policy.statistics if policy and policy.statistics else StatisticsPolicySection()
+        yield (
+            "once, if the server asks: its number of rows, and how many have each code, range or "
+            f"length of these columns, in counts of {counts.min_count} or more: "
+            f"{', '.join(columns)}"
+        )
     if not study.evaluate.on_clients:
         return
     if agreement.hides_metrics:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,15 +18,32 @@ from fedplan.data.column_statistics import (
     CountRule,
     TableStatistics,
     mismatches,
+    statistics_from_json,
     table_statistics,
 )
 from fedplan.errors import FedplanError, printable
+from fedplan.federation.ledger.egress import (
+    STATISTICS,
+    Answer,
+    Authorization,
+    EgressEntry,
+    EgressLog,
+    content_digest,
+    require_complete_account,
+)
+from fedplan.federation.messages import RequestRefused
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
-from fedplan.runners.site_runtime import load_site_table
-from fedplan.studies.dictionary import dictionary
-from fedplan.studies.schema import Study
+from fedplan.runners.site_runtime import load_site_table, open_account
+from fedplan.sites.policy import Policy, StatisticsPolicySection, read_policy
+from fedplan.storage.files import make_folder, safe_folder_name, write_atomic
+from fedplan.studies.dictionary import dictionary, statistics_refusal
+from fedplan.studies.schema import Study, read_json_object
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import pack_message
 
+FOLDER = "statistics"
+"""In the state folder: the counts that have left, in a file for each dataset."""
 SHOWN_CELLS = 12
 """Names of joined cells that a line of the table lists."""
 
@@ -80,6 +99,8 @@ def site_statistics(site: Site, study: Study) -> SiteStatistics:
     The mismatches cover every row. Raises FedplanError if the study has no dictionary.
     """
     columns, rule = dictionary(study), CountRule()
+    if Path(site.policy).exists():
+        rule = (read_policy(Path(site.policy)).statistics or StatisticsPolicySection()).rule
     if study.statistics is None:
         raise FedplanError(
             "the study has no data dictionary: add [statistics.columns.NAME] for each column"
@@ -90,3 +111,72 @@ def site_statistics(site: Site, study: Study) -> SiteStatistics:
     units = {name: section.unit for name, section in study.statistics.columns.items()}
     statistics = table_statistics(table, columns, rule)
     return SiteStatistics(site.name, statistics, mismatches(columns, every), units, rule.min_count)
+
+
+def answer_statistics(
+    site: Site, study: Study, policy: Policy, egress: EgressLog, authorization: Authorization
+) -> Message:
+    """Return the counts that an approved study asks for, charged to the account and logged.
+
+    The same request has the same answer, whatever has become of the data. Raises RequestRefused if
+    the policy has no [statistics], or a column was counted in other cells before.
+    """
+    if policy.statistics is None:
+        raise RequestRefused(
+            f"{site.policy} has no [statistics], so no counts of the data leave"
+        ).with_code("statistics")
+    if reason := statistics_refusal(study):
+        raise RequestRefused(reason).with_code("statistics")
+    file = Path(site.state) / FOLDER / f"{safe_folder_name(site.dataset)}.json"
+    stored = read_json_object(file) or {"split": study.data.split, "questions": {}, "columns": {}}
+    _require_same_cells(study, stored, file)
+    account = open_account(site, policy.account_limits)
+    require_complete_account(account, egress)
+    request = f"statistics {study.full_digest[:16]}"
+    questions = json.dumps([study.data.split, _questions(study)])
+    account.charge(Answer(STATISTICS, request, questions, 0))
+    statistics = _count_new_columns(site, study, policy.statistics.rule, stored)
+    make_folder(file.parent)
+    write_atomic(file, json.dumps(stored, indent=1) + "\n")
+    answer = pack_message({}, {"client": site.name, STATISTICS: statistics.json()})
+    entry = EgressEntry(
+        STATISTICS,
+        site.name,
+        request=request,
+        content=content_digest(answer, account.content_key()),
+        other_bytes=answer.nbytes,
+    )
+    egress.append(entry, authorization)
+    return answer
+
+
+def _questions(study: Study) -> dict[str, Any]:
+    """Return the cells that a study asks for, by column, as JSON has them."""
+    return json.loads(json.dumps({n: asdict(column) for n, column in dictionary(study).items()}))
+
+
+def _require_same_cells(study: Study, stored: Mapping[str, Any], file: Path) -> None:
+    """Raise RequestRefused if a column was counted in other cells, or of another split."""
+    for name, question in _questions(study).items():
+        earlier = stored["questions"].get(name, question)
+        if earlier != question or stored["split"] != study.data.split:
+            raise RequestRefused(
+                f"the column {name!r} was counted in other cells, or of another split, and the "
+                f"difference could reveal a person; {file} has all counts that have left"
+            ).with_code("other-statistics")
+
+
+def _count_new_columns(
+    site: Site, study: Study, rule: CountRule, stored: dict[str, Any]
+) -> TableStatistics:
+    """Return a study's counts: the stored ones, and those of new columns, added to `stored`."""
+    columns, questions = dictionary(study), _questions(study)
+    fresh = {name: column for name, column in columns.items() if name not in stored["questions"]}
+    table = load_site_table(site, study, with_images=False)
+    new = table_statistics(table, fresh, rule).json()
+    stored.setdefault("examples", new["examples"])
+    stored["columns"] |= new["columns"]
+    stored["questions"] |= {name: questions[name] for name in new["columns"]}
+    counts = {name: stored["columns"][name] for name in columns if name in stored["columns"]}
+    fields = {"examples": stored["examples"], "columns": counts, "absent": new["absent"]}
+    return statistics_from_json(columns, fields)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportUnusedImport=false
-from .dictionary import dictionary
+from .dictionary import dictionary, statistics_refusal
 from .evaluation import (
     absence_reason,
     evaluate_run,

@@ -79,6 +79,21 @@ class StatisticsSection(Section):
     """Columns by name: [statistics.columns.age]."""
 
 
+def statistics_refusal(study: Study) -> str:
+    """Return why no site may send counts for a study; "" if it may."""
+    if study.statistics is None:
+        return "the study has no data dictionary: add [statistics.columns.NAME] for each column"
+    if not study.clients.names:
+        return "the study names no sites, which would have the data: set clients.names"
+    if study.privacy is not None:
+        return "statistics have no noise, so they cannot be used with [privacy]"
+    if study.aggregation.config.active:
+        return "statistics are of single sites, so they cannot be used with secure aggregation"
+    if study.clients.edges:
+        return "an edge passes on no statistics: leave out clients.edges"
+    return ""
+
+
 def dictionary(study: Study) -> dict[str, Column]:
     """Return the columns of a study's dictionary by name; the label has the task's labels.
 

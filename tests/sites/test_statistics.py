@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from commands import run
 from datasets import Dataset
-from sites import study_text
+from flwr.app import Context
+from grids import InProcess
+from sites import PRIVATE, study_text
 from studies import offered
 
 from fedplan.data.column_statistics import (
@@ -20,11 +22,23 @@ from fedplan.data.column_statistics import (
     CountRule,
     TableStatistics,
     join_cells,
+    statistics_from_json,
     table_statistics,
 )
 from fedplan.errors import FedplanError
+from fedplan.federation.ledger.egress import read_egress, read_replies
+from fedplan.runners.flower.apps import client_app
+from fedplan.runners.flower.statistics import FederationStatistics, collect_statistics
+from fedplan.runners.site import read_site
+from fedplan.sites.approvals import site_approvals
+from fedplan.sites.egress import read_egress_report
+from fedplan.sites.gateway import SiteGateway
+from fedplan.sites.policy import Policy, StatisticsPolicySection, read_policy
+from fedplan.sites.review import review_study
 from fedplan.studies.dictionary import dictionary
 from fedplan.studies.schema import Study, parse_toml, study_from_dict
+from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import pack_message, unpack_message
 
 COLUMNS = """
 [statistics.columns.age]
@@ -64,7 +78,7 @@ def counted(columns: dict[str, list[Any]], rule: CountRule | None = None) -> Tab
 
 def write_site(folder: Path, columns: dict[str, list[Any]], policy: str = "") -> Path:
     """A site with these rows, and a study file with the dictionary beside it."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "site.toml").write_text('name = "north"\ndata = "rows.csv"\n')
     (folder / "policy.toml").write_text(policy)
     Dataset.from_dict(columns).to_csv(folder / "rows.csv", index=False)
@@ -197,3 +211,139 @@ def test_a_dictionary_needs_an_approval_of_its_own_and_changes_no_result() -> No
     assert "statistics" not in plain.model_dump(mode="json")
     assert study_from_dict(first.model_dump(mode="json")) == first, "as it comes over the network"
     assert first.full_digest != with_statistics(COLUMNS.replace("65", "66")).full_digest
+
+
+def federated(columns: str = COLUMNS, **said: Any) -> Study:
+    """The study with two sites, for which its server waits a second."""
+    fields = with_statistics(columns, **said).model_dump(mode="json", exclude_none=True)
+    fields["clients"]["names"] = ["north", "south"]
+    fields["timeouts"] |= {"sites": 1.0, "poll_interval": 0.01}
+    return study_from_dict(fields)
+
+
+OPEN = "auto_approve = true\n[statistics]\n"
+
+
+def gateway(folder: Path, columns: dict[str, list[Any]], policy: str = OPEN) -> SiteGateway:
+    """A site of a folder's name with these rows."""
+    site = read_site(write_site(folder, columns, policy)).model_copy(update={"name": folder.name})
+    return SiteGateway(site, site_approvals(site))
+
+
+def ask(site: SiteGateway, study: Study) -> dict[str, Any]:
+    """What a site answers to a request of statistics."""
+    message = pack_message({}, {"study": study.model_dump(mode="json")})
+    return unpack_message(site.answer("statistics", message))[1]
+
+
+def collect(study: Study, *sites: SiteGateway) -> FederationStatistics:
+    by_name = {site.site.name: site for site in sites}
+
+    def answer(context: Context, kind: str, message: Message) -> Message:
+        return by_name[str(context.node_config["name"])].answer(kind, message)
+
+    return collect_statistics(InProcess(client_app(answer), [{"name": n} for n in by_name]), study)
+
+
+def test_sums_over_two_sites_are_those_of_the_pooled_rows(tmp_path: Path) -> None:
+    policy = OPEN + "show_zeros = true\n"
+    north, south = rows(), rows(120, age=[row % 99 for row in range(120)])
+    sites = [gateway(tmp_path / "north", north, policy), gateway(tmp_path / "south", south, policy)]
+    result = collect(federated(), *sites)
+    pooled = {name: north[name] + south[name] for name in north}
+    assert not result.missing and result.mismatches == {"north": {}, "south": {}}
+    assert result.total == counted(pooled, CountRule(show_zeros=True))
+    assert result.total.examples == 180
+    assert all(len(group.cells) == 1 for c in result.total.columns.values() for group in c)
+    for site in sites:
+        entries = read_egress(site.state_folder)
+        assert [(x["kind"], x["study"]) for x in entries] == [
+            ("statistics", federated().full_digest)
+        ]
+        assert entries[0]["approver"] == "rule" and entries[0]["other_bytes"] > 100
+        (record, account) = read_egress_report(site.state_folder)
+        assert "statistics" in str(record.json()) and account.json()["epsilon_spent"] is None
+
+
+def test_sums_of_joined_cells_are_exact(tmp_path: Path) -> None:
+    north, south = rows(sex=["f"] * 55 + ["m"] * 5), rows(120)
+    sites = gateway(tmp_path / "north", north), gateway(tmp_path / "south", south)
+    result = collect(federated(), *sites).json()
+    assert result["total"]["columns"]["sex"] == [
+        {"cells": ["f", "m", "(other)", "(missing)"], "count": 180}
+    ]
+    few = gateway(tmp_path / "east" / "south", {name: each[:9] for name, each in rows().items()})
+    result = collect(federated(), sites[0], few)
+    assert result.sites["south"].examples is None and result.total.examples == 60
+    assert result.not_counted["age"] == ["south"]
+
+
+def test_no_count_leaves_by_default_or_before_an_approval(tmp_path: Path) -> None:
+    closed = gateway(tmp_path / "north", rows(), "auto_approve = true")
+    waiting = gateway(tmp_path / "south", rows(), "[statistics]")
+    assert ask(closed, federated())["refused"] == "statistics"
+    assert ask(waiting, federated())["refused"] == "not-approved"
+    assert [x["code"] for x in read_egress(closed.state_folder)] == ["statistics"]
+    assert "statistics" in collect(federated(), closed).missing["north"]
+    site_approvals(waiting.site).approve(federated().full_digest)
+    assert ask(waiting, federated())["statistics"]["examples"] == 60
+    site_approvals(waiting.site).withdraw(federated().full_digest)
+    assert ask(waiting, federated())["refused"] == "not-approved"
+
+
+def test_neither_time_nor_other_edges_give_a_difference(tmp_path: Path) -> None:
+    site = gateway(tmp_path / "north", rows())
+    first = ask(site, federated())
+    changed = rows(61 + 2, sex=["m"] * 63, digit=[0] * 63)
+    Dataset.from_dict(changed).to_csv(tmp_path / "north" / "rows.csv", index=False)
+    assert ask(site, federated()) == first, "the data changed, and the answer did not"
+    for old, new in (("[40, 65]", "[41, 65]"), ("maximum = 120", "maximum = 119")):
+        assert ask(site, federated(COLUMNS.replace(old, new)))["refused"] == "other-statistics"
+    assert ask(site, federated(data='split = "train"'))["refused"] == "other-statistics"
+    assert ask(site, federated(labels="[0, 1]"))["refused"] == "other-statistics"
+    more = ask(site, federated(f'{COLUMNS}[statistics.columns.image]\ntype = "any"\n'))
+    assert more["statistics"]["absent"] == ["image"]
+    assert more["statistics"]["columns"] == first["statistics"]["columns"]
+    requests = [line["request"] for line in read_replies(site.state_folder / "account/examples")]
+    assert len({*requests}) == 2
+
+
+def test_what_promises_noise_or_sums_is_refused_by_name(tmp_path: Path) -> None:
+    site = gateway(tmp_path / "north", rows())
+    for text, reason in (({"privacy": PRIVATE}, "no noise"), ({}, "secure aggregation")):
+        tail = "" if text else '[aggregation]\nkind = "secure"\nthreshold = 2\n'
+        study = federated(COLUMNS + tail, **text)
+        assert ask(site, study)["refused"] == "statistics"
+        with pytest.raises(FedplanError, match=reason):
+            collect(study, site)
+    assert ask(site, federated(""))["refused"] == "statistics"
+    limited = gateway(tmp_path / "x" / "north", rows(), f"{OPEN}[limits]\nepsilon = 1.0")
+    assert ask(limited, federated()).keys() & {"refused"}
+    with pytest.raises(FedplanError, match="number of examples"):
+        Policy(reveal_example_count=False, statistics=StatisticsPolicySection())
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        None,
+        [],
+        {"examples": -1, "columns": {}, "absent": ["age", "sex", "note", "digit"]},
+        {"examples": 9, "columns": {}, "absent": []},
+        {"examples": 9, "columns": {"age": [{"cells": ["x"], "count": 3}]}, "absent": []},
+        {"examples": True, "columns": {}, "absent": ["age", "sex", "note", "digit"]},
+    ],
+)
+def test_an_answer_that_is_none_is_the_fault_of_its_site(lie: Any) -> None:
+    with pytest.raises(FedplanError, match="statistics"):
+        statistics_from_json(dictionary(with_statistics()), lie)
+
+
+def test_an_approver_reads_of_the_counts(tmp_path: Path) -> None:
+    policy = read_policy(write_site(tmp_path / "north", rows(), OPEN) / "policy.toml")
+    assert any("each count is of 10 rows" in line for line in policy.summary_lines())
+    told = review_study(federated(), policy=policy).disclosures
+    assert any("counts of 10 or more: age, sex, note, digit" in line for line in told)
+    assert not any(
+        "counts of" in line for line in review_study(federated(), policy=Policy()).disclosures
+    )

@@ -32,7 +32,7 @@ from fedplan.tensors.message import Message
 
 EGRESS_LOG, AGREEMENT = "egress.jsonl", "agreement.json"
 """Files in a site's folder: the log, and the settings that the site agreed to in a run."""
-SCORES, UPDATE, EVALUATION = "scores", "update", "evaluation"
+SCORES, UPDATE, EVALUATION, STATISTICS = "scores", "update", "evaluation", "statistics"
 """Kinds of entries; further kinds are hello, and refused, failed and missing with a code."""
 KEYS, SHARES, SIGNATURE, UNMASKING = "keys", "shares", "signature", "unmasking"
 """Kinds of secure aggregation messages; the last has the shares that unmask a sum."""
@@ -59,9 +59,10 @@ class Authorization:
 class EgressEntry:
     """One entry of the egress log: a reply that is about to leave the site.
 
-    `kind`: one of SCORES, UPDATE, EVALUATION, KEYS, SHARES, SIGNATURE, UNMASKING or "hello"; for a
-    reply with an error code "refused", "failed" or "missing". `site`, `experiment`, `run`, `round`,
-    `phase`, `request`: the client, and the server's request. `content`: digest of the reply.
+    `kind`: one of SCORES, UPDATE, EVALUATION, STATISTICS, KEYS, SHARES, SIGNATURE, UNMASKING or
+    "hello"; for a reply with an error code "refused", "failed" or "missing". `site`, `experiment`,
+    `run`, `round`, `phase`, `request`: the client, and the server's request. `content`: digest of
+    the reply.
     `code`: error code. `upload_bytes`: bytes of model values in the reply; `parts`: the same by
     kind of param. `other_bytes`: all other bytes of the reply. `download_bytes`: bytes of model
     values in the request. `count`: how often an error code was sent since the last entry.
@@ -246,7 +247,7 @@ class Limits:
 class Answer:
     """Description of one reply of a site to the server, for the site's Account.
 
-    `kind`: "update", "scores" or "evaluation". `request`: name of the server's request.
+    `kind`: "update", "scores", "evaluation" or "statistics". `request`: name of the request.
     `content`: digest of all inputs of the reply; empty if the journal's stored reply is sent again.
     `nbytes`: bytes of values in the reply. `protected`: the reply has differential privacy noise
     for every example, or does not depend on examples.
@@ -277,6 +278,10 @@ class Account:
         self._secret = load_or_create_secret(
             folder / SECRET_FILE, encryption, used_by=self._log.file
         )
+
+    def content_key(self) -> bytes:
+        """Return a secret key for digests of replies with few numbers, which could be guessed."""
+        return derive_key(self._secret, "content key")
 
     def charge(self, answer: Answer) -> None:
         """Append `answer`, the description of a reply, to the account's file, synced to disk.
@@ -357,6 +362,7 @@ def unaccounted_answers(
         charges = AppendLog(folder / CHARGES_FILE, chained=True).read()
         charged |= {str(line.get("request")) for line in charges}
     charge_names = {UPDATE: str, SCORES: vote_name, EVALUATION: evaluation_name}
+    charge_names[STATISTICS] = str
     for entry in entries:
         kind, request = entry["kind"], entry["request"]
         if kind not in charge_names:

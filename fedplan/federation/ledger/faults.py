@@ -42,6 +42,8 @@ REFUSALS = {
     "metrics-not-allowed": "its policy allows none of these metrics, or no score counts",
     "metrics-not-private": "the study's differential privacy does not cover metrics: none are sent",
     "later-round": "it has trained a later round than the one to be evaluated",
+    "statistics": "its policy allows no counts of its data, or the study asks for none",
+    "other-statistics": "it has sent counts of one of these columns in other cells or of a split",
     "secagg": "a step of secure aggregation failed its checks: see the site's log",
     "peer-keys": "it lacks other sites' keys for secure aggregation (peer_keys of its site.toml)",
     "metrics-not-summed": "metrics of a single site are not sent under secure aggregation or "

@@ -143,7 +143,7 @@ def client_app(answer: Callable[[Context, str, Message], Message]) -> ClientApp:
     def reply(envelope: FlowerMessage, context: Context) -> FlowerMessage:
         return make_reply(envelope, lambda kind, message: answer(context, kind, message))
 
-    for kind in ("hello", "poll", *SECAGG_STEPS):
+    for kind in ("hello", "statistics", "poll", *SECAGG_STEPS):
         app.query(kind)(reply)
     app.train()(reply)
     app.evaluate()(reply)

@@ -90,7 +90,7 @@ class ConnectedSite:
     `node` is the site's Flower node id, `initial_digest` the digest of the initial model there.
     `traits` are the site's texts for conditions of the plan, `versions` its package versions (empty
     if unknown), `key` the public node key for secure aggregation, as the site reports it: not
-    verified.
+    verified. `statistics` are the counts in the reply to a request of these, not checked either.
     """
 
     node: int
@@ -100,6 +100,7 @@ class ConnectedSite:
     traits: dict[str, str]
     versions: dict[str, str] = field(default_factory=dict[str, str])
     key: bytes = b""
+    statistics: Any = None
 
 
 def read_hello(records: RecordDict, node: int) -> tuple[str, ConnectedSite, dict[str, Any]]:
@@ -108,7 +109,9 @@ def read_hello(records: RecordDict, node: int) -> tuple[str, ConnectedSite, dict
     traits, versions = (_text_fields(fields.get(key)) for key in ("traits", "versions"))
     agreement, start, run = (str(fields.get(key)) for key in ("agreement", "start", "run"))
     node_key = bytes.fromhex(str(fields.get("node_key", "")))
-    site = ConnectedSite(node, agreement, start, run, traits, versions, node_key)
+    site = ConnectedSite(
+        node, agreement, start, run, traits, versions, node_key, fields.get("statistics")
+    )
     return str(fields.get("client", "")), site, fields
 
 

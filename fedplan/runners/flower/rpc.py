@@ -46,13 +46,13 @@ class LinkUnreachable(FedplanError):
     """The SuperLink does not answer, or not now."""
 
 
-HELLO = "query.hello"
-"""Kind of the message that introduces server and site."""
+HELLO, STATISTICS_REQUEST = "query.hello", "query.statistics"
+"""Kinds of the first message to a site: for a run, or for statistics alone."""
 HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
 BATCH_BYTES = 2**26
 """About the most bytes of replies that are fetched at a time."""
-WITHOUT_TENSORS = (HELLO, "query.poll", "evaluate")
+WITHOUT_TENSORS = (HELLO, STATISTICS_REQUEST, "query.poll", "evaluate")
 """Kinds of messages whose replies are a header without tensors."""
 ENDED_STATUS = (401, 403)
 """HTTP status of calls for a task that has expired, or whose Flower run has ended."""
@@ -89,14 +89,14 @@ class SiteRpc:
     """The sites of a run on a Flower `grid`, and remote calls to the sites.
 
     Call `wait_for_sites`, then `call`; both poll the grid in the caller's thread. `hello` is the
-    first message to each node. `sites` are the connected sites by name, `refusals` the reasons why
-    other sites and nodes are not connected; these get the hello again until accepted. `sent` are
-    the sites that got a request since the caller last cleared it. A site's name is the registered
-    name of the node; for a node without one (on one machine only), the name in the reply is
-    accepted. `wait_for_sites` waits for no other site than `registered_names()`, if set.
-    `renew_grid`, if set, starts a Flower run and returns its grid: the first, if `grid` is None,
-    and another after Flower ended one. A SuperLink that does not answer is waited for without
-    limit, and that time counts in no timeout.
+    first message to each node, of the kind `hello_kind`. `sites` are the connected sites by name,
+    `refusals` the reasons why other sites and nodes are not connected; these get the hello again
+    until accepted. `sent` are the sites that got a request since the caller last cleared it. A
+    site's name is the registered name of the node; for a node without one (on one machine only),
+    the name in the reply is accepted. `wait_for_sites` waits for no other site than
+    `registered_names()`, if set. `renew_grid`, if set, starts a Flower run and returns its grid:
+    the first, if `grid` is None, and another after Flower ended one. A SuperLink that does not
+    answer is waited for without limit, and that time counts in no timeout.
     """
 
     def __init__(
@@ -105,9 +105,10 @@ class SiteRpc:
         names: Iterable[str],
         timeouts: Timeouts,
         hello: Message | None = None,
+        hello_kind: str = HELLO,
     ) -> None:
         self._grid, self.names, self.timeouts = grid, list(names), timeouts
-        self.hello = hello or pack_message({}, {"run": ""})
+        self.hello, self.hello_kind = hello or pack_message({}, {"run": ""}), hello_kind
         self.sites: dict[str, records.ConnectedSite] = {}
         self.refusals: dict[str, str] = {}
         self.sent, self._reply_bytes = set[str](), dict[str, int]()
@@ -204,9 +205,9 @@ class SiteRpc:
                 self._hello_after[node] = time.monotonic() + self.timeouts.sites / 2
                 for earlier in [i for i, n in self._pending_hellos.items() if n == node][:-1]:
                     del self._pending_hellos[earlier]  # of a node that never replies
-                for message_id in self._push(node, HELLO, self.hello, None):
+                for message_id in self._push(node, self.hello_kind, self.hello, None):
                     self._pending_hellos[message_id] = node
-        for reply in self._pull(HELLO, self._pending_hellos):
+        for reply in self._pull(self.hello_kind, self._pending_hellos):
             if node := self._pending_hellos.pop(reply.metadata.reply_to_message_id, 0):
                 self._hello_after.pop(node, None)
                 if reply.has_error():
