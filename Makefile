@@ -27,7 +27,7 @@ examples: ## the scripts of examples, and two rounds of each of the README's stu
 HOSTILE = test_inputs.py audits/test_tamper.py audits/test_damage.py federation/test_robust.py language/test_parser.py \
   privacy/test_hostile_server.py privacy/test_hostile_values.py runners/test_no_code.py runners/test_modes.py \
   runners/test_flower.py runners/test_starter.py secagg/test_attacks.py secagg/test_liars.py sites/test_attacks.py \
-  sites/test_home.py sites/test_lies.py sites/test_people.py federation/test_trees.py
+  sites/test_home.py sites/test_lies.py sites/test_people.py sites/test_statistics.py federation/test_trees.py
 hostile: ## the tests of drawn lies, damage and inputs, which docs/explanation/threat-model.md names
 	pytest -n auto -q $(addprefix tests/,$(HOSTILE))
 

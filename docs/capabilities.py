@@ -119,6 +119,12 @@ CAPABILITIES = (
         readme="privacy",
     ),
     Capability(
+        "Check and count the sites' data before training, without small counts",
+        "yes",
+        "[statistics](how-to/statistics.md): counts by a data dictionary, without noise",
+        ("sites/test_statistics.py::test_no_small_cell_can_be_computed_by_one_who_knows_the_rule",),
+    ),
+    Capability(
         "Client-level and example-level differential privacy with an accountant",
         "yes",
         "[privacy](how-to/privacy.md)",
@@ -198,7 +204,7 @@ CAPABILITIES = (
         readme="limit",
     ),
     Capability(
-        "Trees, SQL, survival models, federated statistics",
+        "Trees, SQL, survival models",
         "no",
         "`nn.Module` only",
         refused='task.kind="survival"',

@@ -14,7 +14,7 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import typer
@@ -182,8 +182,11 @@ def fits(schema: type[BaseModel], said: dict[str, Any]) -> bool:
     for name, value in said.items():
         if name not in schema.model_fields:
             return False
-        inner = section_in(schema.model_fields[name])
-        if inner is not None and not fits(inner, value):
+        field = schema.model_fields[name]
+        inner, is_table = section_in(field), get_origin(field.annotation) is dict
+        if inner and not all(
+            fits(inner, each) for each in (value.values() if is_table else [value])
+        ):
             return False
     return True
 

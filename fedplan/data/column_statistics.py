@@ -3,7 +3,7 @@
 
 The dictionary gives the cells of a column, never the data. Cells are joined in their fixed order
 until each count covers a least number of people. So each joined cell may have any of as many
-successive numbers, as far as the counts themselves show; the first one of a group may be 0.
+successive numbers, as far as the counts themselves show, and one of each group may be 0.
 """
 
 from __future__ import annotations
@@ -74,7 +74,12 @@ class Column:
     @property
     def cells(self) -> list[str]:
         """The names of all cells, in the order in which small ones are joined."""
-        return [*self.bins, *self.faults]
+        return [*self.matching, *(cell for cell, kind in self.faults.items() if kind)]
+
+    @property
+    def matching(self) -> list[str]:
+        """The names of the cells of rows that match the dictionary."""
+        return [*self.bins, *(cell for cell, kind in self.faults.items() if not kind)]
 
     def cell(self, value: Any) -> str:
         """Return the name of the cell of a value, as text or number, that is not missing."""
@@ -118,11 +123,15 @@ class CellGroup:
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """Number of rows of a table, None if too small; groups of cells by column; absent columns."""
+    """Number of rows of a table, None if too small; groups of cells by column; absent columns.
+
+    `differing`: columns in which as many people as the least count do not match the dictionary.
+    """
 
     examples: int | None
     columns: Mapping[str, tuple[CellGroup, ...]]
     absent: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
         """Return the statistics as plain values."""
@@ -130,7 +139,8 @@ class TableStatistics:
             name: [{"cells": [*group.cells], "count": group.count} for group in groups]
             for name, groups in self.columns.items()
         }
-        return {"examples": self.examples, "columns": columns, "absent": [*self.absent]}
+        names = {"absent": [*self.absent], "differing": [*self.differing]}
+        return {"examples": self.examples, "columns": columns, **names}
 
 
 def table_statistics(
@@ -144,30 +154,34 @@ def table_statistics(
     if rule.person:
         people = plain_cells(table, rule.person)  # rows without a value are of one person
     present = [name for name in columns if name in table.column_names]
-    groups = dict[str, tuple[CellGroup, ...]]()
+    groups, differing = dict[str, tuple[CellGroup, ...]](), list[str]()
     for name in present:
         rows = dict[str, list[int]]({cell: [] for cell in columns[name].cells})
         for row, cell in enumerate(_cells_of_rows(table, name, columns[name])):
             rows[cell].append(row)
-        groups[name] = tuple(join_cells(rows, people, rule))
+        joined, differs = join_cells(rows, people, rule, columns[name].matching)
+        groups[name] = tuple(joined)
+        differing += [name] * differs
     examples = len(table) if len({*people}) >= rule.min_count else None
-    return TableStatistics(examples, groups, tuple(name for name in columns if name not in present))
+    absent = tuple(name for name in columns if name not in present)
+    return TableStatistics(examples, groups, absent, tuple(differing))
 
 
 def mismatches(columns: Mapping[str, Column], statistics: TableStatistics) -> dict[str, list[str]]:
     """Return the kinds of mismatches with a dictionary, by column, as far as the counts show any.
 
-    A count shows one if no cell of its group has values that match.
+    A count shows one if no cell of its group has values that match. Of a column that differs, and
+    whose counts show no kind, all kinds are listed.
     """
     faults = {name: ["no such column"] for name in statistics.absent}
     for name, groups in statistics.columns.items():
-        kinds = columns[name].faults
+        kinds = {cell: kind for cell, kind in columns[name].faults.items() if kind}
         counted = (group.cells for group in groups if group.count)
-        shown = dict.fromkeys(
-            kinds[cell] for cells in counted if {*cells} <= kinds.keys() for cell in cells
-        )
-        if listed := [kind for kind in shown if kind]:
-            faults[name] = listed
+        shown = {kinds[cell]: 0 for cells in counted if {*cells} <= kinds.keys() for cell in cells}
+        if not shown and name in statistics.differing:
+            shown = dict.fromkeys(kinds.values(), 0)
+        if shown:
+            faults[name] = [*shown]
     return faults
 
 
@@ -175,6 +189,7 @@ def statistics_from_json(columns: Mapping[str, Column], fields: Any) -> TableSta
     """Return the statistics of plain values; DataError if they do not follow the dictionary."""
     try:
         examples, absent = fields["examples"], tuple(fields["absent"])
+        differing = tuple(fields["differing"])
         groups = {
             name: tuple(CellGroup(tuple(each["cells"]), each["count"]) for each in listed)
             for name, listed in fields["columns"].items()
@@ -182,7 +197,8 @@ def statistics_from_json(columns: Mapping[str, Column], fields: Any) -> TableSta
         counts = [examples, *(group.count for listed in groups.values() for group in listed)]
         is_valid = all(n is None or (type(n) is int and 0 <= n < 2**53) for n in counts)
         is_valid &= all(group.cells for listed in groups.values() for group in listed)
-        is_valid &= sorted([*groups, *absent]) == sorted(columns) and all(
+        is_valid &= sorted([*groups, *absent]) == sorted(columns) and {*differing} <= {*groups}
+        is_valid &= all(
             sorted(cell for group in listed for cell in group.cells) == sorted(columns[name].cells)
             for name, listed in groups.items()
         )
@@ -190,7 +206,7 @@ def statistics_from_json(columns: Mapping[str, Column], fields: Any) -> TableSta
         raise DataError("these are no statistics") from error
     if not is_valid:
         raise DataError("these statistics do not follow the data dictionary")
-    return TableStatistics(examples, groups, absent)
+    return TableStatistics(examples, groups, absent, differing)
 
 
 def pool_statistics(
@@ -226,6 +242,31 @@ def pool_statistics(
 
 
 def join_cells(
+    rows: Mapping[str, Sequence[int]],
+    people: Sequence[Hashable],
+    rule: CountRule,
+    matching: Iterable[str],
+) -> tuple[list[CellGroup], bool]:
+    """Return the cells in groups, and whether many people are in other cells than `matching`.
+
+    The `matching` ones come first. If many are in others, both are joined apart, unless few people
+    are in those that match. It is False with few people in all, who would then be few in these, and
+    where zeros are shown, which leave large cells alone.
+    """
+    parts: tuple[dict[str, Sequence[int]], ...] = ({}, {})
+    names = {*matching}
+    for cell, listed in rows.items():
+        parts[cell not in names][cell] = listed
+    others = {people[row] for listed in parts[1].values() for row in listed}
+    differs = len(others) >= rule.min_count and len({*people}) >= 2 * rule.min_count - 1
+    differs = differs and not rule.show_zeros
+    apart = [_sweep(part, people, rule) for part in parts]
+    if differs and all(groups[0].count is not None for groups in apart):
+        return [*apart[0], *apart[1]], True
+    return _sweep(rows, people, rule), differs
+
+
+def _sweep(
     rows: Mapping[str, Sequence[int]], people: Sequence[Hashable], rule: CountRule
 ) -> list[CellGroup]:
     """Return the cells in groups: each ends with the cell that brings it to the least count.
@@ -253,9 +294,15 @@ def join_cells(
 
 def _cells_of_rows(table: Dataset, name: str, column: Column) -> Iterable[str]:
     names = class_names(table, name)
-    values = plain_cells(table, name) if column.type != "any" else [None] * len(table)
+    values: list[Any] = [None] * len(table)
+    if column.type != "any":
+        values = plain_cells(table, name)
     for value, missing in zip(values, missing_cells(table, name), strict=True):
-        yield MISSING if missing else column.cell(names[value] if names else value)
+        yield (
+            MISSING
+            if missing
+            else column.cell(names[value] if names and value is not None else value)
+        )
 
 
 def _number(value: Any) -> float | None:

@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedplan.errors import FedplanError
-from fedplan.federation.ledger.egress import EGRESS_LOG, agreement_folders, bytes_by_part
+from fedplan.federation.ledger.egress import (
+    EGRESS_LOG,
+    STATISTICS,
+    agreement_folders,
+    bytes_by_part,
+)
 from fedplan.reports.explanation import sort_params
 from fedplan.reports.figures.charts import Bar, bar_chart
 from fedplan.reports.figures.drawing import Drawing
@@ -163,7 +168,9 @@ def _run_section(run: RunEgress, number: int) -> PageSection:
     if not run.updates:
         codes = sorted({entry["code"] for entry in record.entries if entry["code"]})
         sent = f" Error codes that were sent: {', '.join(codes)}." if codes else ""
-        return PageSection(title, (*texts, f"No model values left.{sent}"))
+        counts = sum(entry["kind"] == STATISTICS for entry in record.entries)
+        counted = f" Counts of columns left in {counts} answers." if counts else ""
+        return PageSection(title, (*texts, f"No model values left.{counted}{sent}"))
     parts = bytes_by_part(record.entries)
     size, unit = byte_unit(max(parts.values()))
     largest_first = sorted(parts.items(), key=lambda item: -item[1])

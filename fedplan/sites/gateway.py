@@ -30,7 +30,7 @@ from fedplan.runners.site import Site, read_site
 from fedplan.runners.site_runtime import SiteRuntime, private_umask, site_study_folder
 from fedplan.sites.approvals import site_approvals
 from fedplan.sites.policy import Policy
-from fedplan.sites.statistics import answer_statistics
+from fedplan.sites.statistics import answer_statistics, require_match
 from fedplan.sites.tls_probe import certificate_digest
 from fedplan.storage.files import PRIVATE, make_folder, write_atomic
 from fedplan.storage.locks import acquire_folder_lock
@@ -156,6 +156,8 @@ class SiteGateway:
             if not file.exists() or file.read_text(encoding="utf-8") != text:
                 make_folder(file.parent)
                 write_atomic(file, text)
+        if kind == HELLO and study.statistics is not None and study.statistics.require:
+            require_match(self.site, study, self.approver.policy, self.egress)
         runtime = self._runtime_for(study)
         endpoint = runtime.endpoint(run)
         endpoint.authorization = Authorization(

@@ -116,9 +116,33 @@ def site_statistics(site: Site, study: Study) -> SiteStatistics:
 def answer_statistics(
     site: Site, study: Study, policy: Policy, egress: EgressLog, authorization: Authorization
 ) -> Message:
-    """Return the counts that an approved study asks for, charged to the account and logged.
+    """Return the counts that an approved study asks for, after logging them; see `release`."""
+    statistics = release(site, study, policy, egress)
+    answer = pack_message({}, {"client": site.name, STATISTICS: statistics.json()})
+    entry = EgressEntry(
+        STATISTICS,
+        site.name,
+        request=_request_name(study),
+        content=content_digest(answer, open_account(site, None).content_key()),
+        other_bytes=answer.nbytes,
+    )
+    egress.append(entry, authorization)
+    return answer
 
-    The same request has the same answer, whatever has become of the data. Raises RequestRefused if
+
+def require_match(site: Site, study: Study, policy: Policy, egress: EgressLog) -> None:
+    """Raise RequestRefused if the counts that may leave show a difference from the dictionary."""
+    if differences := mismatches(dictionary(study), release(site, study, policy, egress)):
+        raise RequestRefused(
+            f"the columns {', '.join(differences)} differ from the study's data dictionary: see "
+            "`fedplan site statistics`"
+        ).with_code("dictionary")
+
+
+def release(site: Site, study: Study, policy: Policy, egress: EgressLog) -> TableStatistics:
+    """Return the counts of a study, charged to the account, and stored before they leave.
+
+    The same study has the same counts, whatever has become of the data. Raises RequestRefused if
     the policy has no [statistics], or a column was counted in other cells before.
     """
     if policy.statistics is None:
@@ -129,25 +153,20 @@ def answer_statistics(
         raise RequestRefused(reason).with_code("statistics")
     file = Path(site.state) / FOLDER / f"{safe_folder_name(site.dataset)}.json"
     stored = read_json_object(file) or {"split": study.data.split, "questions": {}, "columns": {}}
+    stored.setdefault("differing", [])
     _require_same_cells(study, stored, file)
     account = open_account(site, policy.account_limits)
     require_complete_account(account, egress)
-    request = f"statistics {study.full_digest[:16]}"
     questions = json.dumps([study.data.split, _questions(study)])
-    account.charge(Answer(STATISTICS, request, questions, 0))
+    account.charge(Answer(STATISTICS, _request_name(study), questions, 0))
     statistics = _count_new_columns(site, study, policy.statistics.rule, stored)
     make_folder(file.parent)
     write_atomic(file, json.dumps(stored, indent=1) + "\n")
-    answer = pack_message({}, {"client": site.name, STATISTICS: statistics.json()})
-    entry = EgressEntry(
-        STATISTICS,
-        site.name,
-        request=request,
-        content=content_digest(answer, account.content_key()),
-        other_bytes=answer.nbytes,
-    )
-    egress.append(entry, authorization)
-    return answer
+    return statistics
+
+
+def _request_name(study: Study) -> str:
+    return f"statistics {study.full_digest[:16]}"
 
 
 def _questions(study: Study) -> dict[str, Any]:
@@ -176,7 +195,10 @@ def _count_new_columns(
     new = table_statistics(table, fresh, rule).json()
     stored.setdefault("examples", new["examples"])
     stored["columns"] |= new["columns"]
+    stored["differing"] += new["differing"]
     stored["questions"] |= {name: questions[name] for name in new["columns"]}
     counts = {name: stored["columns"][name] for name in columns if name in stored["columns"]}
-    fields = {"examples": stored["examples"], "columns": counts, "absent": new["absent"]}
+    differing = [name for name in stored["differing"] if name in counts]
+    fields = {"examples": stored["examples"], "columns": counts, "differing": differing}
+    fields |= {"absent": new["absent"]}
     return statistics_from_json(columns, fields)

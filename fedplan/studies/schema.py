@@ -30,7 +30,7 @@ from fedplan.models.catalog import is_hub_id
 from fedplan.naming import unknown_name_message
 from fedplan.privacy.dpsgd.fit import require_train_arguments
 from fedplan.storage.files import validate_study_name
-from fedplan.studies.dictionary import StatisticsSection
+from fedplan.studies.dictionary import StatisticsSection, statistics_refusal
 from fedplan.studies.federation_sections import (
     AggregationConfig,
     ClientsConfig,
@@ -326,7 +326,9 @@ class Study(Section):
                 "clients.names lists sites with their own data: leave out data.path, or set "
                 'data.partition = "column"'
             )
-        task = self.task
+        task, counts = self.task, self.statistics
+        if counts and counts.require and (reason := statistics_refusal(self)):
+            raise ValueError(f"statistics.require: {reason}")
         if task.class_weights == "balanced" and (self.privacy or not self.has_central_data):
             hidden = "[privacy] hides" if self.privacy else "are at the sites"
             raise ValueError(
