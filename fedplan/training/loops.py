@@ -296,8 +296,8 @@ def _without_additions(model: nn.Module) -> Generator[None]:
                     continue
                 attributes[name] = value
                 if isinstance(value, list):
-                    value[:] = items
-                elif isinstance(value, dict | set):
+                    cast("list[Any]", value)[:] = items
+                elif _is_collection(value):
                     value.clear()
                     value.update(items)
 
@@ -320,9 +320,13 @@ def _owners(model: nn.Module) -> list[object]:
 def _copy_state(owner: object) -> dict[str, tuple[Any, Any]]:
     """Return the attributes of an object by name, each with a copy if it is a collection."""
     return {
-        name: (value, copy.copy(value) if isinstance(value, dict | list | set) else None)
+        name: (value, copy.copy(value) if _is_collection(value) else None)
         for name, value in vars(owner).items()
     }
+
+
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, dict | list | set)
 
 
 @contextmanager
