@@ -36,7 +36,7 @@ class Capability:
 
 CAPABILITIES = (
     Capability(
-        "Any `nn.Module`; layer maps for 63 Hugging Face model types",
+        "Any `nn.Module`; layer maps for 104 Hugging Face model types",
         "yes",
         "[models](how-to/models.md)",
         ("models/test_description.py::test_each_number_is_in_exactly_one_param_under_lora",),

@@ -77,6 +77,16 @@ register_layer_map(
     acts_on={"encoder.LayerNorm": "position"},
 )
 register_layer_map(
+    "deberta",
+    like="bert",
+    fused={"self.in_proj": per_head},
+    query="self.q_bias self.pos_q_proj",
+    key="self.pos_proj",
+    value="self.v_bias",
+    position="encoder.rel_embeddings",
+    embed="embed_proj",
+)
+register_layer_map(
     "modernbert",
     blocks={"encoder": "layers"},
     fused={"attn.Wqkv": thirds},
@@ -217,24 +227,71 @@ register_layer_map(
 register_layer_map(
     "llama", blocks={"decoder": "layers"}, **_attention("self_attn.{0}_proj", "q k v o"), mlp="mlp"
 )
-for name in ("mistral", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "smollm3", "gemma", "gemma2"):
+LIKE_LLAMA = (
+    *("mistral", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "smollm3", "gemma", "gemma2"),
+    *("arcee", "cohere2", "ernie4_5", "glm", "glm4", "granite", "helium", "ministral"),
+    *("ministral3", "olmo", "seed_oss", "starcoder2"),
+)
+for name in LIKE_LLAMA:
     register_layer_map(name, like="llama")
+register_layer_map(
+    "nemotron", like="llama", norm="input_layernorm post_attention_layernorm model.norm"
+)
 QK_NORMS = {"self_attn.q_norm": "query", "self_attn.k_norm": "key"}
-for name in ("qwen3", "gemma3_text", "olmo2"):
+for name in ("qwen3", "gemma3_text", "olmo2", "apertus", "cohere", "exaone4", "olmo3"):
     register_layer_map(name, like="llama", acts_on=QK_NORMS)
+register_layer_map("qwen3_vl_text", like="qwen3")
+register_layer_map(
+    "hunyuan_v1_dense",
+    like="llama",
+    acts_on={"self_attn.query_layernorm": "query", "self_attn.key_layernorm": "key"},
+)
+LAYER_NORMS = {"self_attn.q_layernorm": "query", "self_attn.k_layernorm": "key"}
+register_layer_map("stablelm", like="llama", acts_on=LAYER_NORMS)
+register_layer_map(
+    "persimmon",
+    like="llama",
+    fused={"self_attn.query_key_value": per_head},
+    out="self_attn.dense",
+    acts_on=LAYER_NORMS,
+)
+register_layer_map(
+    "gptj", blocks={"decoder": "h"}, **_attention("attn.{0}_proj", "q k v out"), mlp="mlp"
+)
 register_layer_map("phi3", like="llama", fused={"self_attn.qkv_proj": grouped})
 register_layer_map(
     "phi",
     like="llama",
     out="self_attn.dense",
-    acts_on={"self_attn.q_layernorm": "query", "self_attn.k_layernorm": "key"},
+    acts_on=LAYER_NORMS,
 )
 
 # Mixtures of experts; an expert that every token uses is mlp
 register_layer_map("mixtral", like="llama", router="mlp.gate", expert="mlp.experts")
 register_layer_map("qwen2_moe", like="mixtral")
-for name in ("qwen3_moe", "olmoe"):
+register_layer_map("ernie4_5_moe", like="mixtral")
+QK_NORMED = ("qwen3_moe", "olmoe", "qwen3_vl_moe_text", "glm4_moe", "dots1", "flex_olmo")
+for name in QK_NORMED:
     register_layer_map(name, like="mixtral", acts_on=QK_NORMS)
+register_layer_map(
+    "hunyuan_v1_moe", like="hunyuan_v1_dense", router="mlp.gate", expert="mlp.experts"
+)
+register_layer_map("phimoe", like="mixtral", router="mlp.router")
+register_layer_map(
+    "granitemoe",
+    like="llama",
+    router="block_sparse_moe.router",
+    expert="block_sparse_moe.experts",
+)
+register_layer_map("granitemoeshared", like="granitemoe", mlp="shared_mlp")
+register_layer_map(
+    "llama4_text",
+    like="llama",
+    mlp="feed_forward",
+    router="feed_forward.router",
+    expert="feed_forward.experts",
+    head="lm_head",
+)
 register_layer_map("gpt_oss", like="mixtral", router="mlp.router", key="self_attn.sinks")
 # The latent projection of key and value affects attention weights: it is key.
 register_layer_map(
@@ -246,9 +303,38 @@ register_layer_map(
     acts_on={"self_attn.q_a_layernorm": "query", "self_attn.kv_a_layernorm": "key"},
 )
 
+register_layer_map("deepseek_v2", like="deepseek_v3")
+
 # Images as tokens of a decoder
 register_layer_map("llava", embed="multi_modal_projector")
-register_layer_map("gemma3", like="llava")
+for name in ("gemma3", "paligemma", "mistral3", "llama4", "internvl", "aya_vision"):
+    register_layer_map(name, like="llava")
+register_layer_map(
+    "pixtral",
+    blocks={"vision": "transformer.layers"},
+    **_attention("attention.{0}_proj", "q k v o"),
+    mlp="feed_forward",
+    embed="patch_conv",
+)
+register_layer_map(
+    "llama4_vision_model",
+    like="clip_vision_model",
+    blocks={"vision": "model.layers"},
+    out="self_attn.o_proj",
+    embed="patch_embedding class_embedding positional_embedding_vlm vision_adapter "
+    "vision_adapter.mlp",
+)
+for name in ("idefics3", "smolvlm"):
+    register_layer_map(name, embed="connector")
+    register_layer_map(f"{name}_vision", like="clip_vision_model")
+register_layer_map(
+    "internvl_vision",
+    like="dinov2",
+    blocks={"vision": "encoder.layer"},
+    scale="lambda_1 lambda_2",
+    out="attention.projection_layer",
+    acts_on={"attention.q_norm": "query", "attention.k_norm": "key"},
+)
 register_layer_map(
     "qwen2_vl_vision",
     blocks={"vision": "blocks"},
@@ -258,6 +344,10 @@ register_layer_map(
     embed="patch_embed merger merger.mlp",
 )
 register_layer_map("qwen2_5_vl_vision", like="qwen2_vl_vision")
+for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision"):
+    register_layer_map(
+        name, like="qwen2_vl_vision", embed="patch_embed pos_embed merger deepstack_merger_list"
+    )
 
 # Encoder and decoder
 register_layer_map(
