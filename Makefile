@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check test t examples nightly hostile simulate simulated research picture architecture manifests reference site blocks
+.PHONY: help check test t examples nightly hostile simulate simulated research picture notebooks architecture manifests reference site blocks
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -48,6 +48,9 @@ research: ## the tests of research: needs the whole history of the repository
 picture: ## draw the pictures of the README and of the first page anew
 	python docs/terminal.py
 	python docs/picture.py
+
+notebooks: ## run the notebooks and store their outputs
+	python docs/notebooks.py
 
 architecture: ## draw the map of the packages anew
 	python docs/architecture.py
