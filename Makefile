@@ -16,7 +16,7 @@ t: ## the tests of one package: make t P=federation
 	pytest -n auto -m 'not nightly' --sample -q tests/$(P)
 
 examples: ## the scripts of examples, and two rounds of each of the README's studies
-	folder=$$(mktemp -d) && cd $$folder && for script in chat own_model own_method instruct qlora trainer; do \
+	folder=$$(mktemp -d) && cd $$folder && for script in chat own_model own_method instruct qlora trainer chest entities series; do \
 	  python $(CURDIR)/examples/$$script.py || exit 1; done && rm -r $$folder
 	python examples/digits.py
 	python examples/towers.py

@@ -7,6 +7,7 @@ import ast
 import doctest
 import html
 import importlib
+import json
 import pkgutil
 import re
 import runpy
@@ -290,3 +291,15 @@ def test_every_cell_beside_other_tools_leads_to_a_source() -> None:
     assert used == sources.keys(), used ^ sources.keys()
     commits = re.compile("/blob/[0-9a-f]{40}/|/issues/")
     assert all(commits.search(address) for address in sources.values())
+
+
+def test_the_gallery_is_of_its_results_and_its_scripts_are_run() -> None:
+    gallery = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
+    results = json.loads(gallery["RESULTS"].read_text())
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    assert page == gallery["page"](results), "run python docs/gallery.py"
+    listed = re.search(r"for script in ([\w ]+);", (ROOT / "Makefile").read_text())
+    assert listed is not None and len(results) > 3 and set(results) <= set(listed[1].split())
+    for name, result in results.items():
+        picture = (ROOT / "docs" / "gallery" / f"{name}.svg").read_text()
+        assert picture == gallery["curve_picture"](result["curve"]), name
