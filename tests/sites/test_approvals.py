@@ -49,6 +49,7 @@ CHANGES: dict[str, Any] = {
         **dict.fromkeys(("question", "requester", "institution", "contact"), "a"),
         **{"legal_basis": "b", "recipients": "c", "ends": "2999-01-01"},
     },
+    "statistics.columns": {"age": {"type": "number"}},
     "evaluate.every": 2,
     "evaluate.personal": False,
     "timeouts.sites": 3.0,
