@@ -25,7 +25,7 @@ from offers import study_of
 from power import flipped
 from setting import RUN, Rows, agreement_of, initial_model, loss, score, start_values, tiny_model
 
-from fedplan.errors import FedplanError
+from fedplan.errors import FedplanError, StoreError
 from fedplan.federation.client import (
     KEY,
     Client,
@@ -427,6 +427,9 @@ class SiteMachine(Machine):
                 self.check(reply, code)
         except AssertionError as error:
             self.trial.broken = Broken(str(error))
+        except StoreError:
+            if not self.wrong:  # the site has not read its damaged state yet
+                raise
         return reply
 
     def check(self, reply: Message, code: str) -> None:
