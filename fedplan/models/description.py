@@ -19,8 +19,8 @@ from fedplan.models.adapters import (
     is_inactive,
     strip_peft_segments,
 )
+from fedplan.models.architectures import LAYER_MAPS  # where the known maps are registered
 from fedplan.models.layer_maps import (
-    LAYER_MAPS,
     LayerMap,
     Path,
     find_layer_map,

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -167,3 +169,14 @@ def test_the_words_of_every_param_are_in_the_vocabulary() -> None:
     for name in zoo.ARCHITECTURES:
         for p in describe(zoo.with_lora(name)):
             assert p.words <= set(WORDS), (name, p)
+
+
+def test_a_fresh_process_knows_the_layer_maps() -> None:
+    """Whatever else of fedplan it has imported."""
+    code = """
+import fedplan
+from transformers import BertConfig, BertModel
+model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9))
+assert "query" in {param.kind for param in fedplan.describe(model)}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
