@@ -6,14 +6,12 @@ The numbers stay in research/results/gallery.json; without a name only the page 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import platform
-import runpy
+import resource
+import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -92,20 +90,27 @@ def column(printed: str, name: str) -> list[float]:
     return found
 
 
+def cpu_of_children() -> float:
+    """Seconds of CPU of all processes that this one has run."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def output_of(*command: str, folder: Path) -> str:
+    """Run a command in a folder and return what it prints."""
+    return subprocess.run([*command], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
 def run_example(example: Example) -> dict[str, object]:
     """Run a script in an empty folder; return its curve and the seconds of CPU that it took."""
-    printed, before = io.StringIO(), time.process_time()
-    script = ROOT / "examples" / f"{example.name}.py"
-    with (
-        TemporaryDirectory() as folder,
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(printed),
-    ):
-        runpy.run_path(str(script), run_name="__main__")
+    script, before = ROOT / "examples" / f"{example.name}.py", cpu_of_children()
+    with TemporaryDirectory() as folder:
+        printed = output_of(sys.executable, str(script), folder=Path(folder))
     return {
         "score": example.score,
-        "curve": column(printed.getvalue(), example.score),
-        "seconds": round(time.process_time() - before, 1),
+        "curve": column(printed, example.score),
+        "seconds": round(cpu_of_children() - before, 1),
+        "commit": output_of("git", "rev-parse", "--short=9", "HEAD", folder=ROOT).strip(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
@@ -151,7 +156,7 @@ def page(results: dict[str, dict[str, object]]) -> str:
         )
     text += (
         "\nOne run of each, without a second seed: the curves show that a script works, and compare "
-        "nothing. CPU is without the time of\nimports (`research/results/gallery.json`; "
+        "nothing. CPU is of the whole\nscript, with its imports (`research/results/gallery.json`; "
         "`python docs/gallery.py NAME` runs one again).\n\n## More\n\n"
     )
     text += "".join(f"- [{file}](../examples/{file}): {about}\n" for file, about in OTHERS)

@@ -52,10 +52,14 @@ class ColumnSection(Section):
     @model_validator(mode="after")
     def _validate_column(self) -> ColumnSection:
         codes = [label_text(code) for code in self.codes]
-        if bool(codes) != (self.type == "category") or {OTHER, MISSING} & {*codes}:
-            raise ValueError(f"a category, and no other, has codes; none is {OTHER} or {MISSING}")
-        if len({*codes}) < len(codes):
-            raise ValueError("codes: two are the same")
+        if self.type == "category" and not codes:
+            raise ValueError("codes: a category needs the list of its values")
+        if codes and self.type != "category":
+            raise ValueError(f"codes are for categories, and not for {self.type!r}")
+        if used := {OTHER, MISSING} & {*codes}:
+            raise ValueError(f"codes: {min(used)} is the name of another cell: rename this code")
+        if twice := [code for code in codes if codes.count(code) > 1]:
+            raise ValueError(f"codes: {twice[0]!r} is listed twice")
         if self.edges and self.type not in ("number", "text"):
             raise ValueError(f"edges are for numbers and texts, and not for {self.type!r}")
         if (self.minimum, self.maximum) != (None, None) and self.type != "number":
@@ -64,8 +68,10 @@ class ColumnSection(Section):
             raise ValueError(f"in_words is for texts, and not for {self.type!r}")
         ends = (self.minimum, *self.edges, self.maximum)
         bounds = [bound for bound in ends if bound is not None]
-        if any(low >= high for low, high in pairwise(bounds)):
-            raise ValueError("minimum, edges and maximum must rise, and be different")
+        for low, high in pairwise(bounds):
+            if low >= high:
+                order = "minimum, edges, maximum: each must be above the one before"
+                raise ValueError(f"{order}, and {high:g} follows {low:g}")
         return self
 
 

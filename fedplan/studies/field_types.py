@@ -262,11 +262,16 @@ def _section_fields(schema: type[BaseModel], sections: Sequence[str]) -> list[st
 def _section_type(schema: type[BaseModel], sections: Sequence[str]) -> type[BaseModel] | None:
     """Return the class of a section by its path, `schema` itself for an empty path, or None."""
     section: type[BaseModel] | None = schema
+    is_key = False
     for name in sections:
+        if is_key:  # of a table of sections, as "age" in statistics.columns.age
+            is_key = False
+            continue
         field = section.model_fields.get(name) if section else None
         types = get_args(field.annotation) or (field.annotation,) if field else ()
         section = next(
             (type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel)),
             None,
         )
+        is_key = field is not None and get_origin(field.annotation) is dict
     return section
