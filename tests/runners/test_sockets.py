@@ -39,7 +39,6 @@ def leaky(self, kind, message):
 
 SiteRuntime.answer = leaky
 from fedplan.cli import main
-sys.argv = ["fedplan", "site", "serve"]
 main()
 """
 """A site whose own fedplan was changed: nobody else can make it leak."""
@@ -92,7 +91,7 @@ def test_nothing_private_is_in_sockets_database_logs_or_checkpoints(here: Path) 
                 assert found == [] and size > 500_000
             (here / "leaky.py").write_text(LEAKY)
             for script in fed.glob("sites/*/serve.sh"):
-                said = f"exec {BIN}/python {here}/leaky.py"
+                said = f"exec {BIN}/python {here}/leaky.py site serve"  # words that end it too
                 script.write_text(script.read_text().replace("exec fedplan site serve", said))
             for name in SITES:
                 deployed.stop(name)
