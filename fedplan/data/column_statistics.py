@@ -112,6 +112,11 @@ class CountRule:
     show_zeros: bool = False
     person: str = ""
 
+    @property
+    def least(self) -> str:
+        """The least count in words, as "10 people"; of rows without a column of people."""
+        return f"{self.min_count} {'people' if self.person else 'rows'}"
+
 
 @dataclass(frozen=True)
 class CellGroup:
@@ -152,7 +157,9 @@ def table_statistics(
     """
     people: Sequence[Hashable] = range(len(table))
     if rule.person:
-        people = plain_cells(table, rule.person)  # rows without a value are of one person
+        ids = zip(plain_cells(table, rule.person), missing_cells(table, rule.person), strict=True)
+        # Rows without a value are of one person: NaN is not equal to itself.
+        people = [None if missing else label_text(cell) for cell, missing in ids]
     present = [name for name in columns if name in table.column_names]
     groups, differing = dict[str, tuple[CellGroup, ...]](), list[str]()
     for name in present:

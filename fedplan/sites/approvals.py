@@ -117,7 +117,7 @@ def signed_statement(entry: Mapping[str, Any], attempt: int) -> str:
         "at site": entry.get("site", ""),
         "until": entry.get("ends", ""),
         "by": entry["approver"],
-        "attempt": attempt,
+        "starts, refusals and withdrawals before": attempt,
     }
     return json.dumps(fields, indent=1) + "\n"
 
@@ -266,7 +266,7 @@ class Approvals:
 
         With people in the policy, `person` does, by a `signature` of `statement`. `ends` is the
         last day of the approval. Records nothing twice. Raises FedplanError if the study is not in
-        the inbox, or user, signature or policy do not allow it.
+        the inbox, user, signature or policy do not allow it, or it waits with another last day.
         """
         offer = self.inbox.read_offer(self.inbox.find_digest(prefix))
         study, policy, ends = offer.study, self.policy, _last_day(ends) if ends else ""
@@ -284,7 +284,14 @@ class Approvals:
         approver = person or current_user()
         self._require_approver(approver)
         standing = self._standing(study)
-        if approver not in standing.pending:
+        if earlier := standing.pending.get(approver):
+            if (day := earlier.get("ends", "")) != ends:
+                last_day = f"until {day}" if day else "without a last day"
+                raise FedplanError(
+                    f"{approver} has approved the study {offer.digest[:12]} {last_day}: to change "
+                    f"that, withdraw it first by `fedplan site withdraw {offer.digest[:12]}`"
+                )
+        else:
             key = policy.people.get(approver, "")
             signed = {"signature": signature, "key": key, "site": self._name}
             signed = signed if key else {}

@@ -95,7 +95,7 @@ class Policy(Section):
     """
 
     auto_approve: bool = False
-    """Whether studies that the policy allows are approved without a person."""
+    """Whether studies that the policy allows are approved without a person; not with `people`."""
     never_share: list[PartText] = Field(default_factory=list[str])
     """Parts of the model, in the plan language, whose values never leave."""
     metrics: list[str] = Field(default_factory=list[str])
@@ -148,6 +148,14 @@ class Policy(Section):
             if self.signatures > 1:
                 raise ValueError("signatures needs [people], with the key of each person")
             return self
+        if self.auto_approve:
+            raise ValueError(
+                "auto_approve asks nobody to sign: leave it out, or leave [people] out"
+            )
+        if RULE_APPROVER in self.people:
+            raise ValueError(
+                f"people: {RULE_APPROVER!r} names approvals by rule: rename this person"
+            )
         if unknown := set(self.approvers) - self.people.keys():
             raise ValueError(f"approvers: {min(unknown)} has no key in [people]")
         if self.signatures > (count := len(self.approvers or self.people)):
@@ -185,10 +193,10 @@ class Policy(Section):
             f"The number of examples {count}.",
         ]
         if (counts := self.statistics) is not None:
-            who = f"people, told apart by {counts.person}" if counts.person else "rows"
+            person = f", told apart by {counts.person}" if counts.person else ""
             lines.append(
                 "Counts of the columns in a study's data dictionary may leave, once for each "
-                f"column; each count is of {counts.min_count} {who}, or more."
+                f"column; each count is of {counts.rule.least}{person}, or more."
             )
         if self.require_purpose:
             lines.append("A study must state its purpose.")

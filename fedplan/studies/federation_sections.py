@@ -32,6 +32,8 @@ from fedplan.studies.section import Section, as_value_error
 
 
 def _validate_statement(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is blank: write a text")
     if not text.isprintable():
         raise ValueError("leave out line breaks and other characters that are not printable")
     return text

@@ -179,6 +179,19 @@ def test_an_approval_of_who_left_does_not_carry_the_run_of_another(tmp_path: Pat
         approvals.require_approval(study, run="b" * 16)
 
 
+def test_another_last_day_takes_a_withdrawal(site: Place) -> None:
+    approvals, study, folder = site
+    approve(approvals, study, folder, "ada")
+    sooner = signature(approvals, study, folder / "ada", "ada", str(TODAY))
+    with pytest.raises(FedplanError, match=f"until {ENDS}: to change that, withdraw it first"):
+        approvals.approve(study.full_digest, person="ada", ends=str(TODAY), signature=sooner)
+    approvals.withdraw(study.full_digest)
+    sooner = signature(approvals, study, folder / "ada", "ada", str(TODAY))
+    approvals.approve(study.full_digest, person="ada", ends=str(TODAY), signature=sooner)
+    approval = approvals.find_approval(study)
+    assert approval is not None and approval.ends == str(TODAY)
+
+
 def test_two_signatures_are_of_two_people(site: Place) -> None:
     approvals, study, folder = site
     (folder / "policy.toml").write_text(policy_of(folder, "ada", "ben", more="signatures = 2"))
@@ -214,6 +227,8 @@ def test_a_policy_with_wrong_people_is_refused(tmp_path: Path) -> None:
         "signatures = 2": r"signatures needs \[people\]",
         f"signatures = 2\n{ada}": "but 1 people may approve",
         f'approvers = ["eve"]\n{ada}': "eve has no key",
+        f"auto_approve = true\n{ada}": "asks nobody to sign",
+        f'[people]\nrule = "{key}"': "'rule' names approvals by rule",
         f'{ada}eve = "{key}"': "two people have the same key",
         f'{ada}eve = "x {key}"': "people.eve",
         '[people]\neve = "ssh-ed25519 AAAA\\nben ssh-ed25519 BBBB"': "people.eve",

@@ -75,6 +75,7 @@ def test_no_site_answers_after_the_last_day(
     ("name", "value"),
     [
         ("question", ""),
+        ("legal_basis", "  "),
         ("question", "x" * 501),
         ("requester", "Eva\nDoes the policy allow it?  Yes."),
         ("contact", "\x1b[2J"),
