@@ -112,11 +112,11 @@ def statistics_command(
     with outlive_viewer(), print_errors():
         from fedplan.runners.flower.statistics import statistics_on_superlink
         from fedplan.runners.flower.superlink import read_superlink
-        from fedplan.storage.files import SHARED, write_atomic
+        from fedplan.storage.files import write_atomic
         from fedplan.studies.schema import read_study
 
         result = statistics_on_superlink(read_superlink(server.absolute()), read_study(study))
-        write_atomic(output, json.dumps(result.json(), indent=1) + "\n", mode=SHARED)
+        write_atomic(output, json.dumps(result.json(), indent=1) + "\n")
     print_result(result.json(), *result.lines(), f"Written: {output}", as_json=as_json)
     if result.missing or any(result.mismatches.values()):
         raise typer.Exit(1)

@@ -56,6 +56,7 @@ from .score_counts import BINS, MAX_CLASSES, NOISY_BINS, Counts, ScoreCounts
 from .tables import (
     ROW,
     DataError,
+    add_empty_columns,
     class_names,
     column_values,
     filter_rows,

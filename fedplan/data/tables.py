@@ -300,6 +300,13 @@ def _raise_missing(wanted: str, present: Iterable[object]) -> Any:
     raise DataError(f"there is no {wanted}; there are {', '.join(names[:20])}{more}")
 
 
+def add_empty_columns(table: Dataset, columns: Iterable[str]) -> Dataset:
+    """Return a table with a column without values for each of `columns` that it lacks."""
+    for column in sorted({*columns} - {"", *table.column_names}):
+        table = cast("Any", table).add_column(column, [None] * len(table))
+    return table
+
+
 def require_column(table: Dataset, column: str) -> None:
     """Raise DataError if a table has no column of this name."""
     if column not in table.column_names:
@@ -431,8 +438,12 @@ def split_labels(table: Dataset, column: str, separator: str) -> Dataset:
 
 
 def missing_cells(table: Dataset, column: str) -> list[bool]:
-    """Return for each row whether its cell is null, NaN or blank text; DataError without column."""
+    """Return for each row whether its cell is null, NaN, blank text or the class -1.
+
+    `datasets` writes -1 for a row without a class. Raises DataError for an unknown column.
+    """
     import pyarrow
+    from datasets import ClassLabel
     from pyarrow import compute
 
     require_column(table, column)
@@ -442,6 +453,8 @@ def missing_cells(table: Dataset, column: str) -> list[bool]:
     if types.is_string(cells.type) or types.is_large_string(cells.type):
         empty = library.equal(library.utf8_trim_whitespace(cells), "")
         missing = library.or_(missing, library.fill_null(empty, False))
+    if isinstance(cast("Any", table.features)[column], ClassLabel):
+        missing = library.or_(missing, library.fill_null(library.less(cells, 0), False))
     return missing.to_pylist()
 
 

@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplan.data.tables import DataError, has_json_columns, load_table, open_images
+from fedplan.data.tables import (
+    DataError,
+    add_empty_columns,
+    has_json_columns,
+    load_table,
+    open_images,
+)
 from fedplan.federation.client import (
     Client,
     ClientPrivacy,
@@ -225,9 +231,8 @@ def load_site_table(site: Site, study: Study, *, with_images: bool = True) -> Da
         is_private, data, task = study.privacy is not None, study.data, study.task
         table = load_table(site.data, split=data.split, allow_empty=is_private)
         if is_private and has_json_columns(site.data):
-            columns = {*task.input_columns, task.label, *data.filter, *data.train_filter} - {""}
-            for column in sorted(columns - {*table.column_names}):
-                table = table.add_column(column, [None] * len(table))  # pyright: ignore
+            columns = (*task.input_columns, task.label, *data.filter, *data.train_filter)
+            table = add_empty_columns(table, columns)
         images = task.input_columns if with_images and task.kind.startswith("image") else []
         return open_images(table, images, site.data, private=is_private)
     file, _, function = site.reader.rpartition(":")

@@ -10,7 +10,6 @@ from pathlib import Path
 from fedplan.errors import FedplanError
 from fedplan.federation.ledger.egress import (
     EGRESS_LOG,
-    STATISTICS,
     agreement_folders,
     bytes_by_part,
 )
@@ -39,7 +38,8 @@ LEGEND = {"c0": "values of this part left in this round"}
 AUDITED = (
     "The hash chains of the egress log ({answers} answers) and of the approvals ({decisions} "
     "entries) are intact. Every update that left had a valid approval for its run, contains only "
-    "parts of the model that its plan shares, and is counted in the account of its dataset. "
+    "parts of the model that its plan shares, and is counted in the account of its dataset. Every "
+    "answer with counts of columns had a valid approval, and is in that account too. "
     "Metrics and other messages are listed below, but were not checked. A person with write access "
     "to these files could have replaced a whole chain: compare the lengths and hashes below with "
     "copies kept elsewhere."
@@ -140,8 +140,9 @@ def _lead(
             else "some answers had no noise, so there is no epsilon for this dataset"
         )
         yield (
-            f"Dataset {fields['dataset']}, over all studies: {fields['updates']} training rounds "
-            f"and {fields['layer_scores']} sets of layer scores; {spent}."
+            f"Dataset {fields['dataset']}, over all studies: {fields['updates']} training rounds, "
+            f"{fields['layer_scores']} sets of layer scores and {fields['statistics']} sets of "
+            f"counts; {spent}."
         )
 
 
@@ -149,6 +150,9 @@ def _run_section(run: RunEgress, number: int) -> PageSection:
     record, agreement = run.record, run.record.agreement
     title = f"{run.name}, {f'run {record.run}' if record.run else 'run without an id'}"
     agreed, server = "The site agreed to nothing in this run.", ""
+    if run.statistics:
+        title = f"{run.name}, statistics before training"
+        agreed = f"Answers with counts of columns: {len(run.statistics)}."
     if agreement:
         agreed = (
             f"The site agreed to the plan {agreement['plan']} ({agreement['fingerprint']}) for the "
@@ -168,9 +172,7 @@ def _run_section(run: RunEgress, number: int) -> PageSection:
     if not run.updates:
         codes = sorted({entry["code"] for entry in record.entries if entry["code"]})
         sent = f" Error codes that were sent: {', '.join(codes)}." if codes else ""
-        counts = sum(entry["kind"] == STATISTICS for entry in record.entries)
-        counted = f" Counts of columns left in {counts} answers." if counts else ""
-        return PageSection(title, (*texts, f"No model values left.{counted}{sent}"))
+        return PageSection(title, (*texts, f"No model values left.{sent}"))
     parts = bytes_by_part(record.entries)
     size, unit = byte_unit(max(parts.values()))
     largest_first = sorted(parts.items(), key=lambda item: -item[1])

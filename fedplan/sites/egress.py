@@ -162,6 +162,7 @@ class DatasetAccount:
             "dataset": self.folder.name,
             "updates": len({x["content"] for x in lines if x["kind"] == UPDATE}),
             "layer_scores": len({x["content"] for x in lines if x["kind"] == SCORES}),
+            "statistics": len({x["content"] for x in lines if x["kind"] == STATISTICS}),
             "bytes": sum(line["bytes"] for line in lines),
             "epsilon_spent": budget.epsilon_spent() if protected else None,
             "delta": DELTA,
@@ -183,8 +184,8 @@ class DatasetAccount:
         )
         return Text(
             f"Dataset {account['dataset']}, all studies: {account['updates']} updates, "
-            f"{account['layer_scores']} sets of layer scores, {account['bytes']} bytes of "
-            f"values; {privacy}."
+            f"{account['layer_scores']} sets of layer scores, {account['statistics']} sets of "
+            f"counts, {account['bytes']} bytes of values; {privacy}."
         )
 
 
@@ -276,13 +277,19 @@ class RunEgress:
 
     @property
     def name(self) -> str:
-        """The study's name, or "no study" if the site agreed to none."""
-        return str(self.record.agreement.get("experiment") or "no study")
+        """The study's name, or "no study" if the site agreed to none, and sent it no counts."""
+        named = (entry["name"] for entry in self.decisions if self.statistics)
+        return str(self.record.agreement.get("experiment") or next(named, "no study"))
 
     @cached_property
     def updates(self) -> list[dict[str, Any]]:
         """The log entries of updates: answers with values of the model."""
         return [entry for entry in self.record.entries if entry["kind"] == UPDATE]
+
+    @cached_property
+    def statistics(self) -> list[dict[str, Any]]:
+        """The log entries of counts of columns."""
+        return [entry for entry in self.record.entries if entry["kind"] == STATISTICS]
 
     @property
     def agreement(self) -> Agreement | None:
@@ -303,11 +310,13 @@ class RunEgress:
     def faults(self) -> Iterator[str]:
         """Yield a sentence for each fault of the run; nothing if the audit finds none."""
         yield from self.unapproved()
-        if not self.updates:
+        if not (self.updates or self.statistics):
             return
         folders, record = [account.folder for account in self.accounts], self.record
         for entry, problem in unaccounted_answers(record.entries, folders, [record.agreement]):
             yield f"{self.name}, round {entry['round']}: {problem}"
+        if not self.updates:
+            return
         if self.agreement is None:
             yield (
                 f"{self.name}: it cannot be checked which parts the plan shares: "
@@ -330,42 +339,43 @@ class RunEgress:
                 yield f"{self.name}: values of {part} left, but the plan does not share it"
 
     def unapproved(self) -> Iterator[str]:
-        """Yield a sentence for each update that left without a valid approval of this run."""
-        for update in self.updates:
-            earlier = (entry for entry in self.decisions if entry["time"] <= update["time"])
-            if not self._is_approved(update, earlier):
+        """Yield a sentence for each update, or counts, that left without a valid approval."""
+        for answer in (*self.updates, *self.statistics):
+            earlier = (entry for entry in self.decisions if entry["time"] <= answer["time"])
+            if not self._is_approved(answer, earlier):
+                which = f"round {answer['round']}: an update" if answer["round"] else "counts"
                 yield (
-                    f"{self.name}, round {update['round']}: an update left, approved by "
-                    f"{update['approver'] or 'nobody'} according to the log, but {APPROVALS_FILE} "
-                    "had no such approval at that time"
+                    f"{self.name}, {which} left, approved by {answer['approver'] or 'nobody'} "
+                    f"according to the log, but {APPROVALS_FILE} had no such approval at that time"
                 )
 
-    def _is_approved(self, update: Mapping[str, Any], earlier: Iterable[dict[str, Any]]) -> bool:
-        """Whether the approvers of an update had approved the study before its run started.
+    def _is_approved(self, answer: Mapping[str, Any], earlier: Iterable[dict[str, Any]]) -> bool:
+        """Whether the approvers of an answer had approved the study, of an update for its run.
 
         `read_standing` cannot tell: it judges by the policy, which may have changed since.
         """
-        names, started = set(update["approver"].split(", ")), False
-        approvals, attempt = set[str](), 0
+        names, started = set(answer["approver"].split(", ")), False
+        approvals, standing, attempt = set[str](), set[str](), 0
         for entry in earlier:
             decision = entry["decision"]
-            if decision == APPROVED and self._counts(entry, attempt, update):
+            if decision == APPROVED and self._counts(entry, attempt, answer):
                 approvals.add(entry["approver"])
+                standing.add(entry["approver"])
             elif decision == STARTED and approvals:  # it uses them up: another run needs others
                 enough = entry.get("signatures", 1) in range(len(names) + 1)
                 started = entry["run"] == self.record.run and names <= approvals and enough
             elif decision in (REFUSED, WITHDRAWN):
-                started = False
+                started, standing = False, set[str]()
             if decision in (STARTED, REFUSED, WITHDRAWN):
                 approvals, attempt = set[str](), attempt + 1
-        return started
+        return started if answer["kind"] == UPDATE else names <= standing
 
-    def _counts(self, entry: dict[str, Any], attempt: int, update: Mapping[str, Any]) -> bool:
+    def _counts(self, entry: dict[str, Any], attempt: int, answer: Mapping[str, Any]) -> bool:
         """Whether an approval had not ended, and has the signature of its key, if it has a key.
 
         The key is as the file names it: only the policy says whose it is, and who must sign.
         """
-        if (ends := str(entry.get("ends", ""))) and ends < update["time"][:10]:
+        if (ends := str(entry.get("ends", ""))) and ends < answer["time"][:10]:
             return False
         if not (key := str(entry.get("key", ""))):
             return True

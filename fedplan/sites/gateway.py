@@ -152,12 +152,13 @@ class SiteGateway:
         self._study_digest = study.full_digest
         approver = self.approver.require_approval(study, self._certificate_digest, run)
         if kind == HELLO:
+            # Before the run is known here, so that no other request of it is answered either.
+            if study.statistics is not None and study.statistics.require:
+                require_match(self.site, study, self.approver.policy)
             file, text = self._study_file(run), study.model_dump_json(indent=1)
             if not file.exists() or file.read_text(encoding="utf-8") != text:
                 make_folder(file.parent)
                 write_atomic(file, text)
-        if kind == HELLO and study.statistics is not None and study.statistics.require:
-            require_match(self.site, study, self.approver.policy, self.egress)
         runtime = self._runtime_for(study)
         endpoint = runtime.endpoint(run)
         endpoint.authorization = Authorization(

@@ -30,7 +30,7 @@ from fedplan.sites.policy import (
     example_filters,
     site_in_study,
 )
-from fedplan.studies.dictionary import dictionary
+from fedplan.studies.dictionary import dictionary, statistics_refusal
 from fedplan.studies.experiment import outline_agreement, privacy_statement
 from fedplan.studies.field_types import named_objects
 from fedplan.studies.schema import Study, flatten_fields
@@ -115,12 +115,10 @@ class StudyReview:
         names = printable(", ".join(study.clients.names))
         yield "Which sites?", names or "Any that the server admits."
         chosen = "; ".join(example_filters(study))
-        columns = [*study.task.input_columns, study.task.label, study.data.group]
-        filtered = f"; only rows that {chosen} selects" if chosen else ""
-        yield (
-            "What is read here?",
-            printable(f"Columns {', '.join(filter(None, columns))}{filtered}."),
-        )
+        columns = (*study.task.input_columns, study.task.label, study.data.group)
+        names = ", ".join(filter(None, dict.fromkeys((*columns, *dictionary(study)))))
+        filtered = f"; training only on rows that {chosen} selects" if chosen else ""
+        yield "What is read here?", printable(f"Columns {names}{filtered}.")
         total = megabytes(sum(part.bytes_total for part in self.parts))
         yield (
             "What leaves?",
@@ -267,14 +265,19 @@ def _disclosures(study: Study, agreement: Agreement, policy: Policy | None) -> I
         yield "the layers that it has chosen to train"
     elif agreement.max_k:
         yield "a score of each block of the model, by which the layers to train are chosen"
-    columns = dictionary(study)
-    if columns and not study.hides_clients and (policy is None or policy.statistics):
-        counts = policy.statistics if policy and policy.statistics else StatisticsPolicySection()
+    counts = policy.statistics if policy else StatisticsPolicySection()
+    if counts and study.statistics and not statistics_refusal(study):
+        columns, sections = dictionary(study), study.statistics.columns
         yield (
             "once, if the server asks: its number of rows, and how many have each code, range or "
-            f"length of these columns, in counts of {counts.min_count} or more: "
+            f"length of these columns, in counts of {counts.rule.least} or more: "
             f"{', '.join(columns)}"
         )
+        for name, column in columns.items():
+            unit = sections[name].unit if name in sections else None
+            yield f"the counts of {name}{f', in {unit}' if unit else ''}: {', '.join(column.cells)}"
+        if study.statistics.require:
+            yield "whether these counts show a difference from the study's data dictionary"
     if not study.evaluate.on_clients:
         return
     if agreement.hides_metrics:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,12 +15,14 @@ from rich.text import Text
 
 from fedplan.data.column_statistics import (
     CellGroup,
+    Column,
     CountRule,
     TableStatistics,
     mismatches,
     statistics_from_json,
     table_statistics,
 )
+from fedplan.data.tables import add_empty_columns, has_json_columns
 from fedplan.errors import FedplanError, printable
 from fedplan.federation.ledger.egress import (
     STATISTICS,
@@ -42,6 +44,9 @@ from fedplan.studies.schema import Study, read_json_object
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 FOLDER = "statistics"
 """In the state folder: the counts that have left, in a file for each dataset."""
 SHOWN_CELLS = 12
@@ -50,13 +55,16 @@ SHOWN_CELLS = 12
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """Counts of a site's data, and its mismatches by column; print with rich, or call `json`."""
+    """Counts of a site's data, and its mismatches by column; print with rich, or call `json`.
+
+    `least`: the least count in words. `units`: of the columns that have one.
+    """
 
     site: str
     statistics: TableStatistics
     mismatches: dict[str, list[str]]
     units: dict[str, str | None]
-    min_count: int
+    least: str
 
     def json(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -68,21 +76,21 @@ class SiteStatistics:
             yield f"{printable(name)}: {', '.join(kinds)}"
 
     def __rich__(self) -> RenderableType:
-        few = f"fewer than {self.min_count}"
+        few = f"fewer than {self.least}"
         examples = self.statistics.examples
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for title in ("column", "cells", "rows", ""):
             table.add_column(title, justify="right" if title == "rows" else "left")
         for name, groups in self.statistics.columns.items():
             unit = self.units.get(name)
-            heading = printable(f"{name}, {unit}" if unit else name)
+            heading = Text(printable(f"{name}, {unit}" if unit else name))  # no markup
             for number, group in enumerate(groups):
                 count = few if group.count is None else f"{group.count:,}"
                 note = f"some of these have {few}" if group.count and len(group.cells) > 1 else ""
-                table.add_row("" if number else heading, _cell_text(group), count, note)
+                table.add_row("" if number else heading, Text(_cell_text(group)), count, note)
         lines = "".join(f"\n  - {line}" for line in self.mismatch_lines())
         return Group(
-            Text(f"{self.site}: {few if examples is None else f'{examples:,}'} rows\n", "bold"),
+            Text(f"{self.site}: {few if examples is None else f'{examples:,} rows'}\n", "bold"),
             table,
             Text(f"\nDifferences from the dictionary:{lines or ' none'}"),
         )
@@ -109,8 +117,17 @@ def site_statistics(site: Site, study: Study) -> SiteStatistics:
         table = load_site_table(site, study, with_images=False)
     every = table_statistics(table, columns, replace(rule, min_count=1, show_zeros=True, person=""))
     units = {name: section.unit for name, section in study.statistics.columns.items()}
-    statistics = table_statistics(table, columns, rule)
-    return SiteStatistics(site.name, statistics, mismatches(columns, every), units, rule.min_count)
+    statistics = _leaving_statistics(site, table, columns, rule)
+    return SiteStatistics(site.name, statistics, mismatches(columns, every), units, rule.least)
+
+
+def _leaving_statistics(
+    site: Site, table: Dataset, columns: Mapping[str, Column], rule: CountRule
+) -> TableStatistics:
+    # One row of a JSON file decides whether there is a column, so that none is absent.
+    if not site.reader and has_json_columns(site.data):
+        table = add_empty_columns(table, columns)
+    return table_statistics(table, columns, rule)
 
 
 def answer_statistics(
@@ -130,36 +147,46 @@ def answer_statistics(
     return answer
 
 
-def require_match(site: Site, study: Study, policy: Policy, egress: EgressLog) -> None:
+def require_match(site: Site, study: Study, policy: Policy) -> None:
     """Raise RequestRefused if the counts that may leave show a difference from the dictionary."""
-    if differences := mismatches(dictionary(study), release(site, study, policy, egress)):
+    if differences := mismatches(dictionary(study), release(site, study, policy)):
         raise RequestRefused(
             f"the columns {', '.join(differences)} differ from the study's data dictionary: see "
             "`fedplan site statistics`"
         ).with_code("dictionary")
 
 
-def release(site: Site, study: Study, policy: Policy, egress: EgressLog) -> TableStatistics:
-    """Return the counts of a study, charged to the account, and stored before they leave.
+def release(
+    site: Site, study: Study, policy: Policy, egress: EgressLog | None = None
+) -> TableStatistics:
+    """Return the counts of a study, which are stored before they, or their mismatches, leave.
 
-    The same study has the same counts, whatever has become of the data. Raises RequestRefused if
-    the policy has no [statistics], or a column was counted in other cells before.
+    The same study has the same counts, whatever has become of the data. With the `egress` log,
+    charges the account, which must agree with it; without it, a mismatch leaves at most. Raises
+    RequestRefused if the policy has no [statistics], the study does not name the site, or the
+    stored counts are of another rule, split or cells.
     """
     if policy.statistics is None:
         raise RequestRefused(
             f"{site.policy} has no [statistics], so no counts of the data leave"
         ).with_code("statistics")
-    if reason := statistics_refusal(study):
+    reason = statistics_refusal(study)
+    if not reason and site.name not in study.clients.names:
+        reason = f"the study does not name {site.name} in clients.names"
+    if reason:
         raise RequestRefused(reason).with_code("statistics")
     file = Path(site.state) / FOLDER / f"{safe_folder_name(site.dataset)}.json"
-    stored = read_json_object(file) or {"split": study.data.split, "questions": {}, "columns": {}}
-    stored.setdefault("differing", [])
-    _require_same_cells(study, stored, file)
-    account = open_account(site, policy.account_limits)
-    require_complete_account(account, egress)
-    questions = json.dumps([study.data.split, _questions(study)])
-    account.charge(Answer(STATISTICS, _request_name(study), questions, 0))
-    statistics = _count_new_columns(site, study, policy.statistics.rule, stored)
+    rule, split = policy.statistics.rule, study.data.split
+    asked: dict[str, Any] = {"split": split, "rule": asdict(rule)}
+    stored = read_json_object(file) or asked | {"questions": {}, "columns": {}, "differing": []}
+    _require_same_question(study, asked, stored, file)
+    # Before the charge: if this fails, nothing leaves, and the egress log must not miss an answer.
+    statistics = _count_new_columns(site, study, rule, stored)
+    if egress is not None:
+        account = open_account(site, policy.account_limits)
+        require_complete_account(account, egress)
+        questions = json.dumps([split, _questions(study)])
+        account.charge(Answer(STATISTICS, _request_name(study), questions, 0))
     make_folder(file.parent)
     write_atomic(file, json.dumps(stored, indent=1) + "\n")
     return statistics
@@ -174,15 +201,22 @@ def _questions(study: Study) -> dict[str, Any]:
     return json.loads(json.dumps({n: asdict(column) for n, column in dictionary(study).items()}))
 
 
-def _require_same_cells(study: Study, stored: Mapping[str, Any], file: Path) -> None:
-    """Raise RequestRefused if a column was counted in other cells, or of another split."""
-    for name, question in _questions(study).items():
-        earlier = stored["questions"].get(name, question)
-        if earlier != question or stored["split"] != study.data.split:
-            raise RequestRefused(
-                f"the column {name!r} was counted in other cells, or of another split, and the "
-                f"difference could reveal a person; {file} has all counts that have left"
-            ).with_code("other-statistics")
+def _require_same_question(
+    study: Study, asked: Mapping[str, Any], stored: Mapping[str, Any], file: Path
+) -> None:
+    """Raise RequestRefused if a column was counted in other cells, by another rule or split."""
+    questions = stored["questions"]
+    others = [name for name, value in asked.items() if stored[name] != value]
+    others += [
+        f"cells of {name!r}"
+        for name, question in _questions(study).items()
+        if questions.get(name, question) != question
+    ]
+    if others:
+        raise RequestRefused(
+            f"{', '.join(others)} differ from those of the counts in {file}, which have left: the "
+            "differences could reveal a person; ask as before, or put the policy back"
+        ).with_code("other-statistics")
 
 
 def _count_new_columns(
@@ -191,14 +225,16 @@ def _count_new_columns(
     """Return a study's counts: the stored ones, and those of new columns, added to `stored`."""
     columns, questions = dictionary(study), _questions(study)
     fresh = {name: column for name, column in columns.items() if name not in stored["questions"]}
-    table = load_site_table(site, study, with_images=False)
-    new = table_statistics(table, fresh, rule).json()
-    stored.setdefault("examples", new["examples"])
-    stored["columns"] |= new["columns"]
-    stored["differing"] += new["differing"]
-    stored["questions"] |= {name: questions[name] for name in new["columns"]}
+    absent = list[str]()
+    if fresh:
+        table = load_site_table(site, study, with_images=False)
+        new = _leaving_statistics(site, table, fresh, rule).json()
+        stored.setdefault("examples", new["examples"])
+        stored["columns"] |= new["columns"]
+        stored["differing"] += new["differing"]
+        stored["questions"] |= {name: questions[name] for name in new["columns"]}
+        absent = new["absent"]
     counts = {name: stored["columns"][name] for name in columns if name in stored["columns"]}
     differing = [name for name in stored["differing"] if name in counts]
     fields = {"examples": stored["examples"], "columns": counts, "differing": differing}
-    fields |= {"absent": new["absent"]}
-    return statistics_from_json(columns, fields)
+    return statistics_from_json(columns, {**fields, "absent": absent})

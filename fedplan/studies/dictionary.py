@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,8 +59,8 @@ class ColumnSection(Section):
             raise ValueError(f"codes are for categories, and not for {self.type!r}")
         if used := {OTHER, MISSING} & {*codes}:
             raise ValueError(f"codes: {min(used)} is the name of another cell: rename this code")
-        if twice := [code for code in codes if codes.count(code) > 1]:
-            raise ValueError(f"codes: {twice[0]!r} is listed twice")
+        if len(counts := Counter(codes)) < len(codes):
+            raise ValueError(f"codes: {counts.most_common(1)[0][0]!r} is listed twice")
         if self.edges and self.type not in ("number", "text"):
             raise ValueError(f"edges are for numbers and texts, and not for {self.type!r}")
         if (self.minimum, self.maximum) != (None, None) and self.type != "number":

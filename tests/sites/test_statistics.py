@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections import defaultdict
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 from commands import run
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features
 from flwr.app import Context
 from grids import InProcess
+from rich.console import Console
 from sites import PRIVATE, RUN, study_text
 from studies import offered
 
@@ -31,7 +33,8 @@ from fedplan.federation.ledger.egress import read_egress, read_replies
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.statistics import FederationStatistics, collect_statistics
 from fedplan.runners.site import read_site
-from fedplan.sites.approvals import site_approvals
+from fedplan.sites.approvals import APPROVALS_FILE, site_approvals
+from fedplan.sites.compliance_report import compliance_page
 from fedplan.sites.egress import read_egress_report
 from fedplan.sites.gateway import SiteGateway
 from fedplan.sites.policy import Policy, StatisticsPolicySection, read_policy
@@ -146,6 +149,23 @@ def test_a_person_with_many_rows_is_one() -> None:
     columns = {"sex": Column("category", ("f", "m"))}
     told = table_statistics(table, columns, CountRule(person="who")).columns["sex"]
     assert [(g.cells, g.count) for g in told] == [(("f", "m", "(missing)", "(other)"), 100)]
+
+
+@pytest.mark.parametrize("nobody", [[float("nan")] * 20, [" " * blanks for blanks in range(20)]])
+def test_rows_without_a_person_are_of_one(nobody: list[Any]) -> None:
+    ids = [type(nobody[0])(row) for row in range(40)]
+    table = Dataset.from_dict({"sex": ["f"] * 40 + ["m"] * 20, "who": [*ids, *nobody]})
+    columns = {"sex": Column("category", ("f", "m"))}
+    told = table_statistics(table, columns, CountRule(person="who")).columns["sex"]
+    assert [group.count for group in told] == [60], "20 rows of nobody are not 20 people"
+
+
+def test_a_row_without_a_class_is_not_of_the_last_class() -> None:
+    features = Features({"y": ClassLabel(names=["a", "b"])})
+    table = Dataset.from_dict({"y": [0] * 20 + [1] * 20 + [-1] * 20}, features=features)
+    columns = {"y": Column("category", ("a", "b"))}
+    told = table_statistics(table, columns, CountRule(show_zeros=True)).columns["y"]
+    assert [group.count for group in told] == [20, 20, 20, 0]
 
 
 def test_counts_show_that_many_rows_differ_and_not_that_few_do() -> None:
@@ -266,6 +286,16 @@ def collect(study: Study, *sites: SiteGateway) -> FederationStatistics:
     return collect_statistics(InProcess(client_app(answer), [{"name": n} for n in by_name]), study)
 
 
+def test_a_dictionary_cannot_forge_the_screen(tmp_path: Path) -> None:
+    folder = write_site(tmp_path / "north", {"[/x]": ["[bold]f"] * 60})
+    codes = 'type = "category"\nunit = "[/]"\ncodes = ["[bold]f", "[conceal]m"]'
+    text = f'{study_text(privacy="", rounds=3)}[statistics.columns."[/x]"]\n{codes}'
+    (folder / "study.toml").write_text(text)
+    words = ("site", "statistics", str(folder / "study.toml"), "--site", str(folder))
+    screen = run(*words)[1]
+    assert "[/x], [/]" in screen and "[bold]f, [conceal]m" in screen, screen
+
+
 def test_sums_over_two_sites_are_those_of_the_pooled_rows(tmp_path: Path) -> None:
     policy = OPEN + "show_zeros = true\n"
     north, south = rows(), rows(120, age=[row % 99 for row in range(120)])
@@ -300,6 +330,8 @@ def test_sums_of_joined_cells_are_exact(tmp_path: Path) -> None:
 
 
 def test_no_count_leaves_by_default_or_before_an_approval(tmp_path: Path) -> None:
+    other = gateway(tmp_path / "east", rows())
+    assert ask(other, federated())["refused"] == "statistics", "the study does not name it"
     closed = gateway(tmp_path / "north", rows(), "auto_approve = true")
     waiting = gateway(tmp_path / "south", rows(), "[statistics]")
     assert ask(closed, federated())["refused"] == "statistics"
@@ -327,6 +359,39 @@ def test_neither_time_nor_other_edges_give_a_difference(tmp_path: Path) -> None:
     assert more["statistics"]["columns"] == first["statistics"]["columns"]
     requests = [line["request"] for line in read_replies(site.state_folder / "account/examples")]
     assert len({*requests}) == 2
+    (tmp_path / "north" / "rows.csv").unlink()
+    assert ask(site, federated()) == first, "the data are gone, and the answer is the same"
+    (site.state_folder / "statistics/examples.json").write_text('{"questions": {}}')
+    assert "failed" in ask(site, federated()), "a damaged file is not a new start"
+
+
+def test_a_changed_policy_gives_no_second_counts(tmp_path: Path) -> None:
+    site = gateway(tmp_path / "north", rows(sex=["f"] * 48 + ["m"] * 12, who=[*range(20)] * 3))
+    assert "statistics" in ask(site, federated())
+    for change in ("min_count = 20", "show_zeros = true", 'person = "who"'):
+        (tmp_path / "north" / "policy.toml").write_text(OPEN + change)
+        assert ask(site, federated(name="other"))["refused"] == "other-statistics", change
+
+
+def test_counts_that_fail_leave_the_site_able_to_answer(tmp_path: Path) -> None:
+    site = gateway(tmp_path / "north", rows(), f'{OPEN}person = "nobody"')
+    assert ask(site, federated())["failed"] == "data"
+    (tmp_path / "north" / "policy.toml").write_text(OPEN)
+    assert ask(site, federated())["statistics"]["examples"] == 60
+
+
+@pytest.mark.parametrize("hidden", [{}, {"hiv": "yes"}])
+def test_no_single_row_of_a_json_file_makes_a_column(
+    hidden: dict[str, str], tmp_path: Path
+) -> None:
+    site = gateway(tmp_path / "north", rows())
+    (tmp_path / "north" / "site.toml").write_text('name = "north"\ndata = "rows.json"\n')
+    lines = [{name: cells[row] for name, cells in rows().items()} for row in range(60)]
+    (tmp_path / "north" / "rows.json").write_text(json.dumps([lines[0] | hidden, *lines[1:]]))
+    site = SiteGateway(read_site(tmp_path / "north"), site.approver)
+    told = ask(site, federated(f'{COLUMNS}[statistics.columns.hiv]\ntype = "any"\n'))["statistics"]
+    assert told["absent"] == []
+    assert told["columns"]["hiv"] == [{"cells": ["(present)", "(missing)"], "count": 60}]
 
 
 def test_what_promises_noise_or_sums_is_refused_by_name(tmp_path: Path) -> None:
@@ -364,10 +429,47 @@ def test_an_approver_reads_of_the_counts(tmp_path: Path) -> None:
     policy = read_policy(write_site(tmp_path / "north", rows(), OPEN) / "policy.toml")
     assert any("each count is of 10 rows" in line for line in policy.summary_lines())
     told = review_study(federated(), policy=policy).disclosures
-    assert any("counts of 10 or more: age, sex, note, digit" in line for line in told)
-    assert not any(
-        "counts of" in line for line in review_study(federated(), policy=Policy()).disclosures
-    )
+    assert any("counts of 10 rows or more: age, sex, note, digit" in line for line in told)
+    assert f"the counts of age, in years: {', '.join(AGES)}" in told
+    for study, of_site in ((federated(), Policy()), (federated(privacy=PRIVATE), policy)):
+        assert not any("counts of" in x for x in review_study(study, policy=of_site).disclosures)
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(review_study(federated(), policy=policy))
+    assert "Columns image, digit, age, sex, note." in screen.getvalue()
+    required = review_study(federated(f"[statistics]\nrequire = true\n{COLUMNS}"), policy=policy)
+    assert "whether these counts show a difference" in required.disclosures[-1]
+
+
+AGES = ["0 to 40", "40 to 65", "65 to 120", "(missing)", "below 0", "above 120", "(other)"]
+
+
+def test_the_record_of_a_site_that_sent_only_counts(tmp_path: Path) -> None:
+    site = gateway(tmp_path / "north", rows())
+    ask(site, federated())
+    page = compliance_page(site.state_folder)
+    assert not page.faults and "federation, statistics before training" in page.html()
+    assert "1 sets of counts" in page.html() and "agreed to nothing" not in page.html()
+    site_approvals(site.site).withdraw(federated().full_digest)
+    assert not compliance_page(site.state_folder).faults, "they left before"
+    for name in (APPROVALS_FILE, f"{APPROVALS_FILE}.head"):
+        (site.state_folder / name).unlink()
+    (fault,) = compliance_page(site.state_folder).faults
+    assert "counts left, approved by rule according to the log" in fault
+
+
+def test_the_servers_file_of_counts_is_its_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = collect(federated(), gateway(tmp_path / "north", rows()))
+    for name, value in (
+        ("statistics.statistics_on_superlink", result),
+        ("superlink.read_superlink", None),
+    ):
+        monkeypatch.setattr(f"fedplan.runners.flower.{name}", lambda *_, value=value: value)
+    output = tmp_path / "statistics.json"
+    code, screen = run("statistics", str(tmp_path / "north/study.toml"), "-o", str(output))
+    assert code == 1 and "south: no counts: not connected" in screen
+    assert output.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_study_may_require_that_the_data_match(tmp_path: Path) -> None:
@@ -377,6 +479,9 @@ def test_a_study_may_require_that_the_data_match(tmp_path: Path) -> None:
     few = gateway(tmp_path / "few" / "north", rows(age=[30] * 59 + [777]))
     many = gateway(tmp_path / "many" / "north", rows(age=[30] * 40 + [777] * 20))
     closed = gateway(tmp_path / "closed" / "north", rows(), "auto_approve = true")
+    train = pack_message({}, {"run": RUN, "round": 1})
+    assert unpack_message(many.answer("hello", hello))[1]["refused"] == "dictionary"
+    assert unpack_message(many.answer("train", train))[1]["refused"] == "unknown-run"
     codes = [unpack_message(x.answer("hello", hello))[1] for x in (few, many, closed)]
     assert codes[0].get("refused") != "dictionary", "one row is not shown to the server"
     assert [code["refused"] for code in codes[1:]] == ["dictionary", "statistics"]

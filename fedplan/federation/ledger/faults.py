@@ -44,7 +44,8 @@ REFUSALS = {
     "later-round": "it has trained a later round than the one to be evaluated",
     "statistics": "its policy allows no counts of its data, or the study asks for none",
     "dictionary": "its data differ from the study's data dictionary (statistics.require)",
-    "other-statistics": "it has sent counts of one of these columns in other cells or of a split",
+    "other-statistics": "it has sent counts of these columns in other cells, of another split, or "
+    "by another [statistics] of its policy",
     "secagg": "a step of secure aggregation failed its checks: see the site's log",
     "peer-keys": "it lacks other sites' keys for secure aggregation (peer_keys of its site.toml)",
     "metrics-not-summed": "metrics of a single site are not sent under secure aggregation or "

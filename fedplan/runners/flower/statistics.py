@@ -75,8 +75,8 @@ class FederationStatistics:
         """Yield lines for a person: each site, then the total of each column."""
         for name, each in self.sites.items():
             faults = (f"{c}: {', '.join(kinds)}" for c, kinds in self.mismatches[name].items())
-            rows = "too few" if each.examples is None else f"{each.examples:,}"
-            yield printable(f"{name}: {rows} rows; differences: {'; '.join(faults) or 'none'}")
+            rows = "too few to count" if each.examples is None else f"{each.examples:,} rows"
+            yield printable(f"{name}: {rows}; differences: {'; '.join(faults) or 'none'}")
         yield from (f"{name}: no counts: {reason}" for name, reason in self.missing.items())
         for column, groups in self.total.columns.items():
             cells = (f"{' + '.join(group.cells)} {group.count:,}" for group in groups)
