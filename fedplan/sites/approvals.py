@@ -26,7 +26,6 @@ from fedplan.sites.policy import (
     example_filters,
     policy_violations,
     read_policy,
-    site_in_study,
 )
 from fedplan.sites.review import StudyReview, review_study
 from fedplan.sites.signatures import is_signed
@@ -293,8 +292,7 @@ class Approvals:
                 )
         else:
             key = policy.people.get(approver, "")
-            signed = {"signature": signature, "key": key, "site": self._name}
-            signed = signed if key else {}
+            signed = {"signature": signature, "key": key, "site": self._name} if key else {}
             self._append(APPROVED, study, approver, server=offer.server, ends=ends, signed=signed)
             standing = self._standing(study)
         missing = 0 if standing.entries and not standing.run else policy.signatures
@@ -337,8 +335,9 @@ class Approvals:
 
     def last_decision(self, digest: str) -> str:
         """Return the last decision on a study: offered, approved, refused or withdrawn."""
-        entry = self._last_decision_entry(digest)
-        return str(entry["decision"]) if entry else OFFERED
+        of_study = (entry for entry in reversed(self._log.read()) if entry["study"] == digest)
+        decisions = (str(entry["decision"]) for entry in of_study)
+        return next((each for each in decisions if each not in UNDECIDED), OFFERED)
 
     def status_text(self, study: Study) -> str:
         """Return the state of a study in a few words, such as "approved by ada for run 0123"."""
@@ -378,7 +377,7 @@ class Approvals:
             return review_study(
                 study,
                 last.study if last else None,
-                site=site_in_study(study, self._site),
+                site=self._site,
                 policy=self.policy,
                 violations=self.violations(study),
             )
@@ -392,8 +391,8 @@ class Approvals:
                 self._cached_violations.clear()
             try:
                 with allow_imports(self._allow), restore_layer_maps():
-                    site = site_in_study(study, self._site)
-                    violations = policy_violations(policy, study, outline_agreement(study), site)
+                    agreement = outline_agreement(study)
+                    violations = policy_violations(policy, study, agreement, self._site)
             except FedplanError as error:
                 violations = [f"the study cannot be checked: {error}"]
             self._cached_violations[key] = violations
@@ -419,10 +418,6 @@ class Approvals:
         if not self.policy.people:
             self._require_approver(current_user())
         return current_user()
-
-    def _last_decision_entry(self, digest: str) -> dict[str, Any] | None:
-        entries = (entry for entry in reversed(self._log.read()) if entry["study"] == digest)
-        return next((entry for entry in entries if entry["decision"] not in UNDECIDED), None)
 
     def _append(
         self,

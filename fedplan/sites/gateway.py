@@ -87,6 +87,11 @@ class SiteGateway:
         # Layer maps that a study registers must not be seen by the next study.
         with private_umask(), allow_imports(self.site.allow_packages), restore_layer_maps():
             try:
+                self._study_digest = ""
+                # The certificate may change between requests, for example when it is renewed.
+                self._certificate_digest = (
+                    self.read_certificate_digest() or self._certificate_digest
+                )
                 if kind == STATISTICS:
                     answer = self._answer_statistics(message)
                 else:
@@ -134,23 +139,21 @@ class SiteGateway:
 
         An approval of the study covers them, whether or not it has a run.
         """
-        self._study_digest, fields = "", unpack_message(Message(message.header))[1]
-        self._certificate_digest = self.read_certificate_digest() or self._certificate_digest
-        study = self._offered_study("", fields)
-        self._study_digest = study.full_digest
-        approver = self.approver.require_approval(study, self._certificate_digest)
-        authorization = Authorization(self._study_digest, self._certificate_digest, approver)
+        study = self._offered_study("", unpack_message(Message(message.header))[1])
+        authorization = self._authorize(study)
         return answer_statistics(self.site, study, self.approver.policy, self.egress, authorization)
+
+    def _authorize(self, study: Study, run: str = "") -> Authorization:
+        """Return the authorization of a study's answers; RequestRefused if it is not approved."""
+        self._study_digest, server = study.full_digest, self._certificate_digest
+        approver = self.approver.require_approval(study, server, run)
+        return Authorization(self._study_digest, server, approver)
 
     def _admit(self, kind: str, message: Message) -> SiteRuntime:
         """Check a request (`message`) and return the runtime of its study, ready to answer."""
-        self._study_digest = ""
         run, (_, fields) = read_run_id(message), unpack_message(Message(message.header))
-        # The certificate may change between requests, for example when it is renewed.
-        self._certificate_digest = self.read_certificate_digest() or self._certificate_digest
         study = self._offered_study(run, fields) if kind == HELLO else self._study_of_run(run)
-        self._study_digest = study.full_digest
-        approver = self.approver.require_approval(study, self._certificate_digest, run)
+        authorization = self._authorize(study, run)
         if kind == HELLO:
             # Before the run is known here, so that no other request of it is answered either.
             if study.statistics is not None and study.statistics.require:
@@ -161,9 +164,7 @@ class SiteGateway:
                 write_atomic(file, text)
         runtime = self._runtime_for(study)
         endpoint = runtime.endpoint(run)
-        endpoint.authorization = Authorization(
-            study.full_digest, self._certificate_digest, approver
-        )
+        endpoint.authorization = authorization
         if kind != HELLO:
             if kind == EVALUATE and not study.evaluate.on_clients:
                 raise RequestRefused(

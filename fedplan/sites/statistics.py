@@ -110,9 +110,7 @@ def site_statistics(site: Site, study: Study) -> SiteStatistics:
     if Path(site.policy).exists():
         rule = (read_policy(Path(site.policy)).statistics or StatisticsPolicySection()).rule
     if study.statistics is None:
-        raise FedplanError(
-            "the study has no data dictionary: add [statistics.columns.NAME] for each column"
-        )
+        raise FedplanError(statistics_refusal(study))
     with allow_imports(site.allow_packages):
         table = load_site_table(site, study, with_images=False)
     every = table_statistics(table, columns, replace(rule, min_count=1, show_zeros=True, person=""))
