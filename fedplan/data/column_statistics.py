@@ -2,8 +2,8 @@
 """Counts of a table's columns by a data dictionary; a small count is joined with its neighbours.
 
 The dictionary gives the cells of a column, never the data. Cells are joined in their fixed order
-until each count covers a least number of people. So each joined cell may have any of as many
-successive numbers, as far as the counts themselves show, and one of each group may be 0.
+until each count covers a least number of people. So the counts leave as many successive numbers
+possible for each joined cell, and 0 for one cell of each group.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CountRule:
     """Which counts may leave: those of `min_count` people or more.
 
     `person`: the column that tells people apart; "" counts each row as a person. `show_zeros`:
-    empty cells are shown as 0; what is then withheld is known to have a row.
+    empty cells are shown as 0, so each joined cell is known to have a row.
     """
 
     min_count: int = 10
@@ -254,11 +254,11 @@ def join_cells(
     rule: CountRule,
     matching: Iterable[str],
 ) -> tuple[list[CellGroup], bool]:
-    """Return the cells in groups, and whether many people are in other cells than `matching`.
+    """Return the cells in groups, `matching` ones first, and whether many people are in the others.
 
-    The `matching` ones come first. If many are in others, both are joined apart, unless few people
-    are in those that match. It is False with few people in all, who would then be few in these, and
-    where zeros are shown, which leave large cells alone.
+    If many are, the others get groups of their own, unless few people are in `matching` cells. The
+    answer is False if the table has less than about twice the least count of people, since then few
+    would be in `matching` cells; and where zeros are shown, whose groups are finer anyway.
     """
     parts: tuple[dict[str, Sequence[int]], ...] = ({}, {})
     names = {*matching}

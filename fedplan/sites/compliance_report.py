@@ -127,7 +127,7 @@ def _lead(
         amount=f"{value_bytes + header_bytes:,} bytes have left this site",
         text=f" in {len(entries)} answers: {value_bytes:,} bytes of model values, in "
         f"{update_count} updates of {run_count} {'run' if run_count == 1 else 'runs'}, and "
-        f"{header_bytes:,} bytes of headers, metrics and error codes.",
+        f"{header_bytes:,} bytes of headers, counts, metrics and error codes.",
     )
     if parts := bytes_by_part(entries):
         named = ", ".join(f"{part} {count:,}" for part, count in parts.items())

@@ -193,10 +193,10 @@ class Policy(Section):
             f"The number of examples {count}.",
         ]
         if (counts := self.statistics) is not None:
-            person = f", told apart by {counts.person}" if counts.person else ""
+            person = f", who are told apart by {counts.person}" if counts.person else ""
             lines.append(
                 "Counts of the columns in a study's data dictionary may leave, once for each "
-                f"column; each count is of {counts.rule.least}{person}, or more."
+                f"column; each count is of {counts.rule.least} or more{person}."
             )
         if self.require_purpose:
             lines.append("A study must state its purpose.")

@@ -160,7 +160,7 @@ def release(
     """Return the counts of a study, which are stored before they, or their mismatches, leave.
 
     The same study has the same counts, whatever has become of the data. With the `egress` log,
-    charges the account, which must agree with it; without it, a mismatch leaves at most. Raises
+    charges the account, which must agree with it; without it, at most a mismatch leaves. Raises
     RequestRefused if the policy has no [statistics], the study does not name the site, or the
     stored counts are of another rule, split or cells.
     """
@@ -175,7 +175,7 @@ def release(
         raise RequestRefused(reason).with_code("statistics")
     file = Path(site.state) / FOLDER / f"{safe_folder_name(site.dataset)}.json"
     rule, split = policy.statistics.rule, study.data.split
-    asked: dict[str, Any] = {"split": split, "rule": asdict(rule)}
+    asked: dict[str, Any] = {"data.split": split, "policy.statistics": asdict(rule)}
     stored = read_json_object(file) or asked | {"questions": {}, "columns": {}, "differing": []}
     _require_same_question(study, asked, stored, file)
     # Before the charge: if this fails, nothing leaves, and the egress log must not miss an answer.

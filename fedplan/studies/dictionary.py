@@ -85,7 +85,8 @@ class StatisticsSection(Section):
     columns: Annotated[dict[Statement, ColumnSection], Field(min_length=1, max_length=MAX_COLUMNS)]
     """Columns by name: [statistics.columns.age]."""
     require: bool = False
-    """Whether a site trains only if its counts show no difference from the dictionary."""
+    """Whether a site trains only if its policy has [statistics], and its counts show no
+    difference from the dictionary."""
 
 
 def statistics_refusal(study: Study) -> str:
