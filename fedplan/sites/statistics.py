@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,38 +131,43 @@ def _leaving_statistics(
 def answer_statistics(
     site: Site, study: Study, policy: Policy, egress: EgressLog, authorization: Authorization
 ) -> Message:
-    """Return the counts that an approved study asks for, after logging them; see `release`."""
-    statistics = release(site, study, policy, egress)
+    """Return the counts that an approved study asks for; they are charged, logged and stored.
+
+    Raises RequestRefused as `release` does, or if a limit of the account would be exceeded.
+    """
+    # Counted before the charge, and stored after the log has it: what fails between has not left.
+    statistics, store = release(site, study, policy)
     answer = pack_message({}, {"client": site.name, STATISTICS: statistics.json()})
+    account, request = open_account(site, policy.account_limits), _request_name(study)
+    require_complete_account(account, egress)
+    questions = json.dumps([study.data.split, _questions(study)])
+    account.charge(Answer(STATISTICS, request, questions, 0))
+    content = content_digest(answer, account.content_key())
     entry = EgressEntry(
-        STATISTICS,
-        site.name,
-        request=_request_name(study),
-        content=content_digest(answer, open_account(site, None).content_key()),
-        other_bytes=answer.nbytes,
+        STATISTICS, site.name, request=request, content=content, other_bytes=answer.nbytes
     )
     egress.append(entry, authorization)
+    store()
     return answer
 
 
 def require_match(site: Site, study: Study, policy: Policy) -> None:
     """Raise RequestRefused if the counts that may leave show a difference from the dictionary."""
-    if differences := mismatches(dictionary(study), release(site, study, policy)):
+    statistics, store = release(site, study, policy)
+    store()
+    if differences := mismatches(dictionary(study), statistics):
         raise RequestRefused(
             f"the columns {', '.join(differences)} differ from the study's data dictionary: see "
             "`fedplan site statistics`"
         ).with_code("dictionary")
 
 
-def release(
-    site: Site, study: Study, policy: Policy, egress: EgressLog | None = None
-) -> TableStatistics:
-    """Return the counts of a study, which are stored before they, or their mismatches, leave.
+def release(site: Site, study: Study, policy: Policy) -> tuple[TableStatistics, Callable[[], None]]:
+    """Return the counts of a study, and a function that stores them before anything leaves.
 
-    The same study has the same counts, whatever has become of the data. With the `egress` log,
-    charges the account, which must agree with it; without it, at most a mismatch leaves. Raises
-    RequestRefused if the policy has no [statistics], the study does not name the site, or the
-    stored counts are of another rule, split or cells.
+    The same study has the same counts, whatever has become of the data. Raises RequestRefused if
+    the policy has no [statistics], the study does not name the site, or the stored counts are of
+    another policy, split or cells.
     """
     if policy.statistics is None:
         raise RequestRefused(
@@ -174,20 +179,17 @@ def release(
     if reason:
         raise RequestRefused(reason).with_code("statistics")
     file = Path(site.state) / FOLDER / f"{safe_folder_name(site.dataset)}.json"
-    rule, split = policy.statistics.rule, study.data.split
-    asked: dict[str, Any] = {"data.split": split, "policy.statistics": asdict(rule)}
+    rule = policy.statistics.rule
+    asked: dict[str, Any] = {"data.split": study.data.split, "policy.statistics": asdict(rule)}
     stored = read_json_object(file) or asked | {"questions": {}, "columns": {}, "differing": []}
     _require_same_question(study, asked, stored, file)
-    # Before the charge: if this fails, nothing leaves, and the egress log must not miss an answer.
     statistics = _count_new_columns(site, study, rule, stored)
-    if egress is not None:
-        account = open_account(site, policy.account_limits)
-        require_complete_account(account, egress)
-        questions = json.dumps([split, _questions(study)])
-        account.charge(Answer(STATISTICS, _request_name(study), questions, 0))
-    make_folder(file.parent)
-    write_atomic(file, json.dumps(stored, indent=1) + "\n")
-    return statistics
+
+    def store() -> None:
+        make_folder(file.parent)
+        write_atomic(file, json.dumps(stored, indent=1) + "\n")
+
+    return statistics, store
 
 
 def _request_name(study: Study) -> str:

@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import run
@@ -28,8 +29,8 @@ from fedplan.data.column_statistics import (
     statistics_from_json,
     table_statistics,
 )
-from fedplan.errors import FedplanError
-from fedplan.federation.ledger.egress import read_egress, read_replies
+from fedplan.errors import FedplanError, StoreError
+from fedplan.federation.ledger.egress import EGRESS_LOG, read_egress, read_replies
 from fedplan.runners.flower.apps import client_app
 from fedplan.runners.flower.statistics import FederationStatistics, collect_statistics
 from fedplan.runners.site import read_site
@@ -378,6 +379,19 @@ def test_counts_that_fail_leave_the_site_able_to_answer(tmp_path: Path) -> None:
     assert ask(site, federated())["failed"] == "data"
     (tmp_path / "north" / "policy.toml").write_text(OPEN)
     assert ask(site, federated())["statistics"]["examples"] == 60
+
+
+def test_a_full_disk_lets_nothing_out_and_a_lost_log_is_noticed(tmp_path: Path) -> None:
+    site = gateway(tmp_path / "north", rows())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site.egress, "append", Mock(side_effect=StoreError("no space is left")))
+        assert ask(site, federated())["failed"] == "disk"
+    assert read_replies(site.state_folder / "account/examples"), "charged, and nothing left"
+    assert ask(site, federated())["statistics"]["examples"] == 60
+    for name in (EGRESS_LOG, f"{EGRESS_LOG}.head"):
+        (site.state_folder / name).unlink()
+    site = SiteGateway(site.site, site.approver)
+    assert ask(site, federated())["failed"] == "disk"
 
 
 @pytest.mark.parametrize("hidden", [{}, {"hiv": "yes"}])

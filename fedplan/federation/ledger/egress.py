@@ -406,7 +406,11 @@ def require_complete_account(account: Account, egress: EgressLog) -> None:
             "lost or an older copy: restore the latest copy of it and of its .head file; if its "
             "owner emptied it, empty it again"
         )
-    if not any(not entry["code"] for entry in entries) and any(map(read_replies, accounts)):
+    # Counts are stored once the log has them: those that were charged only have not left.
+    counted = any(folder.with_name(STATISTICS).glob("*.json"))
+    replies = (line for each in accounts for line in read_replies(each))
+    answered = any(counted or line["kind"] != STATISTICS for line in replies)
+    if not any(not entry["code"] for entry in entries) and answered:
         raise DamagedLog(
             f"{folder} has replies of this site, and its {EGRESS_LOG} has none: restore a copy of "
             "the log"
