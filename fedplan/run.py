@@ -181,15 +181,23 @@ class Run:
         adapter: bool = False,
         best: bool = False,
         global_model: bool = False,
+        all_clients: bool = False,
     ) -> str:
         """Write a model of this run as a Hugging Face folder, and return the code that loads it.
 
         As `fedplan export`: the personal model of `client`, or the global model, which must be said
         by `global_model` if clients keep parts of their own. `adapter`: only the peft adapter.
-        `best`: the best round. Raises ConfigError as `fedplan.export_run`.
+        `best`: the best round. `all_clients`, with `adapter`: the shared adapter and each client's,
+        with a manifest. Raises ConfigError as `fedplan.export_run`.
         """
         return export_run(
-            self.folder, output, client, adapter=adapter, best=best, global_model=global_model
+            self.folder,
+            output,
+            client,
+            adapter=adapter,
+            best=best,
+            global_model=global_model,
+            all_clients=all_clients,
         )
 
     def report(

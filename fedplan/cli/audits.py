@@ -13,7 +13,11 @@ from fedplan.cli.console import JsonOption, app, command, print_errors, print_js
 
 
 @command(
-    app, "export run model", "export run model --global", "export run model-of-north --client north"
+    app,
+    "export run model",
+    "export run model --global",
+    "export run model-of-north --client north",
+    "export run adapters --all-clients --adapters",
 )
 def export_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a run, or of a site's experiment.")],
@@ -31,7 +35,14 @@ def export_command(
         Path | None, typer.Option(help="At a site: key file of its encrypted state.")
     ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the peft adapter.")
+        bool, typer.Option("--adapter", "--adapters", help="Write only the peft adapter.")
+    ] = False,
+    all_clients: Annotated[
+        bool,
+        typer.Option(
+            "--all-clients",
+            help="With --adapters: the shared adapter, each client's, and a manifest.json.",
+        ),
     ] = False,
     best: Annotated[
         bool,
@@ -41,14 +52,22 @@ def export_command(
 ) -> None:
     """Write a model of a run as a Hugging Face folder: safetensors, configuration, model card.
 
-    If clients keep parts of their own, name one by --client, or take --global.
+    If clients keep parts of their own, name one by --client, or take --global. An engine that
+    serves many adapters on one base model takes --all-clients --adapters.
     """
     from fedplan.studies.export import export_run
     from fedplan.studies.model_card import describe_export
 
     with print_errors():
         loading_code = export_run(
-            folder, output, client, key, adapter=adapter, best=best, global_model=global_model
+            folder,
+            output,
+            client,
+            key,
+            adapter=adapter,
+            best=best,
+            global_model=global_model,
+            all_clients=all_clients,
         )
         about = describe_export(folder, client, best=best)
     value = {"folder": str(output), "loading_code": loading_code, "about": about}

@@ -2,6 +2,7 @@
 # pyright: reportUnusedImport=false
 from .adapters import (
     CONFIG,
+    WEIGHTS,
     adapter_families,
     adapter_family,
     add_adapter,

@@ -364,7 +364,10 @@ def _missing_tensors(model: nn.Module, missing_keys: Iterable[str]) -> list[str]
 
 
 def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) -> None:
-    """Save the adapter alone into a folder; UnknownAdapter if a trained tensor is not in it."""
+    """Save the adapter alone into a folder; UnknownAdapter if a trained tensor is not in it.
+
+    Several active LoRA adapters are saved as one, and the model keeps them.
+    """
     if not adapter_families(model):
         raise UnknownAdapter("the model has no adapter: export the whole model")
     modules = dict(model.named_modules())
@@ -374,7 +377,13 @@ def save_adapter(model: nn.Module, folder: Path, trained: Iterable[str] = ()) ->
                 f"{name!r} was trained too and is not in the adapter: export the whole model; or, "
                 "in another run, freeze it, or name its layer in model.adapter.modules_to_save"
             )
-    join_adapters(model).save_pretrained(folder)
+    adapted, names = cast("Any", model), list(cast("Any", model).active_adapters)
+    if len(names) < 2:
+        return adapted.save_pretrained(folder)
+    _add_joined(adapted, names)
+    adapted.save_pretrained(folder, selected_adapters=["default"])
+    adapted.base_model.set_adapter(names)
+    adapted.delete_adapter("default")
 
 
 def join_adapters(model: nn.Module) -> Any:
@@ -383,10 +392,18 @@ def join_adapters(model: nn.Module) -> Any:
     The rank of the joined adapter is the sum of theirs, and the outputs are the same. Raises
     UnknownAdapter for several adapters that are no plain LoRA.
     """
-    adapted = cast("Any", model)
-    names = list(adapted.active_adapters)
+    adapted, names = cast("Any", model), list(cast("Any", model).active_adapters)
     if len(names) < 2:
         return adapted
+    _add_joined(adapted, names)
+    adapted.set_adapter("default")
+    for name in names:
+        adapted.delete_adapter(name)
+    return adapted
+
+
+def _add_joined(adapted: Any, names: list[str]) -> None:
+    """Add the sum of some LoRA adapters to a PeftModel, as the adapter "default"."""
     try:
         adapted.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
     except ValueError as error:
@@ -394,10 +411,6 @@ def join_adapters(model: nn.Module) -> Any:
             f"the adapters {', '.join(names)} cannot be joined into one: {error}; export the whole "
             "model"
         ) from error
-    adapted.set_adapter("default")
-    for name in names:
-        adapted.delete_adapter(name)
-    return adapted
 
 
 def merge_and_dequantize(model: nn.Module) -> nn.Module:

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a model of a run as a Hugging Face folder, and check an exported folder."""
+"""Export a model of a run, or all its adapters, and check an exported folder."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
 from fedplan.data.custom_task import CustomTask
 from fedplan.data.tasks.definition import Task
 from fedplan.federation.agreement import Agreement
-from fedplan.federation.endpoint import only_run_folder, read_personal_model
-from fedplan.federation.global_state import GlobalState, global_values, personal_values
-from fedplan.federation.ledger.egress import AGREEMENT, read_agreement
-from fedplan.language.predicates import Turn
+from fedplan.federation.ledger.egress import AGREEMENT
 from fedplan.models.adapters import (
     CONFIG,
-    adapter_families,
+    WEIGHTS,
     load_adapter,
     merge_and_dequantize,
     save_adapter,
@@ -35,75 +33,50 @@ from fedplan.models.catalog import (
 )
 from fedplan.models.dual_encoder import DualEncoder
 from fedplan.models.folder import SETTINGS, load_folder, save_folder
-from fedplan.models.values import is_quantized, set_values
+from fedplan.models.params import Kind
+from fedplan.models.values import is_quantized
 from fedplan.privacy.statement import PRIVACY_FILE
-from fedplan.storage.files import write_folder
-from fedplan.studies.experiment import Experiment, build_experiment, privacy_statement
-from fedplan.studies.federated_data import FederatedData
+from fedplan.storage.files import file_size_and_digest, safe_folder_name, write_folder
 from fedplan.studies.model_card import (
     CARD_FILE,
     TOLERANCE,
     GoldenExample,
-    ModelCard,
     compute_logits,
     make_golden_example,
-    private_names,
     read_golden_example,
     tokenize_text,
 )
-from fedplan.studies.record import read_data_record
 from fedplan.studies.run import (
     MANIFEST,
     RunReader,
     read_consistently,
-    read_earlier_expenses,
     read_run,
-    read_run_agreement,
     read_run_study,
-    read_task_file,
-    sweep_expenses,
+)
+from fedplan.studies.run_models import (
+    ExportedModel,
+    read_run_model,
+    read_run_models,
+    read_site_model,
 )
 from fedplan.studies.run_scores import (
-    client_score,
     is_personal,
     personal_params,
     run_scores,
-    score_rules,
 )
-from fedplan.studies.schema import ConfigError, Study
-from fedplan.studies.sections import DataSection
+from fedplan.studies.schema import ConfigError
 from fedplan.studies.stored_model import (
-    MODEL_FOLDER,
     PROCESSOR_FILE,
-    STORED_FILE,
     ModelValues,
     image_preprocessing,
-    load_stored_model,
     write_processor,
 )
 from fedplan.tensors.named import Tensors
 
-HIDDEN_COLUMNS = ("examples", "clients")
-"""Metrics that are no scores; the number of test examples is not revealed."""
 VALUES_EXPORT = "model.safetensors"
 """File of an exported model whose code is unknown: all values by name."""
-
-
-@dataclass(frozen=True)
-class _ExportedModel:
-    """A model filled with the values of a run."""
-
-    model: nn.Module
-    task: Task
-    card: ModelCard
-
-    @property
-    def loader(self) -> str:
-        """The name of the transformers class that loads the model."""
-        if not isinstance(self.task, CustomTask):
-            return self.task.model_class
-        adapted = adapter_families(self.model)
-        return type(cast("Any", self.model).get_base_model() if adapted else self.model).__name__
+ADAPTERS_FILE, SHARED_ADAPTER = "manifest.json", "shared"
+"""In an export of all adapters: the list of them, and the name of the global model's."""
 
 
 def export_run(
@@ -115,6 +88,7 @@ def export_run(
     adapter: bool = False,
     best: bool = False,
     global_model: bool = False,
+    all_clients: bool = False,
 ) -> str:
     """Write a model of a run into a new or empty folder, and return the code that loads the model.
 
@@ -123,6 +97,9 @@ def export_run(
     `client`: export this client's personal model. `global_model`: export the global model; this is
     the default, but must be said if clients have params of their own, which the global model lacks.
     `adapter`: write only the peft adapter; by default adapters are merged into the full model.
+    `all_clients`, with `adapter`: write the global model's adapter into the folder `shared`, each
+    client's into `clients`, and `manifest.json`: the base model, and name, path, client, rank,
+    dtype and digests of each adapter. Not where the study hides its clients, nor at a site.
     `best`: export the global model of the best round, stored by `evaluate.keep_best`. Also writes
     the tokenizer or image processor, a model card, a golden example for `check_export`, and what
     the model has cost in privacy, which a run that starts from the folder adds to its own. Killed
@@ -141,26 +118,130 @@ def export_run(
         )
     if key and not is_site:
         raise ConfigError(f"--key decrypts a site's state, and {folder} is a run: leave it out")
-    if client and not is_site and not is_personal(read_run(folder).agreement):
+    if all_clients:
+        alone = not (client or best or global_model)
+        _require_all_adapters(folder, is_site=is_site, adapter=adapter, alone=alone)
+    if (client or all_clients) and not is_site and not is_personal(read_run(folder).agreement):
         raise ConfigError(
-            f"the plan of {folder} keeps nothing at clients, so {client} has the shared model: "
-            "leave out --client"
+            f"the plan of {folder} keeps nothing at clients, so {client or 'each'} has the shared "
+            f"model: leave out {'--client' if client else '--all-clients'}"
         )
     if client and global_model:
         raise ConfigError("--client and --global exclude each other: give one of them")
+    if all_clients:
+        return read_consistently(folder, lambda run: _export_adapters(run, output))
     if not is_site and not (client or best or global_model):
         _require_shared_plan(folder, output)
-    exported = _model_of_site(folder, key) if is_site else _model_of_run(folder, client, best=best)
+    exported = (
+        read_site_model(folder, key) if is_site else read_run_model(folder, client, best=best)
+    )
+    with no_progress_bars(), write_folder(output) as unfinished:
+        return _write(exported, unfinished, output, adapter=adapter)
+
+
+def _write(exported: ExportedModel, output: Path, final: Path, *, adapter: bool) -> str:
+    """Write a model, or its adapter, into an empty folder, and return the loading code.
+
+    `final`: the name that the folder gets later.
+    """
     exported.model.eval()
-    with no_progress_bars():
-        write = _write_adapter if adapter else _write_model
-        with write_folder(output) as unfinished:
-            loading_code = write(exported, unfinished, output)
-            # safetensors writes files for their owner alone: they get the mode of the others.
-            mode = (unfinished / CARD_FILE).stat().st_mode
-            for file in unfinished.glob("*.safetensors"):
-                file.chmod(mode)
+    loading_code = (_write_adapter if adapter else _write_model)(exported, output, final)
+    # safetensors writes files for their owner alone: they get the mode of the others.
+    mode = (output / CARD_FILE).stat().st_mode
+    for file in output.glob("*.safetensors"):
+        file.chmod(mode)
     return loading_code
+
+
+def _require_all_adapters(folder: Path, *, is_site: bool, adapter: bool, alone: bool) -> None:
+    """Raise ConfigError unless the adapters of all clients can be exported from a folder.
+
+    `alone`: no option chooses a single model.
+    """
+    if not alone:
+        raise ConfigError("--all-clients excludes --client, --global and --best: leave them out")
+    if not adapter:
+        raise ConfigError(
+            "--all-clients writes adapters alone: add --adapters; or export one client's whole "
+            "model by --client NAME"
+        )
+    study = None if is_site else read_run(folder).study
+    if study is None or not study.has_central_data:
+        raise ConfigError(
+            f"{folder}: each client's adapter is at its site, which alone can export it: run "
+            "`fedplan export` there, without --all-clients"
+        )
+    if study.hides_clients:
+        hidden = "[privacy]" if study.privacy is not None else "secure aggregation"
+        raise ConfigError(
+            f"{hidden} of {folder} hides clients, and a folder with the adapter of each would "
+            "reveal them: export one client's by --client NAME, for that client alone"
+        )
+
+
+def _export_adapters(run: RunReader, output: Path) -> str:
+    """Write the adapters of a run's global model and of all clients; return code that loads one.
+
+    The folder has a folder per adapter, and ADAPTERS_FILE, by which an engine can load them.
+    """
+    if SHARED_ADAPTER in run.clients:
+        raise ConfigError(
+            f"a client of {run.folder} is called {SHARED_ADAPTER!r}, as the adapter of all: export "
+            "each client's adapter by --client NAME"
+        )
+    adapters, base, loading_code = list[dict[str, Any]](), dict[str, Any](), ""
+    with no_progress_bars(), write_folder(output) as unfinished:
+        for client, exported in read_run_models(run, ["", *run.clients], best=False):
+            path = Path("clients", safe_folder_name(client)) if client else Path(SHARED_ADAPTER)
+            folder = unfinished / path
+            folder.mkdir(parents=True)
+            code = _write(exported, folder, output / path, adapter=True)
+            loading_code = loading_code or code
+            described = _describe_adapter(folder)
+            base = base or {
+                "model": described["base"],
+                "dtype": _base_dtype(exported.card.agreement),
+                "loader": exported.loader,
+            }
+            where = {"name": client or SHARED_ADAPTER, "client": client or None, "path": str(path)}
+            adapters.append({**where, **{k: v for k, v in described.items() if k != "base"}})
+        content = {
+            "study": run.study.digest,
+            "run": run.identity.id,
+            "round": run.round,
+            "start": run.identity.start,
+            "base": base,
+            "max_rank": max(each["rank"] or 0 for each in adapters),
+            "adapters": adapters,
+        }
+        text = json.dumps(content, indent=1) + "\n"
+        (unfinished / ADAPTERS_FILE).write_text(text, encoding="utf-8")
+    return loading_code
+
+
+def _describe_adapter(folder: Path) -> dict[str, Any]:
+    """Return rank, dtype, digests and more of a written adapter, with its `base` model's name."""
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    weights = load_file(folder / WEIGHTS)
+    ranks: list[int] = [config.get("r") or 0, *(config.get("rank_pattern") or {}).values()]
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in weights.values()}
+    return {
+        "base": config["base_model_name_or_path"],
+        "type": config["peft_type"],
+        "rank": max(ranks) or None,
+        "target_modules": config.get("target_modules"),
+        "modules_to_save": config.get("modules_to_save"),
+        "dtype": ", ".join(sorted(dtypes)),
+        "sha256": {name: file_size_and_digest(folder / name)[1] for name in (CONFIG, WEIGHTS)},
+    }
+
+
+def _base_dtype(agreement: Agreement) -> str:
+    """Return the dtype of most values of a model, adapters apart."""
+    values = Counter[str]()
+    for p in agreement.params:
+        values[p.dtype] += p.numel * (p.kind is not Kind.ADAPTER)
+    return values.most_common(1)[0][0]
 
 
 def _require_shared_plan(folder: Path, output: Path) -> None:
@@ -185,7 +266,7 @@ def load_run_model(folder: Path, client: str = "") -> nn.Module:
 
     Raises ConfigError if the run or its initial model cannot be read, or its class is unknown.
     """
-    model = _model_of_run(folder, client, best=False).model
+    model = read_run_model(folder, client, best=False).model
     if isinstance(model, ModelValues):
         name = read_run_study(folder).model.from_python.partition(" ")[0]
         raise ConfigError(
@@ -198,7 +279,7 @@ def load_run_model(folder: Path, client: str = "") -> nn.Module:
 
 def load_run_values(folder: Path, client: str = "") -> dict[str, Tensor]:
     """Return the state dict of the model of `load_run_model`, of any class; raises as that."""
-    return dict(_model_of_run(folder, client, best=False).model.state_dict())
+    return dict(read_run_model(folder, client, best=False).model.state_dict())
 
 
 def check_export(folder: Path | str, model: nn.Module | None = None) -> float:
@@ -271,119 +352,7 @@ def _require_same_inputs(folder: Path, example: GoldenExample) -> None:
             )
 
 
-def _model_of_run(folder: Path, client: str, *, best: bool) -> _ExportedModel:
-    """Return the global model of a run, or the personal model of `client` if given."""
-
-    def read(run: RunReader) -> tuple[RunReader, GlobalState, Tensors]:
-        state = run.best_state if best else run.global_state
-        return run, state, run.client_state(client)[0] if client else {}
-
-    run, global_state, client_state = read_consistently(folder, read)
-    study = run.study
-    if study.data.from_python:
-        experiment = _load_experiment(run)
-    else:
-        experiment = _rebuild_experiment(study, run.agreement, run.labels)
-    initial = experiment.initial_values
-    values = global_values(run.agreement, global_state, initial)
-    if client:
-        turn = Turn(run.round, client, global_state.phase, study.clients.traits.get(client, {}))
-        values = personal_values(run.agreement, global_state, initial, turn, client_state)
-    earlier = read_earlier_expenses(folder)
-    statement = privacy_statement(study, run.folder, earlier=(*earlier, *sweep_expenses(folder)))
-    names = run.clients or list(study.clients.names)
-    public, number = statement is None, global_state.round
-    row = next((row for row in run.metrics if public and row["round"] == number), {})
-    scores = list(score_rules(run).of_row(row).scores)
-    if not client:
-        scores.sort(key=lambda score: score.kind != "global")  # this model's first
-    elif public and (own := client_score(run, client)):
-        scores = [replace(own, kind="this client"), *scores]
-    prefix = f"clients.{client}." if client else "global."
-    own_row = {n.removeprefix(prefix): v for n, v in row.items() if n.startswith(prefix)}
-    told = public and not study.aggregation.config.active
-    trained: dict[str, Any] = read_data_record(run.folder).get("train", {}) if told else {}
-    card = ModelCard(
-        study,
-        run.agreement,
-        number,
-        len(names),
-        personal=bool(client),
-        statement=statement,
-        earlier=earlier,
-        scores={name: value for name, value in own_row.items() if name not in HIDDEN_COLUMNS},
-        score_texts=tuple(replace(score, client="").text for score in scores),
-        train_examples=sum(int(each["examples"]) for each in trained.values()),
-        private_names=private_names(study, names),
-    )
-    return _fill_model(experiment, values, card)
-
-
-def _fill_model(experiment: Experiment, values: Tensors, card: ModelCard) -> _ExportedModel:
-    params = [p for p in experiment.agreement.trainable if p.key in values]
-    initial = experiment.initial_values
-    changed = tuple(p.name for p in params if not torch.equal(values[p.key], initial[p.key]))
-    set_values(experiment.model, values, params)
-    return _ExportedModel(experiment.model, experiment.data.task, replace(card, changed=changed))
-
-
-def _model_of_site(folder: Path, key: Path | None) -> _ExportedModel:
-    """Return the personal model at a client's site; `key`: key file of the encrypted state."""
-    folder = only_run_folder(folder)
-    study, terms = read_run_study(folder), read_agreement(folder)
-    agreement = replace(read_run_agreement(folder), start=str(terms.get("model")))
-    labels, clients = read_task_file(folder)
-    experiment = _rebuild_experiment(study, agreement, labels)
-    names = list(study.clients.names) or clients
-    account, run = Path(str(terms.get("account", ""))), str(terms.get("prefix", ""))
-    earlier = read_earlier_expenses(folder)
-    statement = privacy_statement(study, account, run=run, earlier=earlier)
-    card = ModelCard(
-        study,
-        agreement,
-        0,
-        len(names),
-        personal=True,
-        statement=statement,
-        earlier=earlier,
-        private_names=private_names(study, names),
-    )
-    return _fill_model(experiment, read_personal_model(agreement, folder, key), card)
-
-
-def _rebuild_experiment(study: Study, agreement: Agreement, labels: list[str]) -> Experiment:
-    """Build the initial model of a run again, without data; ConfigError if it is another now."""
-    task = study.task.model_copy(update={"labels": labels})
-    experiment = build_experiment(study.model_copy(update={"data": DataSection(), "task": task}))
-    if experiment.agreement.params != agreement.params:
-        raise ConfigError("the study's model has other params than the run started from")
-    experiment.require_start(agreement.start)
-    return experiment
-
-
-def _load_experiment(run: RunReader) -> Experiment:
-    """Load the stored initial model of a run from Python; ConfigError if there is none."""
-    folder, agreement = run.folder, run.agreement
-    if faults := [*run.model_faults().values()]:
-        raise ConfigError(f"{folder}: {faults[0]}: restore it from a backup")
-    if not (folder / MODEL_FOLDER / STORED_FILE).is_file():
-        raise ConfigError(
-            f"{folder} has no initial model, since it is temporary, of an older version or of "
-            "RunOptions(store_model=False): give RunOptions a folder, or continue it with "
-            "fedplan.simulate(..., options=RunOptions(folder=..., resume=True)), with the same "
-            "objects, which stores the model"
-        )
-    model, task = load_stored_model(folder / MODEL_FOLDER)
-    experiment = Experiment(FederatedData({}, {}, None, task), model, agreement)
-    if experiment.model_digest != agreement.start:
-        raise ConfigError(
-            f"the run started from the model {agreement.start}, but {folder / MODEL_FOLDER} is "
-            f"{experiment.model_digest}: restore it from a backup"
-        )
-    return experiment
-
-
-def _write_model(exported: _ExportedModel, output: Path, final: Path) -> str:
+def _write_model(exported: ExportedModel, output: Path, final: Path) -> str:
     """Write the whole model, with merged adapters and dequantized; return the loading code."""
     model, task = exported.model, exported.task
     if isinstance(model, ModelValues):
@@ -403,7 +372,7 @@ def _write_model(exported: _ExportedModel, output: Path, final: Path) -> str:
     return code.format(repr(str(final))) + note
 
 
-def _write_values(exported: _ExportedModel, output: Path, final: Path) -> str:
+def _write_values(exported: ExportedModel, output: Path, final: Path) -> str:
     """Write all values of a model whose code is unknown, and its manifest; return the code."""
     # Clones, since tied params share their memory, which safetensors refuses.
     values = {name: value.clone() for name, value in exported.model.state_dict().items()}
@@ -418,7 +387,7 @@ def _write_values(exported: _ExportedModel, output: Path, final: Path) -> str:
     return code.format(str(final / VALUES_EXPORT))
 
 
-def _write_adapter(exported: _ExportedModel, output: Path, final: Path) -> str:
+def _write_adapter(exported: ExportedModel, output: Path, final: Path) -> str:
     """Write only the peft adapter; return the code that puts it on a base model."""
     if isinstance(exported.model, ModelValues):
         raise ConfigError(
@@ -447,7 +416,7 @@ def _processor_code(task: Task) -> str:
     return "\ntokenizer = transformers.AutoTokenizer.from_pretrained({})" if task.source else ""
 
 
-def _write_card(exported: _ExportedModel, output: Path, loading_code: str) -> None:
+def _write_card(exported: ExportedModel, output: Path, loading_code: str) -> None:
     """Write card, privacy file and golden example; `{}` in `loading_code` is the folder "."."""
     example = None
     if not isinstance(exported.task, CustomTask):  # whose inputs are unknown

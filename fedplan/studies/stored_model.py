@@ -256,6 +256,8 @@ def _build(folder: Path, stored: StoredModel) -> nn.Module:
         if number:
             adapted.add_adapter(name, adapter)
         else:
+            # An exported adapter names this base, and not the folder of the stored model.
+            adapted.name_or_path = adapter.base_model_name_or_path
             adapted = import_peft().get_peft_model(model, adapter, adapter_name=name)
     if stored.active and len(stored.adapters) > 1:
         adapted.set_adapter(stored.active[0])
