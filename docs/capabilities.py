@@ -74,7 +74,7 @@ CAPABILITIES = (
         readme="methods",
     ),
     Capability(
-        "33 published methods, which combine",
+        "34 published methods, which combine",
         "yes",
         "[methods](explanation/methods.md)",
         (

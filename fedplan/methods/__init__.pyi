@@ -29,6 +29,7 @@ from .method import Method, RecordedMethod, parse_recorded_method
 from .phases import PhaseContext, PhaseRule, PlannedPhases, SettledPhase
 from .published import (
     bitfit,
+    diloco,
     ditto,
     fedadam,
     fedavg,
@@ -59,7 +60,16 @@ from .registry import (
     method_info,
     register_method,
 )
-from .server_optimizer import Dynamic, ServerOptimizer, adagrad, adam, mean, momentum, yogi
+from .server_optimizer import (
+    Dynamic,
+    ServerOptimizer,
+    adagrad,
+    adam,
+    mean,
+    momentum,
+    nesterov,
+    yogi,
+)
 
 __all__ = [
     "METHODS",
@@ -76,6 +86,7 @@ __all__ = [
     "bitfit",
     "by_residual",
     "by_svd",
+    "diloco",
     "ditto",
     "fedadam",
     "fedavg",
@@ -104,6 +115,7 @@ __all__ = [
     "mean",
     "method_by_name",
     "momentum",
+    "nesterov",
     "pfeddc",
     "pfeddc_held",
     "promptfl",

@@ -23,6 +23,7 @@ from fedplan.models.params import Kind, Params
 from fedplan.tensors.codecs import CODED_PART_NAMES, Codec
 from fedplan.tensors.compression import parse_codec
 from fedplan.tensors.compression import plain as as_is
+from fedplan.training.client_hooks import keep_optimizer
 from fedplan.training.fit import ClientHook, Fit, plain_fit
 from fedplan.training.probes import Probe, is_data_independent, random_probe
 
@@ -45,8 +46,9 @@ class Method:
     change. `lora_aggregation`: how the two factors of LoRA are aggregated. `loop`: the local fit
     inside all hooks; for your own training loop see `fedplan.attach`. `fit` is the wrapped loop.
     `plan_without_head`: the plan for language models, which `for_params` chooses; None for `plan`.
-    Raises FedplanError for invalid `aux`, for a `loop` with several required arguments, and for
-    settings that would make `lora_aggregation` or FedDyn's server optimizer inexact.
+    Raises FedplanError for invalid `aux`, for a `loop` with several required arguments, for
+    `keep_optimizer` beside another hook or a loop, and for settings that would make
+    `lora_aggregation` or FedDyn's server optimizer inexact.
     """
 
     plan: Plan
@@ -88,6 +90,13 @@ class Method:
             raise FedplanError(
                 "FedDyn's server adds up the changes of all clients alike: set equal_weights, and "
                 "leave absent out"
+            )
+        alone = self.client_hooks == (keep_optimizer,) and self.loop is plain_fit
+        if keep_optimizer in self.client_hooks and not alone:
+            other = "an own loop" if self.loop is not plain_fit else "another client hook"
+            raise FedplanError(
+                f"keep_optimizer (DiLoCo) keeps the state of the built-in training, and {other} "
+                "may make other optimizers or several: leave one of them out"
             )
         try:
             params = list(signature(self.loop).parameters.values())

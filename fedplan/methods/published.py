@@ -10,7 +10,7 @@ from fedplan.language.plan import best, chain, cycle, freeze, keep, share, when
 from fedplan.language.predicates import after, phase
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases, SettledPhase
-from fedplan.methods.server_optimizer import Dynamic, adam, yogi
+from fedplan.methods.server_optimizer import Dynamic, adam, nesterov, yogi
 from fedplan.methods.server_optimizer import momentum as with_momentum
 from fedplan.models.params import Kind
 from fedplan.training.client_hooks import (
@@ -18,6 +18,7 @@ from fedplan.training.client_hooks import (
     alternate,
     control_variates,
     dynamic,
+    keep_optimizer,
     normalize_steps,
     proximal,
     train_own_copy,
@@ -108,6 +109,17 @@ def fedyogi(lr: float = 0.01, eps: float = 1e-3) -> Method:
     Reddi et al., Adaptive Federated Optimization, 2021.
     """
     return Method(share(), server_optimizer=yogi(lr, eps=eps))
+
+
+def diloco(lr: float = 0.7, momentum: float = 0.9) -> Method:
+    """DiLoCo: Nesterov momentum on the server, and each client keeps its optimizer's state.
+
+    Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023
+    (arXiv 2311.08105). The outer gradient is the mean change of the clients, here weighed by their
+    examples; the inner optimizer is `train.optimizer`, AdamW in the paper, with hundreds of steps
+    in a round (`train.steps`). Its state stays at the client. The traffic is that of FedAvg.
+    """
+    return Method(share(), client_hooks=(keep_optimizer,), server_optimizer=nesterov(lr, momentum))
 
 
 def local_only() -> Method:
@@ -255,7 +267,8 @@ def fedfrozen(
 
 
 METHODS = (
-    *(fedavg, fedprox, scaffold, feddyn, fednova, fedavgm, fedadam, fedyogi, local_only),
+    *(fedavg, fedprox, scaffold, feddyn, fednova, fedavgm, fedadam, fedyogi, diloco),
+    local_only,
     *(ditto, fedper, fedrep, lg_fedavg, fedbabu, fedbn, fedfrozen),
     *(safl, bitfit, fedpart, head_only),
 )

@@ -11,7 +11,15 @@ from typing import Any, cast
 from fedplan.errors import FedplanError
 from fedplan.methods import adapters, compositions, published
 from fedplan.methods.method import Method
-from fedplan.methods.server_optimizer import ServerOptimizer, adagrad, adam, mean, momentum, yogi
+from fedplan.methods.server_optimizer import (
+    ServerOptimizer,
+    adagrad,
+    adam,
+    mean,
+    momentum,
+    nesterov,
+    yogi,
+)
 from fedplan.naming import Registry
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -25,7 +33,10 @@ METHOD_REGISTRY: Registry[Callable[..., Method]] = Registry("method", METHODS)
 
 SERVER_OPTIMIZER_REGISTRY: Registry[Callable[..., ServerOptimizer]] = Registry(
     "server optimizer",
-    {"mean": mean, "momentum": momentum, "adam": adam, "yogi": yogi, "adagrad": adagrad},
+    {
+        **{"mean": mean, "momentum": momentum, "nesterov": nesterov},
+        **{"adam": adam, "yogi": yogi, "adagrad": adagrad},
+    },
 )
 """All server optimizers that a study can name: functions of their settings."""
 

@@ -108,6 +108,20 @@ def momentum(lr: float = 1.0, momentum: float = 0.9) -> StatefulOptimizer:
     return StatefulOptimizer(_text("momentum", lr=lr, momentum=momentum), lr, move)
 
 
+def nesterov(lr: float = 0.7, momentum: float = 0.9) -> StatefulOptimizer:
+    """Return DiLoCo's optimizer: FedAvgM's with Nesterov momentum, as torch.optim.SGD has it.
+
+    The step is the mean change plus `momentum` times the decayed sum of all mean changes, with this
+    one. `lr`: the server's learning rate.
+    """
+
+    def move(change: Tensor, state: OptimizerState) -> tuple[Tensor, OptimizerState]:
+        first = momentum * state.get("first_moment", torch.zeros_like(change)) + change
+        return change + momentum * first, {"first_moment": first}
+
+    return StatefulOptimizer(_text("nesterov", lr=lr, momentum=momentum), lr, move)
+
+
 def adam(
     lr: float = 1.0, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3
 ) -> StatefulOptimizer:

@@ -92,6 +92,21 @@ def begin_afresh(fit: Fit) -> Fit:
     return fresh_fit
 
 
+@with_text("keep_optimizer")
+def keep_optimizer(fit: Fit) -> Fit:
+    """Wrap the built-in fit so that the optimizer continues with its state of the last turn.
+
+    The state (AdamW: both moments and the number of steps) stays in the client's memory and is
+    never sent. A tensor that is trained for the first time, or in other rows than before, begins
+    without state. Only `plain_fit` does so, so a method has no other hook and no loop beside it.
+    """
+
+    def continued_fit(job: Job) -> FitResult:
+        return fit(replace(job, keep_optimizer=True))
+
+    return continued_fit
+
+
 CONTROL = "control"
 """Kind of SCAFFOLD's auxiliary tensors: an estimate of each shared param's gradient."""
 LINEAR = "linear"
@@ -247,7 +262,8 @@ def _stored_values(
 
 
 CLIENT_HOOK_NAMES: Registry[ClientHook] = Registry(
-    "client hook", {"alternate": alternate(), "begin_afresh": begin_afresh}
+    "client hook",
+    {"alternate": alternate(), "begin_afresh": begin_afresh, "keep_optimizer": keep_optimizer},
 )
 """All client hooks that a study can name; hooks with settings need a method."""
 

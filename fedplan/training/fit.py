@@ -41,7 +41,14 @@ from fedplan.tensors.devices import (
 from fedplan.tensors.named import Tensors
 from fedplan.training.activation_cache import ActivationCache, frozen_prefix
 from fedplan.training.freezing import TrainableParams, trainable
-from fedplan.training.optimizers import ClientOptimizer, LRByPart, LRSchedule, adamw
+from fedplan.training.optimizers import (
+    ClientOptimizer,
+    LRByPart,
+    LRSchedule,
+    adamw,
+    load_optimizer_state,
+    read_optimizer_state,
+)
 from fedplan.training.ranks import Ranks
 
 
@@ -65,6 +72,10 @@ class Stepper:
         self.steps_taken, self.factor_sum = 0, 0.0
         # A rank without an example in the first step scales no loss, and unscales all the same.
         scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
+
+    def state(self, trainable_params: TrainableParams) -> dict[str, Tensor]:
+        """Return the optimizer's state, as `load_optimizer_state` takes it."""
+        return read_optimizer_state(self._optimizer, trainable_params)
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate a loss; gradients accumulate until `step`."""
@@ -265,6 +276,7 @@ class Job:
     `traits`: the client's traits. `round`: number of the round, from 1.
     `activation_cache`: cache of frozen activations, used with `train_arguments.cache_activations`.
     `examples_digest`: key of the examples in that cache; empty uses the object's id.
+    `keep_optimizer`: the optimizer goes on with its state in `memory`, which the result's has.
     `client`: the client's name. `ranks`: this process's place among those that train the model
     together, each with the same job; None trains here alone.
     """
@@ -283,6 +295,7 @@ class Job:
     round: int = 1
     activation_cache: ActivationCache | None = None
     examples_digest: str = ""
+    keep_optimizer: bool = False
     client: str = ""
     ranks: Ranks | None = None
 
@@ -303,6 +316,8 @@ class Job:
                 )
         factor = config.lr_scheduler.factor(config.lr, self.round, steps)
         optimizer = config.make_optimizer(trainable_params)
+        if self.keep_optimizer:
+            load_optimizer_state(optimizer, trainable_params, self.memory)
         return Stepper(optimizer, factor, grad_scaler(device, config.dtype))
 
 
@@ -377,8 +392,10 @@ def plain_fit(job: Job) -> FitResult:
                 losses += step_losses
                 stepper.step(lambda: adjust_gradients(trainable_params, job))
         job.model.eval()
+        memory = stepper.state(trainable_params) if job.keep_optimizer else {}
     mean = reduce(add, read_floats(losses), 0.0) / max(config.step_count(len(job.examples)), 1)
-    return FitResult(mean, stepper.steps_taken, lr_sum=config.lr_sum(stepper.factor_sum))
+    lr_sum = config.lr_sum(stepper.factor_sum)
+    return FitResult(mean, stepper.steps_taken, memory=memory, lr_sum=lr_sum)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
 from fedplan.language.canonical import canonical_text, format_dataclass
@@ -19,8 +19,12 @@ from fedplan.language.parts import Part
 from fedplan.language.resolution import require_known_part
 from fedplan.models.params import Kind, Params
 from fedplan.naming import Registry, unknown_name_message
+from fedplan.tensors.devices import CPU
+from fedplan.tensors.named import Tensors, aux_name
 from fedplan.training.freezing import TrainableParams
 
+STATE = "optimizer_"
+"""Begin of the kinds of a client's memory that hold its optimizer's state, as optimizer_step."""
 DECAY, MOMENTUM = 0.0, 0.0
 """Default weight decay and momentum of every optimizer; torch's own differ between classes."""
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -96,6 +100,44 @@ class ClientOptimizer:
                 f"the optimizer {self.text} has no weight decay: leave decay_norm_and_bias out"
             )
         return optimizer
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, trainable_params: TrainableParams, memory: Tensors
+) -> None:
+    """Set the state of a new optimizer to that in a client's memory; what is missing stays new."""
+    content, states = optimizer.state_dict(), dict[str, dict[str, Tensor]]()
+    for name, value in memory.items():
+        key, _, kind = name.rpartition(aux_name("", STATE))
+        if key:
+            states.setdefault(key, {})[kind] = value.clone()
+    numbers = {
+        id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])
+    }
+    named = trainable_params.named_parameters()
+    content["state"] |= {numbers[id(p)]: states[key] for key, p in named if key in states}
+    optimizer.load_state_dict(content)
+
+
+def read_optimizer_state(
+    optimizer: torch.optim.Optimizer, trainable_params: TrainableParams
+) -> dict[str, Tensor]:
+    """Return copies of an optimizer's state on the CPU, as auxiliary tensors of the parameters.
+
+    Raises FedplanError if a state is neither a tensor nor None.
+    """
+    memory = dict[str, Tensor]()
+    for key, parameter in trainable_params.named_parameters():
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for kind, value in state.items():
+            if isinstance(value, Tensor):
+                memory[aux_name(key, STATE + kind)] = value.detach().to(CPU, copy=True)
+            elif value is not None:
+                raise FedplanError(
+                    f"{type(optimizer).__name__} keeps {kind!r} as a {type(value).__name__}, and "
+                    "keep_optimizer stores tensors alone: use another optimizer, such as adamw"
+                )
+    return memory
 
 
 def check_lr_by_part(lr_by_part: LRByPart, params: Params) -> None:

@@ -199,18 +199,20 @@ def test_a_power_cut_changes_nothing(
     [
         ("capped", "round.before_commit"),
         ("krummed", "round.pulled"),
+        ("diloco", "journal.after_commit"),
+        pytest.param("diloco", "round.before_commit", marks=pytest.mark.nightly),
         pytest.param("capped", "round.pulled", marks=pytest.mark.nightly),
         pytest.param("krummed", "round.before_close", marks=pytest.mark.nightly),
     ],
 )
-def test_killed_under_a_defence(name: str, point: str, tmp_path: Path) -> None:
+def test_killed_under_a_defence_or_with_kept_optimizers(name: str, point: str, tmp_path: Path) -> None:
     ended = played(tmp_path, name, replies=True, failpoint=f"{point}:kill@3")
     assert ended == -signal.SIGKILL
     assert played(tmp_path, name, replies=True) == 0
     assert left(tmp_path, name, replies=True) == expected(name, True)[0]
 
 
-KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked", "feddyn", "ditto")
+KILLED = ("fedper", "scaffold", "fedadam", "veiled", "cloaked", "feddyn", "ditto", "diloco")
 
 
 @pytest.mark.parametrize("number", first(5, list(range(50))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedDyn, FedNova and Ditto: each against a plain loop of its own in float64, and what they refuse."""
+"""FedDyn, FedNova, Ditto and DiLoCo: each against a plain loop of its own in float64, and what they refuse."""
 
 from __future__ import annotations
 
@@ -23,14 +23,31 @@ from fedplan.federation.evaluation import EvalConfig
 from fedplan.federation.global_state import continued_state
 from fedplan.federation.participation import Participation
 from fedplan.language import chain, freeze, keep, named, phase, share, when
-from fedplan.methods import Method, ditto, fedavg, feddyn, fednova, fedprox, method_by_name
+from fedplan.methods import (
+    Method,
+    diloco,
+    ditto,
+    fedavg,
+    feddyn,
+    fednova,
+    fedprox,
+    fedrep,
+    method_by_name,
+)
 from fedplan.methods.phases import PlannedPhases
 from fedplan.models.description import describe
 from fedplan.reports.explanation import explain
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.tensors.named import is_aux
-from fedplan.training import TrainArguments, get_client_hook, sgd
+from fedplan.training import (
+    TrainArguments,
+    adamw,
+    get_client_hook,
+    make_client_optimizer,
+    plain_fit,
+    sgd,
+)
 
 ROUNDS, LR = 6, 0.1
 SIZES = {"a": 3, "b": 5, "c": 9, "d": 4}
@@ -201,7 +218,7 @@ def test_feddyn_is_refused_by_name_where_its_sum_would_not_hold() -> None:
             replace(feddyn(), **change)
 
 
-@pytest.mark.parametrize("name", ["feddyn", "fednova", "ditto"])
+@pytest.mark.parametrize("name", ["feddyn", "fednova", "ditto", "diloco"])
 def test_example_level_privacy_refuses_a_fit_of_ones_own(name: str) -> None:
     guarantee = replace(GUARANTEES["cloaked"], vote_noise_multiplier=0.0)
     with pytest.raises(PrivacyError, match="DP-SGD covers only the built-in one"):
@@ -346,6 +363,109 @@ def test_a_continued_run_takes_the_copies_with_it_if_its_method_has_copies(tmp_p
     assert continued_state(fed.agreement, state).keys() == {"weight#copy", "bias#copy"}
     plain = replace(fed.agreement, method=fedprox())
     assert not continued_state(plain, state), "a method without copies has no use for them"
+
+
+# DiLoCo
+
+ADAMW = replace(ARGUMENTS, optimizer=adamw(weight_decay=0.01))
+MOMENTS = {"optimizer_step", "optimizer_exp_avg", "optimizer_exp_avg_sq"}
+
+
+class PlainAdamW:
+    """AdamW by its formula, whose moments and number of steps stay from round to round."""
+
+    def __init__(self) -> None:
+        self.count, self.first, self.second = 0, [0.0, 0.0], [0.0, 0.0]
+
+    def train(self, rows: Rows, at: Weights) -> Weights:
+        for _ in range(4):
+            self.count += 1
+            moved = list[Tensor]()
+            for i, slope in enumerate(gradient(rows, at)):
+                self.first[i] = 0.9 * self.first[i] + 0.1 * slope  # type: ignore[call-overload]
+                self.second[i] = 0.999 * self.second[i] + 0.001 * slope**2  # type: ignore[call-overload]
+                first = self.first[i] / (1 - 0.9**self.count)
+                root = (self.second[i] / (1 - 0.999**self.count)) ** 0.5
+                moved.append(at[i] * (1 - LR * 0.01) - LR * first / (root + 1e-8))
+            at = moved[0], moved[1]
+        return at
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_diloco_is_the_loop_of_the_paper(kept: bool, tmp_path: Path) -> None:
+    """And not one whose clients forget: the run then differs by more than a hundredth."""
+    fed = play(diloco(lr=0.7, momentum=0.9), tmp_path, arguments=ADAMW)
+    inner = {name: PlainAdamW() for name in ROWS}
+    theta, buffer = initial(), [torch.zeros(3).double(), torch.zeros(()).double()]
+    for _ in range(ROUNDS):
+        inner = inner if kept else {name: PlainAdamW() for name in ROWS}
+        trained = {name: inner[name].train(rows, theta) for name, rows in ROWS.items()}
+        average = mean_of(trained, {name: float(count) for name, count in SIZES.items()})
+        outer = [theta[i] - average[i] for i in range(2)]
+        buffer = [0.9 * buffer[i] + outer[i] for i in range(2)]
+        step = [outer[i] + 0.9 * buffer[i] for i in range(2)]
+        theta = theta[0] - 0.7 * step[0], theta[1] - 0.7 * step[1]
+    values = weights_of(fed.global_values())
+    far = max(float((values[i] - theta[i]).abs().max()) for i in range(2))
+    assert far < 1e-6 if kept else far > 1e-2
+
+
+def test_the_optimizers_state_stays_at_the_client_with_its_number_of_steps(tmp_path: Path) -> None:
+    one = play(diloco(), tmp_path / "one", keep_replies=True, arguments=ADAMW)
+    other = play(fedavg(), tmp_path / "other", arguments=ADAMW)
+    sums = [
+        sum(line.get("upload_bytes", 0) for line in read_json_lines(each / "ledger.jsonl"))
+        for each in (tmp_path / "one", tmp_path / "other")
+    ]
+    assert sums[0] == sums[1] > 0
+    for client in ROWS:
+        journal = one.clients[client].journal
+        reply = journal.reply_for(one.agreement.request_name(ROUNDS, client))
+        assert reply is not None and set(reply[0]) == {"weight", "bias"}
+        state = journal.client_state()[0]
+        assert state.keys() == {f"{key}#{kind}" for key in ("weight", "bias") for kind in MOMENTS}
+        assert state["weight#optimizer_step"] == 4 * ROUNDS
+        assert not continued_state(one.agreement, state)
+        assert not other.clients[client].journal.client_state()[0]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adafactor", "nadam", "rprop"])
+def test_any_optimizer_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
+    """One client and the server's mean: rounds of 4 steps are one turn of all steps, to the bit."""
+    settings = {"momentum": 0.9} if name == "sgd" else {}
+    optimizer = make_client_optimizer(name, settings)
+    method = Method(share(), client_hooks=(get_client_hook("keep_optimizer"),))
+    runs = list[Federation]()
+    for kept, rounds, epochs in ((True, 3, 4), (False, 1, 12), (False, 3, 4)):
+        arguments = replace(ARGUMENTS, optimizer=optimizer, epochs=epochs)
+        model, folder = linear(), tmp_path / str(len(runs))
+        folder.mkdir()
+        used = method if kept else fedavg()
+        agreement = Agreement("drift", describe(model), used, arguments)
+        runs.append(Federation(agreement, model, {"a": ROWS["a"]}, loss, folder, rounds=rounds))
+        for _ in range(rounds):
+            runs[-1].commit(runs[-1].run_round())
+    kept, whole, forgetful = (torch.cat([*weights_of(r.global_values())[:1]]) for r in runs)
+    assert torch.allclose(kept, whole, rtol=0, atol=1e-9)
+    assert not torch.allclose(forgetful, whole, rtol=0, atol=1e-6)
+
+
+def test_a_part_that_rests_finds_its_state_again(tmp_path: Path) -> None:
+    resting = when(phase("late"), freeze(named("bias")))
+    method = replace(diloco(), plan=chain(share(), resting))
+    method = replace(method, phase_rule=PlannedPhases({"late": 2}))
+    fed = play(method, tmp_path, arguments=ADAMW)
+    state = fed.clients["a"].journal.client_state()[0]
+    assert (state["bias#optimizer_step"], state["weight#optimizer_step"]) == (8, 4 * ROUNDS)
+
+
+def test_diloco_is_refused_by_name_beside_another_fit() -> None:
+    for other, word in ((fedrep(), "another client hook"), (ditto(), "another client hook")):
+        with pytest.raises(FedplanError, match=f"keep_optimizer .DiLoCo.*{word}"):
+            other.with_training_of(diloco())
+    with pytest.raises(FedplanError, match=r"keep_optimizer .DiLoCo.*an own loop"):
+        replace(diloco(), loop=lambda job: plain_fit(job))
+    require_private_method(replace(GUARANTEES["veiled"], vote_noise_multiplier=0.0), diloco())
 
 
 # A part begun afresh

@@ -15,7 +15,16 @@ from torch import Tensor
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.global_state import GlobalState
 from fedplan.language.plan import share
-from fedplan.methods import Method, ServerOptimizer, adagrad, adam, mean, method_by_name, yogi
+from fedplan.methods import (
+    Method,
+    ServerOptimizer,
+    adagrad,
+    adam,
+    mean,
+    method_by_name,
+    nesterov,
+    yogi,
+)
 from fedplan.methods import momentum as with_momentum
 from fedplan.methods.server_optimizer import Mean, StatefulOptimizer
 from fedplan.models.description import describe
@@ -26,6 +35,7 @@ Memory = dict[str, Tensor]
 RULES: dict[str, Callable[..., Mean | StatefulOptimizer]] = {
     "mean": mean,
     "momentum": with_momentum,
+    "nesterov": nesterov,
     "adam": adam,
     "yogi": yogi,
     "adagrad": adagrad,
@@ -36,9 +46,9 @@ def formula(rule: str, change: Tensor, first: Tensor, second: Tensor) -> tuple[T
     """A move and both memories, as Reddi et al. write them (tau = 1e-3, beta = 0.9 and 0.99)."""
     if rule == "mean":
         return change, first, second
-    if rule == "momentum":
+    if rule in ("momentum", "nesterov"):
         first = 0.9 * first + change
-        return first, first, second
+        return (first if rule == "momentum" else change + 0.9 * first), first, second
     first, square = 0.9 * first + (1 - 0.9) * change, change**2
     if rule == "adam":
         second = 0.99 * second + (1 - 0.99) * square

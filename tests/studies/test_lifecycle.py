@@ -187,6 +187,7 @@ EXTENDED = (
     "scaffold",
     "feddyn",
     "ditto",
+    "diloco",
     "fedfrozen",
     "fedper",
     "fedrep",
