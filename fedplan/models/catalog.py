@@ -216,6 +216,18 @@ SHORT_NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
         | {"head_dim": 64, "tie_word_embeddings": True},
     ),
+    "llama-3.1-8b": (
+        "llama",
+        "LlamaForCausalLM",
+        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    ),
+    "llama-3.1-70b": (
+        "llama",
+        "LlamaForCausalLM",
+        {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
+        | {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+    ),
     "llama-2-7b": ("llama", "LlamaForCausalLM", {"vocab_size": 32000}),
 }
 """Short names of public models: model type, class with its usual head, config settings."""

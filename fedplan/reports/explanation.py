@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from fedplan.language.plan import Plan, Role
 from fedplan.language.resolution import Participants, phase_names
 from fedplan.models.catalog import params_of
 from fedplan.models.params import Kind, Param, Params
+from fedplan.reports.costs import LINE, LORA_RANK, CostRow, cost_rows
 from fedplan.reports.figures.drawing import ROLE_STYLES
 from fedplan.reports.forecasts import ClientForecast, Forecast, StageForecast, forecast
 from fedplan.reports.formats import megabytes, millions, percent
@@ -111,7 +112,8 @@ class Explanation:
             parts += [*self._class_heading(client), table, self._total(client)]
         notes = [*f.notes, *([f"\n{self.warning}"] if self.warning else [])]
         memory, doubts = self._memory_tables(), warnings_text(self.warnings)
-        return Group(*parts, self._legend(), *map(Text, notes), *memory, *doubts)
+        tables = (*memory, *self._cost_table())
+        return Group(*parts, self._legend(), *map(Text, notes), *tables, *doubts)
 
     def _class_heading(self, client: ClientForecast) -> list[Text]:
         several = len(self.forecast.clients) > 1
@@ -152,6 +154,40 @@ class Explanation:
             parts += [*self._class_heading(client), table]
             parts += [Text(f"\n{fit}")] if self.on_gpu else []
         return parts
+
+    @property
+    def costs(self) -> tuple[CostRow, ...]:
+        """What a language model costs by LoRA, QLoRA and as a whole; empty for other models.
+
+        The plan is that of the class of clients and the stage with the most traffic. Without
+        `step`, it is the default TrainingStep.
+        """
+        f = self.forecast
+        stages = [stage for client in f.clients for stage in client.stages]
+        heaviest = max(stages, key=lambda stage: stage.max_upload + stage.max_download)
+        traffic = heaviest.max_upload + heaviest.max_download
+        return cost_rows(f.params, heaviest.heaviest, traffic, self.step or TrainingStep())
+
+    def _cost_table(self) -> list[RenderableType]:
+        """Return a heading, the table of `costs` and its notes; nothing without costs."""
+        if not (rows := self.costs):
+            return []
+        step = replace(self.step or TrainingStep(), quantized="")
+        names = ("", "client GB>", "server GB>", "MB a round>", "at 100 Mbit/s>", "fits on GB")
+        table = _columns(*names)
+        for row in rows:
+            table.add_row(*row.cells)
+        lora = any(p.kind is Kind.ADAPTER for p in self.forecast.params)
+        assumed = "" if lora else f"LoRA is of rank {LORA_RANK} on query and value. "
+        return [
+            Text(f"\nCosts, memory estimated: {step.text}\n"),
+            table,
+            Text(
+                f"\n{assumed}MB and seconds are of one client: upload and download, on a line of "
+                f"{LINE // 10**6} Mbit/s. A ? marks a GPU that is too small if the estimate is as "
+                "low as the lowest one measured; nothing was measured on a GPU."
+            ),
+        ]
 
     def rows(self, client: ClientForecast) -> list[PartRow]:
         """Return the table rows of a client: params grouped by stack, kind and roles in all stages.
@@ -251,6 +287,7 @@ class Explanation:
             "notes": list(f.notes),
             "warning": self.warning,
             "warnings": [warning.json() for warning in self.warnings],
+            "costs": [row.json() for row in self.costs],
         }
 
     def _client_json(self, client: ClientForecast) -> dict[str, Any]:

@@ -126,13 +126,12 @@ def estimate_memory(params: Params, roles: Roles, step: TrainingStep) -> MemoryE
         cast = (p for p in params if p.block_id and ITEMSIZE[p.dtype] > 2)
         weights["16-bit copies"] = sum(2 * p.numel for p in cast)
     gradients = sum(p.nbytes for p in trained)
-    heads = [p for p in params if p.kind is Kind.HEAD and len(p.shape) > 1]
-    heads += [p for p in params if p.kind is Kind.EMBED and p.tied]
-    vocabulary, logits = max((p.shape[0] for p in heads), default=0), 0
-    if trained and vocabulary >= 1000:  # below, the model is a classifier
+    vocabulary, logits = vocabulary_size(params), 0
+    if trained and vocabulary:
         # The logits of one chunk of tokens, their log-probabilities and gradients; and where chunks
         # of a trained head are summed, its gradients in float32 (see `find_head`).
-        tokens, sums = step.tokens, max((p.numel for p in heads if p in trained), default=0)
+        trained_heads = (p.numel for p in _heads(params) if p in trained)
+        tokens, sums = step.tokens, max(trained_heads, default=0)
         if tokens * vocabulary > max(CHUNK_LOGITS, sums):
             tokens, logits = max(CHUNK_LOGITS // vocabulary, 1), 4 * sums
         logits += int(tokens * vocabulary * LOGIT_BYTES)
@@ -143,6 +142,18 @@ def estimate_memory(params: Params, roles: Roles, step: TrainingStep) -> MemoryE
         _activation_bytes(params, trained, step),
         logits,
     )
+
+
+def vocabulary_size(params: Params) -> int:
+    """Return the number of logits per token of a language model; 0 for other models."""
+    size = max((p.shape[0] for p in _heads(params)), default=0)
+    return size if size >= 1000 else 0  # below, the model is a classifier
+
+
+def _heads(params: Params) -> list[Param]:
+    """Return the matrices that may be the head of a language model."""
+    heads = [p for p in params if p.kind is Kind.HEAD and len(p.shape) > 1]
+    return heads + [p for p in params if p.kind is Kind.EMBED and p.tied]
 
 
 def _value_count(param: Param) -> int:
