@@ -30,7 +30,7 @@ from fedplan.models.values import set_values
 from fedplan.runners.local import Federation
 from fedplan.training import TrainArguments
 
-WORDS, LENGTH, CLIENTS, ROWS, ROUNDS, STEPS = 24, 24, 4, 128, 12, 20
+WORDS, LENGTH, CLIENTS, ROWS, ROUNDS, STEPS = 24, 24, 4, 1024, 12, 20
 SIZE = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SETTINGS: dict[str, list[dict[str, float]]] = {
     "fedavg": [{"lr": lr} for lr in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)],
