@@ -31,6 +31,8 @@ APART = {("privacy", "methods")}
 """Neither of these two imports the other: a method is no promise, and a promise no method."""
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__", "hasattr"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "random", "yaml"}
+ALLOWED_MODULES = {"training.restoring": {"random"}}
+"""It seeds Python's generator around a user's loop, and restores it; nothing of fedplan draws from it."""
 UNSAFE_ARGUMENTS = {"trust_remote_code", "allow_pickle", "shell"}
 VAGUE = {"utils", "util", "helpers", "common", "misc", "base"}
 WITHOUT_TORCH = (
@@ -181,7 +183,8 @@ def test_nothing_unsafe_is_called(file: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in UNSAFE_NAMES, node.lineno
         if isinstance(node, ast.Import):
-            assert not {alias.name for alias in node.names} & UNSAFE_MODULES, node.lineno
+            unsafe = UNSAFE_MODULES - ALLOWED_MODULES.get(name_of(file), set())
+            assert not {alias.name for alias in node.names} & unsafe, node.lineno
         if isinstance(node, ast.ImportFrom):
             assert node.module not in UNSAFE_MODULES, node.lineno
         if isinstance(node, ast.keyword) and node.arg in UNSAFE_ARGUMENTS:

@@ -123,10 +123,14 @@ def _train(
             scores = method.probe(make_probe_input(agreement, client, turn)) or scores
         turn = replace(turn, scores=scores)
     roles = agreement.resolved(turn)
-    result = _charge_and_fit(agreement, client, request, turn, roles, before, client_state)
-    if client.privacy.contained_fault is not None:
-        restore_buffers(model, buffers)  # an error would reveal that an example changed them
-    require_unchanged_buffers(model, buffers)
+    try:
+        result = _charge_and_fit(agreement, client, request, turn, roles, before, client_state)
+        if client.privacy.contained_fault is not None:
+            restore_buffers(model, buffers)  # an error would reveal that an example changed them
+        require_unchanged_buffers(model, buffers)
+    except BaseException:
+        restore_buffers(model, buffers)  # a site's next turn would start from the changed ones
+        raise
     after = get_values(model, agreement.trainable, copy=copy)
     old_digests = notes.get("digests", {})
     digests = _param_digests(agreement, client, turn.round, roles, before, after, old_digests)

@@ -81,7 +81,8 @@ class TrainableParams:
         def pass_gradients(tensor: Tensor) -> None:
             if tensor.untyped_storage() is not storage:
                 raise FedplanError(
-                    "the model was moved or cast after trainable(): do that before the call"
+                    "the model was moved or cast while fused tensors are trained in part: do that "
+                    "before the run, or before trainable()"
                 )
             if not self._parameters_read:
                 raise FedplanError(
@@ -133,12 +134,13 @@ class TrainableParams:
                 yield param, param.view(tensor.detach()), param.view(tensor.grad)
 
     def release(self) -> None:
-        """Restore the model's original requires_grad flags and remove all hooks; values stay."""
+        """Restore the model's requires_grad flags, remove all hooks and gradients; values stay."""
         self._write_back()
         for hook in self._hooks:
             hook.remove()
         for tensor, requires_grad in self._original_flags.items():
             tensor.requires_grad_(requires_grad)
+            tensor.grad = None  # else the next client's first step would add it to its own
 
     def __enter__(self) -> TrainableParams:
         return self

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import nan
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +24,13 @@ from fedplan.naming import Registry
 from fedplan.tensors.devices import CPU, fork_rng_state, model_device, to_device
 from fedplan.training.fit import Fit, FitResult, Job, adjust_gradients, plain_fit
 from fedplan.training.freezing import TrainableParams, trainable
+from fedplan.training.restoring import (
+    all_named_parameters,
+    fork_python_rng_state,
+    require_same_params,
+    same_params,
+    without_additions,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -159,7 +167,8 @@ class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     def raw_rows(self) -> Any:
         """The client's data as given to `simulate`: a Dataset of torch or `datasets`, or a list.
 
-        Raises FedplanError if the task keeps prepared examples alone, as fedplan's own tasks do.
+        A list or a Dataset of `datasets` is a copy, so that a loop may sort or format it. Raises
+        FedplanError if the task keeps prepared examples alone, as fedplan's own tasks do.
         """
         if not isinstance(self.examples, RowExamples):
             raise FedplanError(
@@ -167,12 +176,16 @@ class ExamplesDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
                 "or to_hf_dataset(); or give the data to a CustomTask, or to a task of your own "
                 "whose examples have an attribute `raw_rows`"
             )
-        return self.examples.raw_rows
+        from datasets import Dataset
+
+        rows = self.examples.raw_rows
+        # The copy of a Dataset has the same memory.
+        return copy.deepcopy(rows) if isinstance(cast("object", rows), list | Dataset) else rows
 
     def to_table(self) -> Dataset:
         """Return `raw_rows` as a Hugging Face Dataset, as trainers of TRL need them.
 
-        A Dataset of `datasets` is returned as it is; other rows must be mappings, and are loaded
+        A Dataset of `datasets` keeps its columns; other rows must be mappings, and are loaded
         into memory. Raises FedplanError as `raw_rows`, and for rows that are no mappings.
         """
         from datasets import Dataset
@@ -223,7 +236,11 @@ def attach(loop: TrainingLoop) -> Fit:
     @with_text(format_call("attach", loop))
     def attached(job: Job) -> FitResult:
         device = model_device(job.model)
-        with fork_rng_state(device, job.seed), trainable(job.model, job.roles) as trainable_params:
+        with (
+            fork_rng_state(device, job.seed),
+            fork_python_rng_state(job.seed),
+            trainable(job.model, job.roles) as trainable_params,
+        ):
             if not list(trainable_params.parameters()) or not len(job.examples):
                 return FitResult(loss=nan, steps=0)
             watcher = _StepWatcher(job, trainable_params)
@@ -253,19 +270,22 @@ def _run_loop(
     if isinstance(examples, SeededExamples):
         examples = examples.with_seed(job.seed)
     dataset = ExamplesDataset(examples, model_device(job.model))
-    params_before = dict(job.model.named_parameters())
+    params_before = all_named_parameters(job.model)
     flags = {tensor: tensor.requires_grad for tensor in params_before.values()}
-    with _without_additions(job.model), _same_params(job, params_before):
+    with without_additions(job.model), same_params(job, params_before), torch.enable_grad():
         job.model.train()
         try:
             result = loop(job.model, dataset, trainable_params)
         except ImportError:  # perhaps of a Trainer, which transformers raises without a name
             import_extra("accelerate", "a Trainer of transformers")
             raise
-        if isinstance(result, int | float | Tensor | None):
-            loss = result.item() if isinstance(result, Tensor) else result
-            return nan if loss is None else float(loss)
-        _require_same_params(job.model, params_before)
+        if isinstance(result, Tensor) and result.numel() != 1:
+            raise FedplanError(
+                f"the loop returned a tensor of {result.numel()} values: return the mean loss"
+            )
+        if isinstance(result, Real | Tensor | None):
+            return nan if result is None else float(result)
+        require_same_params(job.model, params_before)
         # peft decides anew which params are trained when a Trainer adds an adapter.
         for tensor, requires_grad in flags.items():
             tensor.requires_grad_(requires_grad)
@@ -273,97 +293,6 @@ def _run_loop(
         added = {n: each for n, each in params if n not in params_before and each.requires_grad}
         watcher.set_added_params(added.values())
         return run_trainer(result, job, trainable_params, added, watcher.set_max_grad_norm)
-
-
-@contextmanager
-def _without_additions(model: nn.Module) -> Generator[None]:
-    """Context manager that restores all modules of a model at exit, but for params and buffers.
-
-    Trainers leave adapters, value heads, hooks, wrapped forwards, and dropout that is turned off.
-    Params and buffers of the model keep their values, also where they were replaced.
-    """
-    before = [(vars(owner), _copy_state(owner)) for owner in _owners(model)]
-    try:
-        yield
-    finally:
-        for attributes, state in before:
-            for name in attributes.keys() - state.keys():
-                del attributes[name]
-            for name, (value, items) in state.items():
-                if name in _TENSORS:
-                    for added in value.keys() - items.keys():
-                        del value[added]
-                    continue
-                attributes[name] = value
-                if isinstance(value, list):
-                    cast("list[Any]", value)[:] = items
-                elif _is_collection(value):
-                    value.clear()
-                    value.update(items)
-
-
-_TENSORS = ("_parameters", "_buffers")
-"""Attributes of a module with its own tensors by name."""
-
-
-def _owners(model: nn.Module) -> list[object]:
-    """Return all modules of a model, and their configs, which Trainers change, too."""
-    owners = {id(module): cast("object", module) for module in model.modules()}
-    for module in list(owners.values()):
-        for name in ("config", "generation_config"):
-            config = vars(module).get(name)
-            if getattr(config, "__dict__", None) is not None:
-                owners[id(config)] = config
-    return list(owners.values())
-
-
-def _copy_state(owner: object) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes of an object by name, each with a copy if it is a collection."""
-    return {
-        name: (value, copy.copy(value) if _is_collection(value) else None)
-        for name, value in vars(owner).items()
-    }
-
-
-def _is_collection(value: Any) -> bool:
-    return isinstance(value, dict | list | set)
-
-
-@contextmanager
-def _same_params(job: Job, params_before: Mapping[str, nn.Parameter]) -> Generator[None]:
-    """Context manager that requires at exit that the params are those of before, on their devices.
-
-    Trained params that were cast to another dtype are cast back. Raises FedplanError for replaced
-    params, moved ones, and frozen ones of another dtype.
-    """
-    devices = {name: tensor.device for name, tensor in params_before.items()}
-    dtypes = {name: tensor.dtype for name, tensor in params_before.items()}
-    frozen = {param.name for param, role in job.roles.items() if not role.is_trained}
-    yield
-    _require_same_params(job.model, params_before)
-    for name, tensor in params_before.items():
-        if tensor.device != devices[name]:
-            raise FedplanError(
-                f"the loop moved the model to {tensor.device}: set the device in the study, and "
-                "in the arguments of a Trainer (use_cpu)"
-            )
-        if tensor.dtype != dtypes[name]:
-            if name in frozen:
-                raise FedplanError(
-                    f"the loop cast {name} to {tensor.dtype}, and the plan freezes it: load the "
-                    "model in the dtype that the loop needs"
-                )
-            tensor.data = tensor.data.to(dtypes[name])
-
-
-def _require_same_params(model: nn.Module, params_before: Mapping[str, nn.Parameter]) -> None:
-    """Raise FedplanError if a param of before is missing, or another tensor has its name."""
-    params = dict(model.named_parameters())
-    if changed := [n for n, tensor in params_before.items() if params.get(n) is not tensor]:
-        raise FedplanError(
-            f"the loop replaced {min(changed)} in the model: do that before the run starts, since "
-            "the plan trains or freezes the tensor that was there"
-        )
 
 
 class _StepWatcher:

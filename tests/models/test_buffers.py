@@ -139,8 +139,11 @@ def test_a_model_whose_training_changes_a_buffer_is_refused_by_name(
     norm: str, tmp_path: Path
 ) -> None:
     whole = federation(cnn(REFUSED[norm]), tmp_path)
+    before = digests(copy_buffers(whole.model))
     with pytest.raises(FedplanError, match=r"0\.1.* is no param, and training .* GroupNorm"):
         whole.run_round()
+    # A site's next turn must not start from the buffers of a turn that failed.
+    assert digests(copy_buffers(whole.model)) == before
     assert whole.global_state.round == 0 and not (tmp_path / "ledger.jsonl").read_bytes()
 
 

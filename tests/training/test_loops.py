@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -28,7 +30,7 @@ from fedplan.language.predicates import Turn
 from fedplan.language.resolution import permitted_roles, resolve
 from fedplan.methods import METHODS, Method, fedprox, method_by_name
 from fedplan.models.description import describe
-from fedplan.models.values import get_values
+from fedplan.models.values import get_values, set_values
 from fedplan.privacy.guarantee import Guarantee
 from fedplan.runners.local import Federation
 from fedplan.storage.append_log import read_json_lines
@@ -386,6 +388,7 @@ def _idles(model: nn.Module, rows: ExamplesDataset, trainable_params: TrainableP
         (_casts, PLANS[1], None, "cast transformer.h.0.attn.c_attn.weight to torch.bfloat16"),
         (_idles, PLANS[0], None, "took no step with trainable_params.parameters"),
         (lambda *_: "0.5", PLANS[0], None, "the loop returned a str: return the mean loss"),
+        (lambda *_: torch.ones(3), PLANS[0], None, "returned a tensor of 3 values: return the"),
         (
             lambda model, rows, trainable_params: trainer_of()(gpt2(), rows, trainable_params),
             PLANS[0],
@@ -477,6 +480,133 @@ def test_what_a_loop_adds_for_itself_is_gone_after_the_turn() -> None:
                 assert after[0][name][key].keys() == value.keys()
 
 
+def _step(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
+    """One step of SGD, which leaves its gradients."""
+    loss = text_loss(model, rows.batch(torch.arange(2)))
+    loss.backward()
+    torch.optim.SGD(trainable_params.parameters(), lr=0.1).step()
+    return loss.item()
+
+
+def _after(change: Callable[[Any], Any]) -> Callable[..., float]:
+    """A loop that trains one step, and then changes its model."""
+
+    def loop(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
+        loss = _step(model, rows, trainable_params)
+        change(model)
+        return loss
+
+    return loop
+
+
+def _set_weight(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def _add_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.ones(64))
+
+
+def _swap_class(model: Any) -> None:
+    model.lm_head.__class__ = type("Other", (nn.Linear,), {"forward": lambda *_: None})
+
+
+def _double(weight: Any) -> None:
+    weight.grad.mul_(2)
+
+
+def _hook_params(model: Any) -> None:
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient * 3)
+        weight.register_post_accumulate_grad_hook(_double)
+
+
+def _unset_gradients(model: Any) -> None:
+    torch.set_grad_enabled(False)
+
+
+def _raise(model: Any) -> None:
+    model.transformer.wte.register_forward_hook(lambda *_: None)
+    model.config.pad_token_id = 9
+    model.half()
+    _set_weight(model)
+    raise ValueError("on purpose")
+
+
+def _tied() -> nn.Module:
+    model: Any = gpt2()
+    model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
+CHANGES: tuple[tuple[Callable[..., Any], Callable[[], nn.Module], str], ...] = (
+    (lambda model: None, gpt2, ""),
+    (_add_bias, gpt2, ""),
+    (_swap_class, gpt2, ""),
+    (_hook_params, gpt2, ""),
+    (_unset_gradients, gpt2, ""),
+    (_raise, gpt2, "on purpose"),
+    (lambda model: model.half(), gpt2, ""),
+    (lambda model: setattr(model, "config", hf.BertConfig()), gpt2, ""),
+    (lambda model: model.resize_token_embeddings(70), gpt2, "the loop replaced lm_head.weight"),
+    (lambda model: model.resize_token_embeddings(70), _tied, "changed the shape|replaced"),
+    (_set_weight, gpt2, "the loop replaced lm_head.weight"),
+    (_set_weight, _tied, "the loop replaced lm_head.weight"),
+    (lambda model: setattr(model.lm_head, "weight", model.transformer.wte.weight), gpt2, "replac"),
+    (lambda model: delattr(model, "lm_head"), gpt2, "the loop replaced lm_head.weight"),
+    (lambda model: model.transformer.h.pop(1), gpt2, "the loop replaced transformer.h.1"),
+)
+
+
+@pytest.mark.parametrize(("change", "build", "words"), CHANGES)
+def test_the_next_turn_cannot_tell_what_a_loop_did_to_the_model(
+    change: Any, build: Callable[[], nn.Module], words: str
+) -> None:
+    """Clients of one process train the same model: all but its values is as it was, or refused."""
+    model, fresh = build(), build()
+    job = job_of(model)
+    if words:
+        with pytest.raises((FedplanError, ValueError), match=words):
+            attach(_after(change))(job)
+    else:
+        assert attach(_after(change))(job).steps == 1 and moved(job)
+    assert torch.is_grad_enabled()
+    names = dict(model.named_parameters(remove_duplicate=False))
+    assert names.keys() == dict(fresh.named_parameters(remove_duplicate=False)).keys()
+    set_values(model, job.start, list(job.roles))
+    for each in (model, fresh):
+        attach(by_hand(text_loss))(job_of(each))
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, other) and one.dtype is other.dtype and one.grad is None
+
+
+def test_an_adapter_that_a_loop_leaves_merged_is_refused() -> None:
+    """Its product is in the weights already, and the next turn would add it again."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+    model = peft.get_peft_model(gpt2(), lora)
+    with pytest.raises(FedplanError, match="the loop left an adapter merged into base_model"):
+        attach(_after(lambda model: model.merge_adapter()))(job_of(model))
+    model = peft.get_peft_model(gpt2(), lora)
+    done = attach(_after(lambda model: [model.merge_adapter(), model.unmerge_adapter()]))
+    assert done(job_of(model)).steps == 1
+
+
+def test_a_loops_own_random_numbers_are_the_turns() -> None:
+    def loop(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
+        _step(model, rows, trainable_params)
+        return random.random() + np.random.rand()
+
+    random.seed(5)
+    np.random.seed(5)
+    losses = [attach(loop)(job_of(gpt2(), seed=seed)).loss for seed in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
+    after = random.random(), np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    assert after == (random.random(), np.random.rand())
+
+
 def test_a_head_that_a_trainer_adds_is_trained_and_clipped_and_gone() -> None:
     heads = list[nn.Linear]()
 
@@ -523,9 +653,13 @@ def test_a_loop_gets_the_rows_as_they_were_given() -> None:
     given: Any
     for given in (entries, Dataset.from_list(entries)):
         rows = ExamplesDataset(CustomTask().prepare(given))
-        assert rows.raw_rows is given
-        assert rows.to_table().to_list() == entries
-    assert isinstance(given, Dataset) and rows.to_table() is given
+        assert list(rows.raw_rows) == entries and rows.to_table().to_list() == entries
+        rows.to_table().set_format("numpy")
+        if isinstance(given, list):
+            rows.raw_rows.pop()
+            rows.raw_rows[0]["prompt"] = "z"
+        # A loop's changes are its own: the next turn and the scores have the rows that were given.
+        assert list(given) == list(rows.examples.raw_rows) == entries
     for wrong, words in (
         (Few("bert", 0, 3), "Few keeps prepared examples"),
         ([1, 2], "a row is a int"),
