@@ -81,8 +81,9 @@ def ditto(lam: float = 0.1) -> Method:
 
     Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, 2021 (arXiv
     2012.04221). After its update a client trains its copy with lam/2 * squared distance to the
-    global model, by the same settings, so a turn takes twice the steps. The copy is never sent;
-    personal scores and exports of a client are of the copy.
+    global model, by the same settings, so a turn takes twice the steps. The copy begins as the
+    global model of the client's first turn; the paper's as the initial model. The copy is never
+    sent; personal scores and exports of a client are of the copy.
     """
     return Method(share(), client_hooks=(train_own_copy(lam),), own_copy=True)
 

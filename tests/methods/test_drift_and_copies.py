@@ -51,6 +51,7 @@ from fedplan.training import (
 
 ROUNDS, LR = 6, 0.1
 SIZES = {"a": 3, "b": 5, "c": 9, "d": 4}
+ALL = Participation(1.0)
 ARGUMENTS = TrainArguments(sgd(), lr=LR, batch_size=100, epochs=4)
 """Whole batches, so that the order of examples does not matter."""
 
@@ -261,28 +262,37 @@ def test_fednova_is_the_loop_of_the_paper(tmp_path: Path) -> None:
 # Ditto
 
 
-def ditto_loop(lam: float, late: int = ROUNDS) -> tuple[Weights, dict[str, Weights]]:
-    """The paper's algorithm 1: the global model, and each client's own; slopes alone when late."""
-    w, own = initial(), dict.fromkeys(ROWS, initial())
+def ditto_loop(
+    lam: float, late: int = ROUNDS, taking: Participation = ALL
+) -> tuple[Weights, dict[str, Weights]]:
+    """The paper's algorithm 1, but that a client's own model begins at its first turn.
+
+    Returns the global model, and each client's own. Trains slopes alone when late.
+    """
+    w, own = initial(), dict[str, Weights]()
     for number in range(ROUNDS):
         still = number >= late
+        cohort = {name: ROWS[name] for name in taking.cohort("drift", number + 1, [*ROWS])}
 
         def pull(at: Weights, w: Weights = w) -> Weights:
             return lam * (at[0] - w[0]), lam * (at[1] - w[1])
 
-        own = {
-            name: descend(rows, own[name], 4, pull, slopes_only=still)
-            for name, rows in ROWS.items()
+        own |= {
+            name: descend(rows, own.get(name, w), 4, pull, slopes_only=still)
+            for name, rows in cohort.items()
         }
-        trained = {name: descend(rows, w, 4, slopes_only=still) for name, rows in ROWS.items()}
+        trained = {name: descend(rows, w, 4, slopes_only=still) for name, rows in cohort.items()}
         w = mean_of(trained, {name: float(count) for name, count in SIZES.items()})
     return w, own
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("lam", [0.0, 0.7])
-def test_ditto_is_the_loop_of_the_paper(lam: float, tmp_path: Path) -> None:
-    fed = play(ditto(lam), tmp_path)
-    w, own = ditto_loop(lam)
+def test_ditto_is_the_loop_of_the_paper(lam: float, fraction: float, tmp_path: Path) -> None:
+    taking = Participation(fraction)
+    fed = play(ditto(lam), tmp_path, participation=taking)
+    w, own = ditto_loop(lam, taking=taking)
+    assert own.keys() == ROWS.keys()
     assert close(weights_of(fed.global_values()), w)
     for name in ROWS:
         assert close(weights_of(fed.personal_values(name)), own[name])
