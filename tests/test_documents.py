@@ -293,6 +293,13 @@ def test_every_cell_beside_other_tools_leads_to_a_source() -> None:
         named = re.findall(r"\]\[([\w-]+)\]", cell)
         assert named or re.search(r"\]\([^)]+\)", cell) or cell == "-", cell
         assert set(named) <= sources.keys(), cell
+    lacking = {
+        row[0].strip("| ").split()[0].strip(",") for row in rows if "_capabilities" in row[1]
+    }
+    table = runpy.run_path(str(ROOT / "docs" / "capabilities.py"))["CAPABILITIES"]
+    assert lacking == lacking & {
+        row.need.split()[0].strip(",") for row in table if row.answer == "no"
+    }
     used = set(re.findall(r"\]\[([\w-]+)\]", page))
     assert used == sources.keys(), used ^ sources.keys()
     commits = re.compile("/blob/[0-9a-f]{40}/|/issues/")
