@@ -151,7 +151,8 @@ class Method:
         matrices = [p for p in params if len(p.shape) == 2]
         tables = [p.shape for p in matrices if p.kind is Kind.EMBED]
         heads = {p.shape for p in matrices if p.kind is Kind.HEAD}
-        if not tables or heads - {max(tables)}:
+        most_rows = max(tables, default=(0,))[0]  # of several tables, that of tokens has the most
+        if not tables or heads - {shape for shape in tables if shape[0] == most_rows}:
             return self
         return replace(self, plan=self.plan_without_head, plan_without_head=None)
 

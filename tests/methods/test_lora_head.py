@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import newer
 import pytest
 import torch
 import transformers as hf
@@ -36,6 +37,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "tied": (lambda: llama(True), False),
     "gpt2": (lambda: zoo.build("gpt2"), False),
     "t5": (lambda: zoo.build("t5"), False),
+    "qwen3_vl": (lambda: newer.build("qwen3_vl"), False),
     "scored": (scored, True),
     "bert": (lambda: zoo.build("bert"), True),
     "vit": (lambda: zoo.build("vit"), True),
