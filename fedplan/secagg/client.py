@@ -94,7 +94,8 @@ class ProtocolClient:
             raise SecAggError(f"{min(unknown)!r} is no slot of this round")
         progress = self._store.read()
         if progress is None or progress.terms != terms:
-            _require_new(terms, progress)
+            if progress is not None:
+                _require_later(terms, progress)
             progress = RoundProgress(terms, os.urandom(crypto.KEY_SIZE), declared, input_digest)
             self._store.write(progress)
         _require_open(progress)
@@ -176,7 +177,11 @@ class ProtocolClient:
         if not 0 < weight <= MAX_CLIENT_WEIGHT:
             raise SecAggError(f"the weight is {weight}: give a whole number from 1 to 2**27")
         vectors = state.masked_vectors(numbers, weight)
-        digest = _digest(vectors)
+        hasher = hashlib.sha256()
+        for name, content in vectors.items():
+            hasher.update(name.encode())
+            hasher.update(content)
+        digest = hasher.hexdigest()
         if progress.masked_digest not in ("", digest):
             raise SecAggError(
                 f"round {progress.terms.round} was masked with other numbers: the same masks on "
@@ -202,7 +207,26 @@ class ProtocolClient:
             _require_same("the survivor list", survivors.clients, progress.survivors, progress)
         else:
             state = ClientRoundState(self.name, progress)
-            _require_survivors(state, survivors.clients)
+            if list(survivors.clients) != sorted(set(survivors.clients)):
+                raise SecAggError("the survivor list names a client twice, or is not sorted")
+            if unknown := set(survivors.clients) - set(state.sharing):
+                raise SecAggError(
+                    f"{min(unknown)!r} cannot have survived: it did not share its secrets"
+                )
+            if self.name not in survivors.clients:
+                raise SecAggError(
+                    f"{self.name} is not among the survivors, and has sent its masked input: "
+                    "shares of both of its secrets would reveal it"
+                )
+            if len(survivors.clients) < state.terms.threshold:
+                raise SecAggError(
+                    f"{len(survivors.clients)} clients have survived, and the threshold is "
+                    f"{state.terms.threshold}: nothing is unmasked"
+                )
+            if not state.terms.revealable(state.groups, survivors.clients):
+                raise SecAggError(
+                    f"no slot has {state.terms.min_senders} senders left: nothing is unmasked"
+                )
             # A client that was given shares of fewer clients has fewer pairwise masks: the secrets
             # of those that the list drops would unmask its input alone.
             for client in survivors.clients:
@@ -290,32 +314,8 @@ def require_valid_advert(terms: Terms, advert: messages.KeyAdvert, directory: Ke
         crypto.x25519_shared_secret(bytes(crypto.KEY_SIZE), key)
 
 
-def _require_survivors(state: ClientRoundState, survivors: Sequence[str]) -> None:
-    """Raise a SecAggError if a client in this state must not sign a survivor list."""
-    if list(survivors) != sorted(set(survivors)):
-        raise SecAggError("the survivor list names a client twice, or is not sorted")
-    if unknown := set(survivors) - set(state.sharing):
-        raise SecAggError(f"{min(unknown)!r} cannot have survived: it did not share its secrets")
-    if state.name not in survivors:
-        raise SecAggError(
-            f"{state.name} is not among the survivors, and has sent its masked input: shares of "
-            "both of its secrets would reveal it"
-        )
-    if len(survivors) < state.terms.threshold:
-        raise SecAggError(
-            f"{len(survivors)} clients have survived, and the threshold is "
-            f"{state.terms.threshold}: nothing is unmasked"
-        )
-    if not state.terms.revealable(state.groups, survivors):
-        raise SecAggError(
-            f"no slot has {state.terms.min_senders} senders left: nothing is unmasked"
-        )
-
-
-def _require_new(terms: Terms, last: RoundProgress | None) -> None:
+def _require_later(terms: Terms, last: RoundProgress) -> None:
     """Raise a SecAggError unless `terms` are of a later round or attempt than `last`."""
-    if last is None:
-        return
     if terms.run != last.terms.run:
         raise SecAggError(f"this store is of run {last.terms.run!r}: use one for each run")
     if terms.round < last.terms.round:
@@ -353,11 +353,3 @@ def _require_same(what: str, new: object, accepted: object, progress: RoundProgr
             f"{what} differs from the one this client accepted before in round "
             f"{progress.terms.round}"
         )
-
-
-def _digest(vectors: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, content in vectors.items():
-        digest.update(name.encode())
-        digest.update(content)
-    return digest.hexdigest()

@@ -11,8 +11,9 @@ JSON from the fields of the classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -174,18 +175,19 @@ def to_json(message: object, terms: Terms | None = None) -> dict[str, JSON]:
             bits = (1 << place for place, slot in enumerate(terms.slots) if slot.name in sent)
             result["slots"] = hex(sum(bits))
         else:
-            result[_JSON_NAMES.get(each.name, each.name)] = _value_to_json(value, terms)
+            result[_JSON_NAMES.get(each.name, each.name)] = value_to_json(value, terms)
     return result
 
 
-def _value_to_json(value: Any, terms: Terms | None) -> JSON:
+def value_to_json(value: Any, terms: Terms | None = None) -> JSON:
+    """Return a value of a message's field as JSON; bytes in hex."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple):
-        return [_value_to_json(each, terms) for each in cast("tuple[Any, ...]", value)]
+        return [value_to_json(each, terms) for each in cast("tuple[Any, ...]", value)]
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
-        return {name: _value_to_json(each, terms) for name, each in items}
+        return {name: value_to_json(each, terms) for name, each in items}
     return to_json(value, terms) if is_dataclass(value) else cast("str", value)
 
 
@@ -195,15 +197,23 @@ def from_json(kind: type[M], data: object, terms: Terms | None = None) -> M:
     Raises SerializationError for a missing field, or one of another type. Fields that the class
     does not have are ignored.
     """
+    with _serialization_errors():
+        return value_from_json(kind, data, terms)
+
+
+@contextmanager
+def _serialization_errors() -> Generator[None]:
+    """Raise a SerializationError in place of the errors of reading JSON in the body."""
     try:
-        return _value_from_json(kind, data, terms)
+        yield
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise SerializationError(
             f"this is not a message of secure aggregation: {str(error)[:80]}"
         ) from error
 
 
-def _value_from_json(kind: Any, data: Any, terms: Terms | None) -> Any:
+def value_from_json(kind: Any, data: Any, terms: Terms | None = None) -> Any:
+    """Return the value of a type that `value_to_json` wrote; TypeError or ValueError if none."""
     if kind in (str, bytes):
         if not isinstance(data, str):
             raise TypeError(f"{str(data)[:40]!r} is not text")
@@ -216,13 +226,13 @@ def _value_from_json(kind: Any, data: Any, terms: Terms | None) -> Any:
             **{
                 name: _slots_from_bits(data["slots"], terms)
                 if kind is KeyAdvert and name == "slots"
-                else _value_from_json(hint, data[_JSON_NAMES.get(name, name)], terms)
+                else value_from_json(hint, data[_JSON_NAMES.get(name, name)], terms)
                 for name, hint in _type_hints(kind).items()
             }
         )
     if shape is list:
-        return tuple(_value_from_json(get_args(kind)[0], each, terms) for each in data)
-    return {name: _value_from_json(get_args(kind)[1], each, terms) for name, each in data.items()}
+        return tuple(value_from_json(get_args(kind)[0], each, terms) for each in data)
+    return {name: value_from_json(get_args(kind)[1], each, terms) for name, each in data.items()}
 
 
 _type_hints = cache(get_type_hints)
@@ -231,7 +241,7 @@ _type_hints = cache(get_type_hints)
 def _slots_from_bits(data: Any, terms: Terms | None) -> tuple[str, ...]:
     """Return the names of the terms' slots in a bit set; ValueError if it is none."""
     assert terms is not None
-    text, count = _value_from_json(str, data, None), len(terms.slots)
+    text, count = value_from_json(str, data), len(terms.slots)
     # The length first: a huge number is never parsed.
     if not text.startswith("0x") or len(text) > 2 + (count + 3) // 4:
         raise ValueError(f"{text[:40]!r} is not a bit set of {count} slots")
@@ -243,10 +253,9 @@ def _slots_from_bits(data: Any, terms: Terms | None) -> tuple[str, ...]:
 def encode(run: str, message: object, terms: Terms | None = None) -> Message:
     """Return a message as bytes; each vector of a MaskedInput is a blob, named in the header."""
     if isinstance(message, MaskedInput):
-        sender = {"terms": message.terms_digest.hex(), "client": message.client}
-        header: dict[str, JSON] = {"run": run, **sender, "groups": [*message.vectors]}
-        header["complaints"] = [*message.complaints]
-        header["signature"] = message.signature.hex()
+        header = to_json(replace(message, vectors={}))
+        del header["vectors"]
+        header |= {"run": run, "groups": [*message.vectors]}
         return Message(pack_message({}, header).header, tuple(message.vectors.values()))
     # A blob, because headers are limited in size.
     text = json.dumps(to_json(message, terms), sort_keys=True)
@@ -256,39 +265,19 @@ def encode(run: str, message: object, terms: Terms | None = None) -> Message:
 def decode(kind: type[M], message: Message, terms: Terms | None = None) -> M:
     """Return the message that `encode` made bytes of; SerializationError for other bytes."""
     if kind is not MaskedInput:
-        return from_json(kind, _read_blob(message), terms)
+        with _serialization_errors():
+            return value_from_json(kind, json.loads(message.blobs[0]), terms)
     _, header = unpack_message(Message(message.header))
-    names = from_json(_MaskedHeader, header)
-    if len(names.groups) != len(message.blobs):
-        raise SerializationError(f"{len(message.blobs)} vectors have {len(names.groups)} names")
-    vectors = dict(zip(names.groups, message.blobs, strict=True))
-    rest = names.complaints, names.signature
-    return cast("M", MaskedInput(names.terms_digest, names.client, vectors, *rest))
+    masked = from_json(MaskedInput, header | {"vectors": {}})
+    with _serialization_errors():
+        groups = value_from_json(tuple[str, ...], header["groups"])
+    if len(groups) != len(message.blobs):
+        raise SerializationError(f"{len(message.blobs)} vectors have {len(groups)} names")
+    vectors = dict(zip(groups, message.blobs, strict=True))
+    return cast("M", replace(masked, vectors=vectors))
 
 
 def read_terms_digest(message: Message) -> bytes:
     """Return the digest of the round's terms in a message from `encode`, other than MaskedInput."""
-    return from_json(_TermsDigest, _read_blob(message)).terms_digest
-
-
-def _read_blob(message: Message) -> Any:
-    try:
-        return json.loads(message.blobs[0])
-    except (ValueError, LookupError, RecursionError) as error:
-        raise SerializationError(
-            f"this is not a message of secure aggregation: {str(error)[:80]}"
-        ) from error
-
-
-@dataclass(frozen=True)
-class _TermsDigest:
-    terms_digest: bytes
-
-
-@dataclass(frozen=True)
-class _MaskedHeader:
-    terms_digest: bytes
-    client: str
-    groups: tuple[str, ...]
-    complaints: tuple[str, ...]
-    signature: bytes
+    with _serialization_errors():
+        return value_from_json(bytes, json.loads(message.blobs[0])["terms"])

@@ -13,13 +13,13 @@ average out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 from fedplan.errors import StoreError
 from fedplan.secagg.crypto import SecAggError, sha256_of
-from fedplan.secagg.messages import KeyAdvert
+from fedplan.secagg.messages import KeyAdvert, value_from_json, value_to_json
 from fedplan.secagg.terms import Slot, Terms
 from fedplan.storage.append_log import AppendLog, DamagedLog
 from fedplan.storage.encryption import Encryption
@@ -127,20 +127,9 @@ def _to_json(progress: RoundProgress) -> dict[str, Any]:
         [a.client, a.encryption_key.hex(), a.masking_key.hex(), a.signature.hex(), [*a.slots]]
         for a in progress.adverts
     ]
-    return {
-        "terms": asdict(progress.terms) | {"slots": slots},
-        "secret": progress.secret.hex(),
-        "slots": list(progress.slots),
-        "input_digest": progress.input_digest,
-        "adverts": adverts,
-        "ciphertexts": {name: shares.hex() for name, shares in progress.ciphertexts.items()},
-        "share_hashes": {
-            name: [each.hex() for each in hashes] for name, hashes in progress.share_hashes.items()
-        },
-        "masked_digest": progress.masked_digest,
-        "survivors": list(progress.survivors),
-        "revealed": progress.revealed,
-    }
+    short = {"terms": asdict(progress.terms) | {"slots": slots}, "adverts": adverts}
+    values = {each.name: getattr(progress, each.name) for each in fields(progress)}
+    return {n: short[n] if n in short else value_to_json(v) for n, v in values.items()}
 
 
 def _from_json(data: Mapping[str, Any]) -> RoundProgress:
@@ -151,20 +140,10 @@ def _from_json(data: Mapping[str, Any]) -> RoundProgress:
         encryption_key, masking_key, signature = map(bytes.fromhex, keys_and_signature)
         keys = encryption_key, masking_key, signature
         adverts.append(KeyAdvert(*keys, terms.digest, client, tuple(slots)))
-    return RoundProgress(
-        terms=terms,
-        secret=bytes.fromhex(data["secret"]),
-        slots=tuple(data["slots"]),
-        input_digest=data["input_digest"],
-        adverts=tuple(adverts),
-        ciphertexts={name: bytes.fromhex(shares) for name, shares in data["ciphertexts"].items()},
-        share_hashes={
-            name: tuple(map(bytes.fromhex, hashes)) for name, hashes in data["share_hashes"].items()
-        },
-        masked_digest=data["masked_digest"],
-        survivors=tuple(data["survivors"]),
-        revealed=data["revealed"],
-    )
+    values = {"terms": terms, "adverts": tuple(adverts), "revealed": data["revealed"]}
+    kinds = get_type_hints(RoundProgress).items()
+    values |= {n: value_from_json(kind, data[n]) for n, kind in kinds if n not in values}
+    return RoundProgress(**values)
 
 
 class RevealLog:

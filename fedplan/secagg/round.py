@@ -71,23 +71,12 @@ class SecAggCheckpoint:
     discarded: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def read_secagg_checkpoint(file: Path, number: int) -> SecAggCheckpoint:
-    """Return the checkpoint of round `number` in a file, or an empty one; else StoreError."""
-    try:
-        fields: Any = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        checkpoint = SecAggCheckpoint(**fields) if fields else SecAggCheckpoint(number)
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{file} cannot be read: {error}; restore a copy of it") from error
-    if checkpoint.round != number:
-        return SecAggCheckpoint(number)
-    return replace(checkpoint, survivors=tuple(checkpoint.survivors))
-
-
 class SecureRound:
     """The secure sum of a round, in attempts that a checkpoint file makes resumable.
 
     `make_terms`: returns the terms of an attempt by its number. `ask` reaches the clients. `file`:
-    of the checkpoint; None for a simulation, which is not resumed.
+    of the checkpoint; None for a simulation, which is not resumed. A checkpoint of another round is
+    not used; StoreError if it is damaged.
 
     While `begin_attempt` returns True, ask the clients for key adverts of `attempt`, and give these
     to `run_attempt`. Then `unmasked` has the sums and `survivors` the clients in the sums; or
@@ -105,8 +94,13 @@ class SecureRound:
     ) -> None:
         self._number, self._make_terms, self._ask, self._file = round_number, make_terms, ask, file
         self._checkpoint = SecAggCheckpoint(round_number)
-        if file is not None:
-            self._checkpoint = read_secagg_checkpoint(file, round_number)
+        if file is not None and file.exists():
+            try:
+                stored = SecAggCheckpoint(**json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                raise StoreError(f"{file} cannot be read: {error}; restore a copy of it") from error
+            if stored.round == round_number:
+                self._checkpoint = replace(stored, survivors=tuple(stored.survivors))
         self._attempts_left = ATTEMPTS
         self.unmasked: UnmaskedSums | None = None
         self.failure, self.dropouts = "", dict[str, str]()
@@ -216,7 +210,7 @@ class SecureRound:
             accepted[shares.client] = to_json(shares)
 
         self._collect(SHARES_STEP, requests, EncryptedShares, accept)
-        server.sharing_clients()
+        _ = server.sharing  # closes the step, or fails the attempt
         self._save(encrypted_shares=accepted)
         failpoint("secagg.encrypted_shares")
 

@@ -90,14 +90,17 @@ class ProtocolServer:
             raise SecAggError(f"{shares.client} has not committed to each of its shares")
         self._dealt[shares.client] = shares
 
-    def sharing_clients(self) -> tuple[str, ...]:
-        """Close step 2; return the clients whose shares have arrived, sorted."""
-        return self._sharing
+    @cached_property
+    def sharing(self) -> tuple[str, ...]:
+        """The clients whose shares have arrived, sorted; reading them closes step 2."""
+        self._require_enough(len(self._dealt), "have sent encrypted shares")
+        self._closed_steps.add(SHARES)
+        return tuple(sorted(self._dealt))
 
     def shares_for(self, client: str) -> messages.ForwardedShares:
         """Close step 2; return the shares encrypted to one client, by all that shared."""
-        self._require_member(client, self._sharing, self.terms.digest)
-        senders = (sender for sender in self._sharing if sender != client)
+        self._require_member(client, self.sharing, self.terms.digest)
+        senders = (sender for sender in self.sharing if sender != client)
         dealt = {sender: self._dealt[sender] for sender in senders}
         return messages.ForwardedShares(
             self.terms.digest,
@@ -112,7 +115,7 @@ class ProtocolServer:
         other vectors than the client must send.
         """
         client = masked.client
-        self._require_member(client, self._sharing, masked.terms_digest)
+        self._require_member(client, self.sharing, masked.terms_digest)
         self._require_open(INPUTS, client)
         if client in self._complaints:
             raise SecAggError(f"{client} was added before")
@@ -121,7 +124,7 @@ class ProtocolServer:
             raise SecAggError(f"{client} has not signed its masked input")
         groups = {
             g.name: g
-            for g in self.terms.revealable(self._groups, self._sharing)
+            for g in self.terms.revealable(self._groups, self.sharing)
             if client in g.clients
         }
         if set(masked.vectors) != set(groups):
@@ -133,7 +136,7 @@ class ProtocolServer:
         for name, vector in vectors.items():
             self._sums.setdefault(name, GroupVector.empty(groups[name])).add(vector)
         self._input_signatures[client] = masked.signature
-        self._complaints[client] = set(masked.complaints) & set(self._sharing) - {client}
+        self._complaints[client] = set(masked.complaints) & set(self.sharing) - {client}
 
     def accusations(self) -> dict[str, list[str]]:
         """By client, the clients that complain of its shares; clients without any are absent."""
@@ -238,7 +241,7 @@ class ProtocolServer:
                 seed = self._reconstruct(client, self._seed_number(client, group))
                 key = self_mask_key(seed, self._context, group.name, client)
                 self._sums[group.name].apply_mask(key, subtract=True)
-        for dropped in (client for client in self._sharing if client not in self._survivors):
+        for dropped in (client for client in self.sharing if client not in self._survivors):
             affected = [group for group in groups if dropped in group.clients]
             if not affected:
                 continue
@@ -294,7 +297,7 @@ class ProtocolServer:
         for group in self.terms.revealable(self._groups, self._survivors):
             senders = group.senders_among(self._survivors)
             needed |= {(client, self._seed_number(client, group)) for client in senders}
-            dropped = set(group.senders_among(self._sharing)) - set(senders)
+            dropped = set(group.senders_among(self.sharing)) - set(senders)
             needed |= {(client, 0) for client in dropped}
         return needed
 
@@ -322,14 +325,8 @@ class ProtocolServer:
         return self._roster.groups(self.terms)
 
     @cached_property
-    def _sharing(self) -> tuple[str, ...]:
-        self._require_enough(len(self._dealt), "have sent encrypted shares")
-        self._closed_steps.add(SHARES)
-        return tuple(sorted(self._dealt))
-
-    @cached_property
     def _context(self) -> bytes:
-        return mask_context(self.terms.digest, self._roster.digest, self._sharing)
+        return mask_context(self.terms.digest, self._roster.digest, self.sharing)
 
     @cached_property
     def _survivors(self) -> tuple[str, ...]:
