@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-import torch
-
 from fedplan.errors import FedplanError, PrivacyError
 from fedplan.federation.aggregation.defence import Defence, require_defence
-from fedplan.federation.aggregation.lora_products import check_product_rule, shared_lora_layers
+from fedplan.federation.aggregation.lora_products import MAX_MEASURED_NUMEL, check_product_rule
 from fedplan.federation.wire_cost import WireCost
 from fedplan.language.canonical import canonical_text
 from fedplan.language.plan import Best, Plan, Role, Roles, Step
@@ -31,7 +29,7 @@ from fedplan.language.resolution import (
     resolve,
     rounds_to_check,
 )
-from fedplan.methods.lora import LoraLayer
+from fedplan.methods.lora import LoraLayer, lora_layers
 from fedplan.methods.method import Method
 from fedplan.methods.phases import PlannedPhases
 from fedplan.methods.server_optimizer import Dynamic
@@ -163,21 +161,18 @@ class Agreement:
         return tuple(p for p in self.params if p in exchanged)
 
     @cached_property
-    def exchanged_specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each param in `exchanged`, by key."""
-        return {p.key: (getattr(torch, p.dtype), p.shape) for p in self.exchanged}
-
-    @cached_property
     def layers(self) -> tuple[LoraLayer, ...]:
         """LoRA layers of which some turn may share all factors: the server sums their products B A.
 
         Empty under secure aggregation, which would need a second sum for the products, and if the
-        method only measures the products and they are too large (`shared_lora_layers`).
+        method only measures the products and they exceed MAX_MEASURED_NUMEL.
         """
         if self.secagg.active:
             return ()
-        shared = params_with_roles(self.method.plan, self.params, Role.SHARE)
-        return shared_lora_layers(self.method, self.params, shared)
+        shared = set(params_with_roles(self.method.plan, self.params, Role.SHARE))
+        layers = tuple(e for e in lora_layers(self.params) if shared.issuperset(e.factors))
+        small = sum(layer.numel for layer in layers) <= MAX_MEASURED_NUMEL
+        return layers if small or not self.method.lora_aggregation.is_separate else ()
 
     @cached_property
     def tracks_drift(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fedplan import seeds
@@ -16,21 +17,15 @@ from fedplan.data.examples import Examples, Loss
 from fedplan.data.metrics import Predictions
 from fedplan.data.score_counts import ScoreCounts
 from fedplan.federation.agreement import Agreement, versions_digest
-from fedplan.federation.ledger.digests import (
-    InitialModel,
-    combine_digests,
-    examples_digest,
-    model_digest,
-)
+from fedplan.federation.ledger.digests import InitialModel, examples_digest
 from fedplan.federation.ledger.egress import Account, Answer
-from fedplan.federation.ledger.records import role_letters
 from fedplan.federation.messages import (
     ClientStateMissing,
     OutdatedClientState,
     Request,
     RequestRefused,
 )
-from fedplan.language.plan import Role, Roles
+from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
 from fedplan.privacy.dpsgd.fit import ReportFault, require_dp_sgd
@@ -94,27 +89,6 @@ class MetricPolicy:
     metrics: frozenset[str] | None = None
     min_examples: int = 1
     personal: bool = True
-
-    def require_examples(self, name: str, eval_set: EvalSet) -> None:
-        """Raise RequestRefused if there are fewer test examples than `min_examples`, or none.
-
-        `name`: the client, for the message.
-        """
-        count = len(eval_set.examples) if eval_set.examples is not None else 0
-        least = max(1, self.min_examples)
-        if count < least:
-            raise RequestRefused(
-                f"{name} has {count} test examples, and its policy requires {least} or more: raise "
-                "data.holdout_fraction, or lower the number in its policy"
-            ).with_code("few-examples")
-
-    def require_counts(self, name: str) -> None:
-        """Raise RequestRefused unless score counts may leave; `name`: the client."""
-        if self.metrics is not None and SCORE_COUNTS not in self.metrics:
-            raise RequestRefused(
-                f"the policy of {name} lets no score counts leave: add {SCORE_COUNTS!r} to its "
-                "metrics"
-            ).with_code("metrics-not-allowed")
 
     def filter_metrics(self, name: str, scores: Mapping[str, float]) -> dict[str, float]:
         """Return the allowed metrics among `scores`, and the example count if present.
@@ -319,8 +293,10 @@ def receive_request(
         raise RequestRefused(
             f"{client.name} takes no {min(extra)!r} from the server: the plan does not send it"
         ).with_code("unexpected-values")
+    exchanged = {p.key: p for p in agreement.exchanged}
     for key, value in request.values.items():
-        dtype, shape = agreement.exchanged_specs[param_key(key)]
+        param = exchanged[param_key(key)]
+        dtype, shape = getattr(torch, param.dtype), param.shape
         if value.dtype != dtype or value.shape != shape:
             raise RequestRefused(
                 f"{client.name} received {key!r} as {value.dtype} {tuple(value.shape)}, and it is "
@@ -466,34 +442,3 @@ def charge_answer(privacy: ClientPrivacy, answer: Answer, *, without_data: bool 
     if privacy.account is not None:
         protected = privacy.budget_guard is not None or without_data
         privacy.account.charge(replace(answer, protected=protected))
-
-
-def answer_content(
-    agreement: Agreement,
-    client: Client,
-    turn: Turn,
-    roles: Roles,
-    before: Tensors,
-    client_state: Tensors,
-) -> str:
-    """Return the SHA-256, in hex, of all inputs of a reply, to tell a repeated reply from another.
-
-    Returns "" if the client has neither a guard of example-level DP nor an account. Call before
-    training. Covers the agreement, the round and phase of `turn`, the client's name, traits and
-    examples, `roles`, and the model's structure, config and buffers. Does not read the params in
-    the model; their values are those of `before` (start values of trainable params, with the
-    personal values) and the initial values of all other params. Also covers the received auxiliary
-    tensors, and of `client_state` (values in the client's journal) the memory of client hooks.
-    """
-    if client.privacy.guard is None and client.privacy.account is None:
-        return ""
-    # Full digests: the server chooses the values, and must not find two values with one digest,
-    # whose answers would share their noise.
-    aux, memory = only_aux(client.received), only_aux(client_state)
-    study = [agreement.experiment, agreement.text]
-    request = [turn.round, turn.phase, client.name, client.traits, role_letters(roles)]
-    data = [client.examples_digest(), len(client.examples), model_digest(client.setup.model)]
-    full_digest, initial = client.setup.digests.full_digest, client.setup.initial
-    frozen = {key: digest for key, digest in initial.digests.items() if key not in before}
-    digests = [{k: full_digest(v) for k, v in each.items()} for each in (before, aux, memory)]
-    return combine_digests(study, request, data, [frozen, *digests])

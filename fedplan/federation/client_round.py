@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedplan import seeds
 from fedplan.errors import FedplanError
-from fedplan.federation.aggregation.mean import make_contribution
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     Client,
-    answer_content,
     charge_answer,
     client_turn,
     join_bits,
@@ -28,7 +27,7 @@ from fedplan.federation.client import (
     received_digests,
     require_same_start,
 )
-from fedplan.federation.ledger.digests import keyed_digest
+from fedplan.federation.ledger.digests import combine_digests, keyed_digest, model_digest
 from fedplan.federation.ledger.egress import Answer
 from fedplan.federation.ledger.records import TurnRecord, join_digests, role_letters
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
@@ -43,6 +42,7 @@ from fedplan.models.values import (
     restore_buffers,
     set_values,
 )
+from fedplan.privacy.mechanisms.clipping import capped_weight
 from fedplan.privacy.mechanisms.vote import make_ballot
 from fedplan.storage.journal import Journal
 from fedplan.tensors.devices import deterministic
@@ -123,8 +123,9 @@ def _train(
             scores = method.probe(make_probe_input(agreement, client, turn)) or scores
         turn = replace(turn, scores=scores)
     roles = agreement.resolved(turn)
+    started = StartedTurn(agreement, client, request, turn, roles, before, client_state)
     try:
-        result = _charge_and_fit(agreement, client, request, turn, roles, before, client_state)
+        result = started.fit()
         if client.privacy.contained_fault is not None:
             restore_buffers(model, buffers)  # an error would reveal that an example changed them
         require_unchanged_buffers(model, buffers)
@@ -133,12 +134,10 @@ def _train(
         raise
     after = get_values(model, agreement.trainable, copy=copy)
     old_digests = notes.get("digests", {})
-    digests = _param_digests(agreement, client, turn.round, roles, before, after, old_digests)
-    compressed, weight = _compress(agreement, client, turn, roles, before, after, digests[1])
+    digests = started.param_digests(after, old_digests)
+    compressed, weight = started.compress(after, digests[1])
     reply = {**compressed, **result.aux}
-    line = _ledger_line(
-        agreement, client, request, turn, roles, digests, result, weight, nbytes(reply)
-    )
+    line = started.ledger_line(digests, result, weight, nbytes(reply))
     personal = {p.key: after[p.key] for p in agreement.trainable if roles[p].is_personal}
     # Ledger lines that the server has not received yet, and params that became personal, by round.
     missed = [
@@ -165,202 +164,219 @@ def _train(
     return reply, line
 
 
-def keep_rejected_turn(journal: Journal, update: Update) -> None:
-    """Store the ledger line of an update that the server rejected, for the client's next update.
+@dataclass(frozen=True)
+class StartedTurn:
+    """A turn that a client has started, with all that its reply is computed from.
 
-    Only an optional journal needs it: any other one has the line already.
+    `turn`: the request's turn with the client's own traits, and with scores if the plan needs them.
+    `roles`: resolved roles of the turn. `before`: start values of the agreement's trainable params,
+    with the personal ones. `client_state`: values in the client's journal, with the memory of
+    client hooks.
     """
-    if journal.optional:
-        line = update.ledger_line
-        lines: list[Any] = [*line["missed"], {**line, "missed": []}]
-        journal.commit(update.request_name, {}, {"ledger_lines": lines}, {}, {})
 
+    agreement: Agreement
+    client: Client
+    request: Request
+    turn: Turn
+    roles: Roles
+    before: Tensors
+    client_state: Tensors
 
-def _charge_and_fit(
-    agreement: Agreement,
-    client: Client,
-    request: Request,
-    turn: Turn,
-    roles: Roles,
-    before: Tensors,
-    client_state: Tensors,
-) -> FitResult:
-    """Charge the client's account, then train the client's model in place.
+    @property
+    def content(self) -> str:
+        """The SHA-256, in hex, of all inputs of the reply, to tell a repeated reply from another.
 
-    Trains by DP-SGD under example-level DP, which also charges the privacy budget; else by the fit
-    of the agreement's method. `request`: gives the name for account and privacy ledger. `roles`:
-    resolved roles of the turn. `before`: start values. `client_state`: values in the journal, with
-    the memory of client hooks. At a site with a privacy budget, an error of training is logged, and
-    the result is that of a client without examples. Raises PrivacyError if the privacy budget does
-    not allow the turn, RequestRefused if the account's limits do not; both before any training.
-    """
-    setup, privacy = client.setup, client.privacy
-    content = answer_content(agreement, client, turn, roles, before, client_state)
-    if privacy.guard is not None:
-        privacy.guard.require_affordable_turn(turn.round, request.name, content)
-    if privacy.noise_guard is not None:
-        privacy.noise_guard.require_affordable_round(turn.round, request.name)
-    if privacy.account is not None:
-        upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
-        charge_answer(privacy, Answer("update", request.name, content, upload))
-    cached = agreement.train_arguments.cache_activations
-    job = Job(
-        model=setup.model,
-        roles=roles,
-        examples=client.examples,
-        loss=setup.loss,
-        train_arguments=agreement.train_arguments,
-        seed=seeds.seed(agreement.experiment, "fit", turn.round, client.name),
-        start=before,
-        aux=only_aux(client.received),
-        memory=only_aux(client_state),
-        traits=client.traits,
-        round=turn.round,
-        activation_cache=setup.activation_cache,
-        examples_digest=client.examples_digest() if cached else "",
-        client=client.name,
-    )
-    report_fault = privacy.contained_fault
-    if privacy.guard is not None:
-        trial = setup.trial_examples
-        return privacy.guard.make_fit(
-            turn.round, request.name, content, trial=trial, report_fault=report_fault
-        )(job)
-    fit = agreement.method.fit
-    try:
-        return (setup.spread(fit) if setup.spread else fit)(job)
-    except Exception as error:
-        if report_fault is None:
-            raise
-        report_fault(error)
-        set_values(setup.model, before, agreement.trainable)  # its share of the sum is noise alone
-        return FitResult(loss=nan, steps=0)
+        "" if the client has neither a guard of example-level DP nor an account. Read before
+        training. Covers the agreement, round and phase, the client's name, traits and examples, the
+        roles, and the model's structure, config and buffers. Does not read the params in the model;
+        their values are those of `before` and the initial values of all other params. Also covers
+        the received auxiliary tensors and the memory of client hooks.
+        """
+        client, turn = self.client, self.turn
+        if client.privacy.guard is None and client.privacy.account is None:
+            return ""
+        # Full digests: the server chooses the values, and must not find two values with one digest,
+        # whose answers would share their noise.
+        aux, memory = only_aux(client.received), only_aux(self.client_state)
+        study = [self.agreement.experiment, self.agreement.text]
+        request = [turn.round, turn.phase, client.name, client.traits, role_letters(self.roles)]
+        data = [client.examples_digest(), len(client.examples), model_digest(client.setup.model)]
+        full_digest, initial = client.setup.digests.full_digest, client.setup.initial.digests
+        frozen = {key: digest for key, digest in initial.items() if key not in self.before}
+        tensors = (self.before, aux, memory)
+        digests = [{k: full_digest(v) for k, v in each.items()} for each in tensors]
+        return combine_digests(study, request, data, [frozen, *digests])
 
+    def fit(self) -> FitResult:
+        """Charge the client's account, then train the client's model in place.
 
-def _param_digests(
-    agreement: Agreement,
-    client: Client,
-    number: int,
-    roles: Roles,
-    before: Tensors,
-    after: Tensors,
-    stored_digests: Mapping[str, str],
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the digests of all params of a client by key: (before the turn, after the turn).
+        Trains by DP-SGD under example-level DP, which also charges the privacy budget; else by the
+        fit of the agreement's method. At a site with a privacy budget, an error of training is
+        logged, and the result is that of a client without examples. Raises PrivacyError if the
+        privacy budget does not allow the turn, RequestRefused if the account's limits do not; both
+        before any training.
+        """
+        agreement, client, turn = self.agreement, self.client, self.turn
+        name, content = self.request.name, self.content
+        setup, privacy = client.setup, client.privacy
+        if privacy.guard is not None:
+            privacy.guard.require_affordable_turn(turn.round, name, content)
+        if privacy.noise_guard is not None:
+            privacy.noise_guard.require_affordable_round(turn.round, name)
+        if privacy.account is not None:
+            charge_answer(privacy, Answer("update", name, content, self.planned_upload))
+        cached = agreement.train_arguments.cache_activations
+        job = Job(
+            model=setup.model,
+            roles=self.roles,
+            examples=client.examples,
+            loss=setup.loss,
+            train_arguments=agreement.train_arguments,
+            seed=seeds.seed(agreement.experiment, "fit", turn.round, client.name),
+            start=self.before,
+            aux=only_aux(client.received),
+            memory=only_aux(self.client_state),
+            traits=client.traits,
+            round=turn.round,
+            activation_cache=setup.activation_cache,
+            examples_digest=client.examples_digest() if cached else "",
+            client=client.name,
+        )
+        trial, report_fault = setup.trial_examples, privacy.contained_fault
+        if privacy.guard is not None:
+            private_fit = privacy.guard.make_fit(
+                turn.round, name, content, trial=trial, report_fault=report_fault
+            )
+            return private_fit(job)
+        fit = agreement.method.fit
+        try:
+            return (setup.spread(fit) if setup.spread else fit)(job)
+        except Exception as error:
+            if report_fault is None:
+                raise
+            report_fault(error)
+            # Its share of the sum is noise alone.
+            set_values(setup.model, self.before, agreement.trainable)
+            return FitResult(loss=nan, steps=0)
 
-    `before`, `after`: values of the agreement's trainable params, by key. `stored_digests`: digests
-    of personal values in the journal, taken for params with a personal role. Under distributed DP
-    the new digest of a trained personal param ends with the round `number`, so that it always
-    differs. Raises FedplanError if a param changed without a trained role in `roles`.
-    """
-    setup = client.setup
-    old, new = dict(setup.initial.short_digests), dict(setup.initial.short_digests)
-    digest = setup.digests.short_digest
-    for p in agreement.trainable:
-        key, role = p.key, roles[p]
-        if before[key] is not setup.start.get(key):
-            stored = role.is_personal and key in stored_digests
-            old[key] = stored_digests[key] if stored else digest(before[key])
-        new[key] = digest(after[key]) if role.is_trained else old[key]
-        if agreement.distributed_dp and role.is_trained and role.is_personal:
-            # Always another digest: an unchanged one would reveal a client without examples.
-            new[key] += f" {number}"
-        if not role.is_trained and not same_bits(before[key], after[key]):
-            raise FedplanError(
-                f"{key} is {role.name} and changed: the fit broke the plan"
-            ).with_code("training")
-    for p in setup.initial.changed_params(setup.model, agreement.frozen):
-        raise FedplanError(f"{p.key} is trained by no turn of the plan, and changed")
-    return old, new
+    @property
+    def planned_upload(self) -> int:
+        """Bytes of the params that the client sends in the turn, by the plan."""
+        sent = self.agreement.sent_params(self.request.turn, self.roles)
+        return sum(map(self.agreement.upload_bytes, sent))
 
+    def param_digests(
+        self, after: Tensors, stored: Mapping[str, str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the digests of all params by key: (before the turn, after the turn).
 
-def _compress(
-    agreement: Agreement,
-    client: Client,
-    turn: Turn,
-    roles: Roles,
-    before: Tensors,
-    after: Tensors,
-    digests: dict[str, str],
-) -> tuple[dict[str, Tensor], int]:
-    """Return (compressed values of the params with role SHARE in a turn, weight of the client).
+        `after`: values after training. `stored`: digests of personal values in the journal, taken
+        for params with a personal role. Under distributed DP the new digest of a trained personal
+        param ends with the round's number, so that it always differs. Raises FedplanError if a
+        param changed without a trained role.
+        """
+        agreement, setup, before = self.agreement, self.client.setup, self.before
+        old, new = dict(setup.initial.short_digests), dict(setup.initial.short_digests)
+        digest = setup.digests.short_digest
+        for p in agreement.trainable:
+            key, role = p.key, self.roles[p]
+            if before[key] is not setup.start.get(key):
+                is_stored = role.is_personal and key in stored
+                old[key] = stored[key] if is_stored else digest(before[key])
+            new[key] = digest(after[key]) if role.is_trained else old[key]
+            if agreement.distributed_dp and role.is_trained and role.is_personal:
+                # Always another digest: an unchanged one would reveal a client without examples.
+                new[key] += f" {self.turn.round}"
+            if not role.is_trained and not same_bits(before[key], after[key]):
+                raise FedplanError(
+                    f"{key} is {role.name} and changed: the fit broke the plan"
+                ).with_code("training")
+        for p in setup.initial.changed_params(setup.model, agreement.frozen):
+            raise FedplanError(f"{p.key} is trained by no turn of the plan, and changed")
+        return old, new
 
-    `before`, `after`: values by key before and after training. Changes `digests`: a param with a
-    sent value other than the trained one gets the digest of the sent value. Under the agreement's
-    distributed DP an update that is not finite is replaced by an unchanged one.
-    """
-    trained = {p.key: after[p.key] for p in agreement.trainable if roles[p] is Role.SHARE}
-    changes = (value - before[key] for key, value in trained.items())
-    if agreement.distributed_dp and not all(map(all_finite, changes)):
-        trained = {key: before[key] for key in trained}  # so that divergence is not revealed
-    shared, weight = make_contribution(agreement, len(client.examples), before, trained)
-    generator = seeds.generator(agreement.experiment, "wire", turn.round, client.name)
-    base = {key: before[key] for key in shared}
-    compressed = agreement.method.compression.encode(shared, base, generator)
-    sent = agreement.method.compression.decode(compressed, base)
-    # Digests of the trained values would reveal what compression or the weight removed.
-    changed = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
-    digests.update({k: client.setup.digests.short_digest(v) for k, v in changed.items()})
-    return compressed, weight
+    def compress(self, after: Tensors, digests: dict[str, str]) -> tuple[dict[str, Tensor], int]:
+        """Return (compressed values of the params with role SHARE, weight of the client).
 
+        `after`: values after training. The weight is the number of examples, or 1 under the
+        agreement's differential privacy or equal weights. If the guarantee has a `max_weight`, a
+        cap, changes are scaled by the number of examples, at most the cap, divided by the cap.
+        Changes `digests`: a param with a sent value other than the trained one gets the digest of
+        the sent value. Under the agreement's distributed DP an update that is not finite is
+        replaced by an unchanged one.
+        """
+        agreement, client, before = self.agreement, self.client, self.before
+        guarantee = agreement.guarantee
+        trained = {p.key: after[p.key] for p in agreement.trainable if self.roles[p] is Role.SHARE}
+        changes = (value - before[key] for key, value in trained.items())
+        if agreement.distributed_dp and not all(map(all_finite, changes)):
+            trained = {key: before[key] for key in trained}  # so that divergence is not revealed
+        weight = 1 if guarantee or agreement.equal_weights else len(client.examples)
+        if guarantee is not None and guarantee.max_weight:
+            fraction = capped_weight(len(client.examples), guarantee.max_weight)
+            trained = {k: torch.lerp(before[k], value, fraction) for k, value in trained.items()}
+        generator = seeds.generator(agreement.experiment, "wire", self.turn.round, client.name)
+        base = {key: before[key] for key in trained}
+        compressed = agreement.method.compression.encode(trained, base, generator)
+        sent = agreement.method.compression.decode(compressed, base)
+        # Digests of the trained values would reveal what compression or the weight removed.
+        changed = {k: v for k, v in sent.items() if v.data_ptr() != after[k].data_ptr()}
+        digests.update({k: client.setup.digests.short_digest(v) for k, v in changed.items()})
+        return compressed, weight
 
-def _ledger_line(
-    agreement: Agreement,
-    client: Client,
-    request: Request,
-    turn: Turn,
-    roles: Roles,
-    digests: tuple[dict[str, str], dict[str, str]],
-    result: FitResult,
-    weight: int,
-    upload: int,
-) -> dict[str, Any]:
-    """Return the ledger line (JSON of a TurnRecord) of a client's trained turn.
+    def ledger_line(
+        self,
+        digests: tuple[dict[str, str], dict[str, str]],
+        result: FitResult,
+        weight: int,
+        upload: int,
+    ) -> dict[str, Any]:
+        """Return the ledger line (JSON of a TurnRecord) of the trained turn.
 
-    `roles`: resolved roles. `request`: gives the download. `digests`: result of `_param_digests`;
-    digests of personal params are written as keyed hashes, so that a change shows, but a value
-    cannot be guessed. `result`: steps and loss. `upload`: bytes of the reply. Under the agreement's
-    differential privacy or secure aggregation no number depends on the examples: steps as
-    configured, no loss. Under secure aggregation also the weight is 1, the upload is the planned
-    one, and the digests of shared params after training are keyed hashes that include the round's
-    number. Raises FedplanError as `_scores_of_choice`.
-    """
-    masked = agreement.secagg.active
-    personal = {p.key for p in roles if roles[p].is_personal}
-    shared = {p.key for p in roles if masked and roles[p] is Role.SHARE}
-    old, new = digests
-    # Unkeyed, a server could test a guess of a value by sending it as the next global value.
-    new = {k: f"{digest} {turn.round}" if k in shared else digest for k, digest in new.items()}
-    before, after = (
-        {
-            p.key: keyed_digest(client.digest_key, p.key, by_key[p.key])
-            if p.key in keyed
-            else by_key[p.key]
-            for p in roles
-        }
-        for by_key, keyed in ((old, personal), (new, personal | shared))
-    )
-    private, scores = masked or agreement.guarantee is not None, turn.scores or {}
-    if masked:
-        scores = _scores_of_choice(agreement, turn, roles)
-        upload = sum(map(agreement.upload_bytes, agreement.sent_params(request.turn, roles)))
-    shows_loss = isfinite(result.loss) and not private and not client.privacy.hide_loss
-    return TurnRecord(
-        round=turn.round,
-        client=client.name,
-        phase=turn.phase,
-        traits=client.traits,
-        roles=role_letters(roles),
-        before=join_digests(agreement.params, before),
-        after=join_digests(agreement.params, after),
-        download_bytes=sum(agreement.download_bytes[key] for key in request.versions),
-        upload_bytes=upload,
-        weight=1 if masked else weight,
-        steps=agreement.train_arguments.steps if private else result.steps,
-        loss=result.loss if shows_loss else None,
-        scores=tuple((b.stack, b.number, s) for b, s in scores.items()) if scores else None,
-        full=request.full,
-    ).json()
+        `digests`: result of `param_digests`; digests of personal params are written as keyed
+        hashes, so that a change shows, but a value cannot be guessed. `result`: steps and loss.
+        `upload`: bytes of the reply. Under the agreement's differential privacy or secure
+        aggregation no number depends on the examples: steps as configured, no loss. Under secure
+        aggregation also the weight is 1, the upload is the planned one, and the digests of shared
+        params after training are keyed hashes that include the round's number. Raises FedplanError
+        as `_scores_of_choice`.
+        """
+        agreement, client, turn, roles = self.agreement, self.client, self.turn, self.roles
+        masked = agreement.secagg.active
+        personal = {p.key for p in roles if roles[p].is_personal}
+        shared = {p.key for p in roles if masked and roles[p] is Role.SHARE}
+        old, new = digests
+        # Unkeyed, a server could test a guess of a value by sending it as the next global value.
+        new = {k: f"{digest} {turn.round}" if k in shared else digest for k, digest in new.items()}
+        before, after = (
+            {
+                p.key: keyed_digest(client.digest_key, p.key, by_key[p.key])
+                if p.key in keyed
+                else by_key[p.key]
+                for p in roles
+            }
+            for by_key, keyed in ((old, personal), (new, personal | shared))
+        )
+        private, scores = masked or agreement.guarantee is not None, turn.scores or {}
+        if masked:
+            scores, upload = _scores_of_choice(agreement, turn, roles), self.planned_upload
+        shows_loss = isfinite(result.loss) and not private and not client.privacy.hide_loss
+        return TurnRecord(
+            round=turn.round,
+            client=client.name,
+            phase=turn.phase,
+            traits=client.traits,
+            roles=role_letters(roles),
+            before=join_digests(agreement.params, before),
+            after=join_digests(agreement.params, after),
+            download_bytes=sum(agreement.download_bytes[key] for key in self.request.versions),
+            upload_bytes=upload,
+            weight=1 if masked else weight,
+            steps=agreement.train_arguments.steps if private else result.steps,
+            loss=result.loss if shows_loss else None,
+            scores=tuple((b.stack, b.number, s) for b, s in scores.items()) if scores else None,
+            full=self.request.full,
+        ).json()
 
 
 def _scores_of_choice(agreement: Agreement, turn: Turn, roles: Roles) -> dict[Block, float]:
@@ -387,6 +403,17 @@ def _scores_of_choice(agreement: Agreement, turn: Turn, roles: Roles) -> dict[Bl
             "must not reveal: use one best(...), or choose together"
         ).with_code("plan")
     return counts
+
+
+def keep_rejected_turn(journal: Journal, update: Update) -> None:
+    """Store the ledger line of an update that the server rejected, for the client's next update.
+
+    Only an optional journal needs it: any other one has the line already.
+    """
+    if journal.optional:
+        line = update.ledger_line
+        lines: list[Any] = [*line["missed"], {**line, "missed": []}]
+        journal.commit(update.request_name, {}, {"ledger_lines": lines}, {}, {})
 
 
 def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapping[Block, float]:
@@ -422,7 +449,7 @@ def score_layers(agreement: Agreement, client: Client, request: Request) -> Mapp
         start = load_start_values(agreement, client, turn, personal)
         probe_input = make_probe_input(agreement, client, turn)
         roles = permitted_roles(method.plan, agreement.params, turn)
-        content = answer_content(agreement, client, turn, roles, start, state)
+        content = StartedTurn(agreement, client, request, turn, roles, start, state).content
         guard = client.privacy.guard
         if guard is not None and votes:
             guard.require_affordable_round(turn.round, request.name)

@@ -21,6 +21,7 @@ from fedplan.errors import PrivacyError
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import (
     EXAMPLE_COUNT,
+    SCORE_COUNTS,
     Client,
     EvalSet,
     PredictFn,
@@ -55,11 +56,6 @@ MAX_METRICS = 64
 """Largest number of metrics of a model, and of characters in a metric's name."""
 
 
-def is_due(number: int, every: int, rounds: int) -> bool:
-    """Whether an evaluation follows a round: every `every` rounds, and after the last one."""
-    return number == rounds or number % every == 0
-
-
 @dataclass(frozen=True)
 class EvalConfig:
     """Settings of evaluation in a run.
@@ -83,7 +79,7 @@ class EvalConfig:
 
     def is_due(self, number: int, rounds: int) -> bool:
         """Whether an evaluation follows a round of a run of `rounds` rounds."""
-        return is_due(number, self.every, rounds)
+        return number == rounds or number % self.every == 0
 
     def best_round(self, metrics: Metrics) -> int:
         """Return the first round with the best finite primary metric of the model `keep_best`.
@@ -135,7 +131,11 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
     setup, privacy = client.setup, client.privacy
     with deterministic(setup.deterministic):
         eval_set, client_state = _require_evaluation(agreement, client, request)
-        sets = _examples_by_prefix(client, eval_set)
+        # Too few examples are left out. Not so where the client adds noise: there one example would
+        # decide whether all others count.
+        least = max(1, privacy.metric_policy.min_examples if privacy.guard is None else 1)
+        all_sets = {"": eval_set.examples, f"{VALIDATION}.": eval_set.validation}
+        sets = {k: each for k, each in all_sets.items() if each is not None and len(each) >= least}
         # No notes: personal values are needed from the server, too, for the global model.
         receive_request(agreement, client, request, {})
         turn, params = request.turn, agreement.trainable
@@ -188,21 +188,6 @@ def evaluate_client(agreement: Agreement, client: Client, request: Request) -> S
                     k: float(v) if isfinite(v) else nan for k, v in allowed.items()
                 }
         return scores
-
-
-def _examples_by_prefix(client: Client, eval_set: EvalSet) -> dict[str, Examples]:
-    """Return test examples under "" and validation examples under `validation.`.
-
-    A set with fewer examples than the client's policy requires is left out. Not so where the client
-    adds noise: there one example would decide whether all others count.
-    """
-    least = client.privacy.metric_policy.min_examples if client.privacy.guard is None else 1
-    sets = {"": eval_set.examples, f"{VALIDATION}.": eval_set.validation}
-    return {
-        prefix: examples
-        for prefix, examples in sets.items()
-        if examples is not None and len(examples) >= max(1, least)
-    }
 
 
 def _count_scores(
@@ -260,21 +245,29 @@ def _require_evaluation(
             f"{guarantee.unit}s, and the budget does not cover metrics"
         ).with_code("metrics-not-private")
     eval_set, number = client.eval_set, request.turn.round
-    if eval_set is None or not is_due(number, eval_set.every, eval_set.rounds):
+    if eval_set is None or (number != eval_set.rounds and number % eval_set.every):
         raise RequestRefused(
             f"{client.name} sends no metrics of round {number}: its study has no evaluation then; "
             "see evaluate.on_clients and evaluate.every"
         ).with_code("no-evaluation")
     policy = client.privacy.metric_policy
     if not agreement.hides_metrics:
-        policy.require_examples(client.name, eval_set)
+        count = len(eval_set.examples) if eval_set.examples is not None else 0
+        if count < (least := max(1, policy.min_examples)):
+            raise RequestRefused(
+                f"{client.name} has {count} test examples, and its policy requires {least} or "
+                "more: raise data.holdout_fraction, or lower the number in its policy"
+            ).with_code("few-examples")
     elif eval_set.counts is None:
         raise RequestRefused(
             f"{client.name} sends no metrics: metrics of a single site are no sum, and this task "
             "has no score counts"
         ).with_code("metrics-not-summed")
-    else:
-        policy.require_counts(client.name)
+    elif policy.metrics is not None and SCORE_COUNTS not in policy.metrics:
+        raise RequestRefused(
+            f"the policy of {client.name} lets no score counts leave: add {SCORE_COUNTS!r} to its "
+            "metrics"
+        ).with_code("metrics-not-allowed")
     client_state, notes = client.state(request)
     last, versions = last_trained_round(notes), client.received_versions
     newer = any(versions.get(key, -1) > version for key, version in request.versions.items())
@@ -359,34 +352,25 @@ def combine_scores(
     return {**means, "spread": spreads, "by": by, "silent": dict(sorted(silent.items()))}
 
 
-def combine_validation(
-    answers: Mapping[str, Scores], config: EvalConfig, common: Mapping[str, float] | None = None
-) -> dict[str, Any]:
-    """Return the metrics of a round on validation examples, as JSON-compatible values.
-
-    `answers`: metrics by client. `common`: metrics of the global model on the common validation
-    set, if there is one. Keys of the result, each only if there are such metrics: `global` (those
-    in `common`, or else means over clients, weighted by examples) and `personal` (distribution of
-    the primary metric over clients).
-    """
-    global_scores = _scores_of(answers, f"{VALIDATION}.{GLOBAL}")
-    means = dict(common) if common else _weighted_means(global_scores) if global_scores else {}
-    spread = _spread(_scores_of(answers, f"{VALIDATION}.{PERSONAL}"), config)
-    return ({GLOBAL: means} if means else {}) | ({PERSONAL: spread} if spread else {})
-
-
 def join_validation(
     scores: Mapping[str, Any],
     answers: Mapping[str, Scores],
     config: EvalConfig,
     common: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return `combine_validation`, with what the score counts in `scores["sites"]` say of it.
+    """Return the metrics of a round on validation examples, as JSON-compatible values.
 
-    Removes that from there.
+    `scores`: those of the round; what the score counts in `scores["sites"]` say of validation
+    examples moves from there into the result. `answers`: metrics by client. `common`: metrics of
+    the global model on the common validation set, if there is one. Keys of the result, each only if
+    there are such metrics: `global` (those in `common`, or else means over clients, weighted by
+    examples) and `personal` (distribution of the primary metric over clients).
     """
     summed: dict[str, Any] = scores.get("sites", {}).pop(VALIDATION, {})
-    return summed | combine_validation(answers, config, common)
+    global_scores = _scores_of(answers, f"{VALIDATION}.{GLOBAL}")
+    means = dict(common) if common else _weighted_means(global_scores) if global_scores else {}
+    spread = _spread(_scores_of(answers, f"{VALIDATION}.{PERSONAL}"), config)
+    return summed | ({GLOBAL: means} if means else {}) | ({PERSONAL: spread} if spread else {})
 
 
 def _scores_of(answers: Mapping[str, Scores], key: str) -> Scores:

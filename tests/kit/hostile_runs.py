@@ -143,7 +143,7 @@ def _gateway(attack: Attack, folder: Path, name: str, rows: list[Row]) -> SiteGa
 def _hostile(attack: Attack, file: Path) -> Generator[None]:
     """A server that begins with values of its choice; or, where it is trusted, such a client."""
     attacker = Attacker(attack, file)
-    real, fit = Server.__init__, client_round._charge_and_fit
+    real, fit = Server.__init__, client_round.StartedTurn.fit
 
     def begin(self: Server, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -152,11 +152,10 @@ def _hostile(attack: Attack, file: Path) -> Generator[None]:
         versions = dict.fromkeys(state.versions, 10**6)  # so that all are sent
         self.global_state = replace(state, values=chosen, versions=versions)
 
-    def trained(agreement: Any, client: Any, *args: Any) -> Any:
-        result = fit(agreement, client, *args)
+    def trained(started: client_round.StartedTurn) -> Any:
+        result, client = fit(started), started.client
         if client.name == HOSTILE:
-            roles = args[2]
-            params = [p for p in agreement.trainable if roles[p].is_trained]
+            params = [p for p in started.agreement.trainable if started.roles[p].is_trained]
             values = get_values(client.setup.model, params, copy=True)
             set_values(client.setup.model, VALUES[attack.values](values, attacker), params)
         return result
@@ -164,7 +163,7 @@ def _hostile(attack: Attack, file: Path) -> Generator[None]:
     change = (
         patch.object(Server, "__init__", begin)
         if attack.aggregation == "secure"
-        else patch.object(client_round, "_charge_and_fit", trained)
+        else patch.object(client_round.StartedTurn, "fit", trained)
     )
     with change, patch.object(identity, "token_hex", lambda size: "ab" * size):
         yield

@@ -90,17 +90,6 @@ class ProductSum:
         return replaced, (round_digits(mean_error / norm), round_digits(rule_error / norm))
 
 
-def shared_lora_layers(method: Method, params: Params, shared: Params) -> tuple[LoraLayer, ...]:
-    """Return the LoRA layers among `params` with all factors among the `shared` params.
-
-    Empty if the method's rule needs no products and the products would exceed MAX_MEASURED_NUMEL.
-    """
-    keys = {p.key for p in shared}
-    layers = tuple(e for e in lora_layers(params) if all(p.key in keys for p in e.factors))
-    small = sum(layer.numel for layer in layers) <= MAX_MEASURED_NUMEL
-    return layers if small or not method.lora_aggregation.is_separate else ()
-
-
 def check_product_rule(method: Method, params: Params, shared: Params, frozen: Params) -> None:
     """Raise FedplanError, with a remedy, if the method's product rule does not fit the plan.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weighted mean of a round's updates, exact in any order, and a client's contribution to it."""
+"""The weighted mean of a round's updates, exact in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fedplan.federation.aggregation.protocol import (
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import DefenceRecord
 from fedplan.federation.messages import UpdateRejected
-from fedplan.privacy.mechanisms.clipping import capped_weight
 from fedplan.tensors.chunks import ChunkedTensors, chunk_tensors
 from fedplan.tensors.named import Tensors, aux_names
 from fedplan.tensors.sums import ExactSum, SumError, peak_steps_and_squared_distances
@@ -220,21 +219,3 @@ def _require_addable(base: Tensors, aux: Tensors) -> None:
     for key, change in aux.items():
         if not bool((base[key] + change).isfinite().all()):
             raise UpdateRejected(f"{key!r} is too large to be added to its present value")
-
-
-def make_contribution(
-    agreement: Agreement, example_count: int, before: Tensors, after: Tensors
-) -> tuple[dict[str, Tensor], int]:
-    """Return the (values, weight) that a client sends after training.
-
-    `before`, `after`: values by key before and after training. The weight is `example_count`, or 1
-    under the agreement's differential privacy or equal weights. The values are the tensors of
-    `after`, not copied; if the privacy guarantee has a `max_weight` (cap), new tensors
-    before + (after - before) * min(example_count, cap) / cap.
-    """
-    if agreement.guarantee is None:
-        return dict(after), 1 if agreement.equal_weights else example_count
-    if not agreement.guarantee.max_weight:
-        return dict(after), 1
-    fraction = capped_weight(example_count, agreement.guarantee.max_weight)
-    return {key: torch.lerp(before[key], value, fraction) for key, value in after.items()}, 1
