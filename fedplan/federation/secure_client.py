@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +25,8 @@ from fedplan.federation.aggregation.mean import MeanAggregator
 from fedplan.federation.aggregation.secure_input import (
     COUNTS_SLOT,
     SCORES_SLOT,
+    SQUARE_PREFIX,
     VALUE_PREFIX,
-    client_slots,
     client_words,
     counts_slots,
     round_terms,
@@ -42,6 +43,7 @@ from fedplan.federation.client import (
 )
 from fedplan.federation.client_round import BASE, TURN, WEIGHT
 from fedplan.federation.ledger.egress import REVEAL_LOG
+from fedplan.federation.ledger.records import WHOLE_SUM
 from fedplan.federation.messages import Request, RequestRefused, Update, turn_digest
 from fedplan.models.params import Block, Params
 from fedplan.secagg.client import KeyDirectory, ProtocolClient
@@ -51,7 +53,7 @@ from fedplan.secagg.progress import DiskProgressStore, RevealLog, RoundProgress
 from fedplan.secagg.terms import Slot, Terms
 from fedplan.storage.store import Store
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import number_digest, param_key
+from fedplan.tensors.named import Tensors, number_digest, param_key
 from fedplan.tensors.ring import Words, words_from_ints
 from fedplan.tensors.serialization import JSON
 
@@ -63,8 +65,8 @@ PROGRESS: dict[SumKind, str] = {
     "evaluation": "secagg_evaluation",
 }
 """Folders beside a client's journal, with the protocol's progress in the last sum of a kind."""
-SCORES, COUNTS = "layer_scores", "score_counts"
-"""Folders beside a client's journal, with the last layer scores and the last score counts."""
+NUMBERS: dict[SumKind, str] = {"scoring": "layer_scores", "evaluation": "score_counts"}
+"""Folders beside a client's journal, with the last numbers of a kind of sum."""
 
 
 class SecAggClient:
@@ -117,9 +119,10 @@ class SecAggClient:
             self._protocols[kind] = ProtocolClient(
                 client.name, node, directory, store, reveal_log, cohort=cohorts[kind]
             )
-        self._scores_store, self._counts_store = (
-            Store(folder / name, keep=1, encryption=encryption) for name in (SCORES, COUNTS)
-        )
+        self._number_stores = {
+            kind: Store(folder / name, keep=1, encryption=encryption)
+            for kind, name in NUMBERS.items()
+        }
 
     def advertise_round(self, request: Request, update: Update) -> dict[str, JSON]:
         """Begin the protocol of a round, and return the client's key advert as JSON.
@@ -144,7 +147,9 @@ class SecAggClient:
         if self.agreement.distributed_dp:
             shared = {p.key for p in self.agreement.public_params(request.turn)}
         keys = [p.key for p in self.agreement.exchanged if p.key in shared]
-        slots, terms = client_slots(self.agreement, keys), self._make_terms(request)
+        squares = [SQUARE_PREFIX + key for key in keys if key in self.agreement.tracks_drift]
+        slots = [WHOLE_SUM, *(VALUE_PREFIX + key for key in keys), *squares]
+        terms = self._make_terms(request)
         input_digest = self._input_digest("round", request.turn.round, meta[BASE])
         advert = self._protocols["round"].advertise_keys(terms, slots, input_digest)
         return to_json(advert, terms)
@@ -157,18 +162,10 @@ class SecAggClient:
         for a round or attempt that is over.
         """
         state, _ = self.client.journal.client_state(request.name)
-        turn = client_turn(self.client, request)
-        base_digests = received_digests(self.agreement, self.client, turn, state)
-        require_same_start(self.client, request, base_digests)
-        terms = self._make_terms(request, scoring_slots(self.agreement))
-        number = request.turn.round
         steps = score_steps(scores)
         texts = [str(steps.get(block, 0)) for block in self.agreement.blocks]
-        input_digest = self._input_digest("scoring", number, base_digests)
-        advert = self._protocols["scoring"].advertise_keys(terms, [SCORES_SLOT], input_digest)
-        # After the advert: a request that the protocol refuses leaves the last scores as they are.
-        self._scores_store.write({}, {"round": number, "scores": texts}, number=number)
-        return to_json(advert, terms)
+        slots = scoring_slots(self.agreement)
+        return self._advertise_numbers("scoring", request, state, slots, {"scores": texts})
 
     def advertise_evaluation(self, request: Request, counts: Sequence[int]) -> dict[str, JSON]:
         """Begin the protocol of an evaluation, and return the client's key advert as JSON.
@@ -177,33 +174,52 @@ class SecAggClient:
         for `answer` to mask, and the progress. Without noise all sums in the reveal log must be of
         the same clients. Raises as `advertise_scoring`.
         """
+        numbers, slots = {"counts": list(counts)}, counts_slots(len(counts))
+        return self._advertise_numbers("evaluation", request, {}, slots, numbers)
+
+    def _advertise_numbers(
+        self,
+        kind: SumKind,
+        request: Request,
+        state: Tensors,
+        slots: tuple[Slot, ...],
+        numbers: Mapping[str, Any],
+    ) -> dict[str, JSON]:
+        """Begin a sum of a kind of `numbers`, and store them; `state`: values in the journal."""
         number, turn = request.turn.round, client_turn(self.client, request)
-        base_digests = received_digests(self.agreement, self.client, turn, {})
+        base_digests = received_digests(self.agreement, self.client, turn, state)
         require_same_start(self.client, request, base_digests)
-        threshold = self.agreement.secagg.resolve_threshold(len(self._directory))
-        terms = self._make_terms(request, counts_slots(len(counts)), threshold)
-        # Whatever the model, an example counts once, in the row of its label: two sums of other
-        # clients would reveal how many examples of each label a client has. A study may select
-        # almost the same examples in many ways, so all of the log's sums count as of one input.
-        input_digest = sha256_of("input", "evaluation").hex()
-        if self.agreement.guarantee is not None:
-            input_digest = self._input_digest("evaluation", number, base_digests)
-        advert = self._protocols["evaluation"].advertise_keys(terms, [COUNTS_SLOT], input_digest)
-        self._counts_store.write({}, {"round": number, "counts": list(counts)}, number=number)
+        threshold, input_digest = self.threshold, sha256_of("input", kind).hex()
+        if kind == "evaluation":
+            threshold = self.agreement.secagg.resolve_threshold(len(self._directory))
+        # Of score counts without noise all sums in the log count as of one input. Whatever the
+        # model, an example counts once, in the row of its label: two sums of other clients would
+        # reveal how many examples of each label a client has, and a study may select almost the
+        # same examples in many ways.
+        if kind != "evaluation" or self.agreement.guarantee is not None:
+            input_digest = self._input_digest(kind, number, base_digests)
+        terms, names = self._make_terms(request, slots, threshold), [slot.name for slot in slots]
+        advert = self._protocols[kind].advertise_keys(terms, names, input_digest)
+        # After the advert: a request that the protocol refuses leaves the last numbers as they are.
+        self._number_stores[kind].write({}, {"round": number, **numbers}, number=number)
         return to_json(advert, terms)
 
     def _make_terms(
         self, request: Request, slots: tuple[Slot, ...] = (), threshold: int = 0
     ) -> Terms:
-        """Return the protocol terms for a request, with the client's own agreement and threshold.
+        """Return the protocol terms for a request, with the client's own agreement.
 
-        `slots`: of a sum before or after the round; empty for the round. `threshold`: of that sum,
-        if it is another than that of rounds.
+        `slots`: of a sum before or after the round; empty for the round. `threshold`: of that sum;
+        0 for that of rounds.
         """
-        settings = self.agreement, request.turn.round, threshold or self.threshold
-        digest, attempt = turn_digest(request.turn), request.attempt
         return round_terms(
-            *settings, request.base_digests, turn_digest=digest, attempt=attempt, slots=slots
+            self.agreement,
+            request.turn.round,
+            threshold or self.threshold,
+            request.base_digests,
+            turn_digest=turn_digest(request.turn),
+            attempt=request.attempt,
+            slots=slots,
         )
 
     def answer(self, step: str, message: Message) -> Message:
@@ -216,12 +232,8 @@ class SecAggClient:
         cohort, or if the protocol forbids the reply.
         """
         kind = self.sum_kind(message)
-        words = {
-            "round": self._update_words,
-            "scoring": self._score_words,
-            "evaluation": self._count_words,
-        }
-        return self._protocols[kind].answer(step, message, words[kind])
+        words = self._update_words if kind == "round" else partial(self._number_words, kind)
+        return self._protocols[kind].answer(step, message, words)
 
     def erase_until(self, round_number: int, evaluated: int) -> None:
         """Erase the secrets of rounds and layer scorings up to `round_number`, which is committed.
@@ -281,27 +293,20 @@ class SecAggClient:
             ).with_code("secagg")
         return progress
 
-    def _score_words(self) -> tuple[dict[str, Words], int]:
-        """Return (stored layer scores as integers to mask, weight 1)."""
-        scores = self._stored_input("scoring", self._scores_store, "layer scores")["scores"]
-        return {SCORES_SLOT: words_from_ints(int(steps) for steps in scores)}, 1
+    def _number_words(self, kind: SumKind) -> tuple[dict[str, Words], int]:
+        """Return (stored numbers to mask in the sum of a kind that was begun last, weight 1).
 
-    def _count_words(self) -> tuple[dict[str, Words], int]:
-        """Return (stored score counts to mask, weight 1)."""
-        counts = self._stored_input("evaluation", self._counts_store, "score counts")["counts"]
-        return {COUNTS_SLOT: np.array(counts, np.int64).view(np.uint64)}, 1
-
-    def _stored_input(self, kind: SumKind, store: Store, name: str) -> Mapping[str, Any]:
-        """Return the stored numbers of the sum of a kind that was begun last.
-
-        Raises RequestRefused, with their `name`, if there are none or of another round.
+        Raises RequestRefused if there are none or of another round.
         """
-        number, stored = self._progress(kind).terms.round, store.read_newest()
+        number, stored = self._progress(kind).terms.round, self._number_stores[kind].read_newest()
         if stored is None or stored.meta["round"] != number:
+            name = NUMBERS[kind].replace("_", " ")
             raise RequestRefused(f"{self.client.name} has no {name} of round {number}").with_code(
                 "secagg"
             )
-        return stored.meta
+        if kind == "scoring":
+            return {SCORES_SLOT: words_from_ints(map(int, stored.meta["scores"]))}, 1
+        return {COUNTS_SLOT: np.array(stored.meta["counts"], np.int64).view(np.uint64)}, 1
 
     def _journaled_update(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return (encoded values, metadata) of the client's update of round `number`.

@@ -164,8 +164,8 @@ def test_a_kill_before_a_new_sum_leaves_the_last_one_whole(here: Path) -> None:
         if masker.round_and_sites("evaluation")[0] == 3:
             break
         assert code == -signal.SIGKILL
-        masker._count_words()
+        masker._number_words("evaluation")
         deaths += 1
     assert code == -signal.SIGKILL, "killed between the protocol's progress and the counts"
     assert set(sites.asked(name, number=3)) == {"advert"}
-    masker._count_words()
+    masker._number_words("evaluation")

@@ -92,8 +92,7 @@ class SecureSum:
     what it did wrong), and `discarded` (by client, its masked inputs in attempts that failed).
     `base`: global values before the round. `threshold`: clients that are needed to unmask. `slots`:
     of layer scores before the round, with `scores` as the result, or of score counts after the
-    round, with `counts`; empty for updates. `agreement`: settings that server and clients fixed
-    before round 1.
+    round, with `counts`; empty for updates.
     """
 
     agreement: Agreement
@@ -172,8 +171,7 @@ class SecureAggregator(Aggregator):
     Between machines, the transport sets the result of `secure_sum`. In a simulation, `add` collects
     the clients' inputs in `contributions`. Then `close` returns the result; in a simulation `close`
     runs the protocol in this process. `base`: global values before the round. `roster`: number of
-    clients of the run. `threshold`: clients that are needed to unmask. `agreement`: settings that
-    server and clients fixed before round 1.
+    clients of the run. `threshold`: clients that are needed to unmask.
     """
 
     agreement: Agreement

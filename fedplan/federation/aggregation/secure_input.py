@@ -8,7 +8,7 @@ Only one linear sum of each change is unmasked: two sums of two clients would re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -108,13 +108,6 @@ def round_slots(agreement: Agreement) -> tuple[Slot, ...]:
         *(Slot(VALUE_PREFIX + key, size, wide) for key, size in sizes.items()),
         *(Slot(SQUARE_PREFIX + key, 1, wide=True) for key in squares),
     )
-
-
-def client_slots(agreement: Agreement, shared: Iterable[str]) -> list[str]:
-    """Return the names of the slots that a client sends when it shares these params."""
-    keys = list(shared)
-    squares = (SQUARE_PREFIX + key for key in keys if key in agreement.tracks_drift)
-    return [WHOLE_SUM, *(VALUE_PREFIX + key for key in keys), *squares]
 
 
 def client_words(own: MeanAggregator, base: Tensors, *, wide: bool) -> dict[str, Words]:
