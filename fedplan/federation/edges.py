@@ -87,11 +87,17 @@ def accept_sum(
     members = round_state.cohort.keys() & set(server.aggregation.participation.edges[edge])
     try:
         clients = _read_clients(fields, members)
-        records = {
-            name: _validate_line(server, round_state, name, client["turn"])
-            for name, client in clients.items()
-            if client["turn"] is not None
-        }
+        records = dict[str, TurnRecord]()
+        for name, client in clients.items():
+            if client["turn"] is None:
+                continue
+            request, line = round_state.cohort[name], client["turn"]
+            update = Update(name, request.name, request.agreement_digest, {}, 1, line)
+            require_request(round_state, update)
+            settings = server.agreement, server.global_state, round_state
+            records[name] = validate_turn(*settings, update, None)
+            if records[name].weight > MAX_WEIGHT:
+                raise UpdateRejected(f"the weight of {name} is above {MAX_WEIGHT}")
         summed = [name for name, client in clients.items() if client["summed"]]
         share, params = ROLE_LETTERS[Role.SHARE], server.agreement.params
         turns = dict[str, tuple[set[str], int]]()
@@ -133,16 +139,6 @@ def _read_clients(fields: Mapping[str, Any], members: Collection[str]) -> dict[s
         if client["turn"] is not None and not client["requested"]:
             raise UpdateRejected(f"it has a record of {name}, which it did not ask")
     return cast("dict[str, dict[str, Any]]", clients)
-
-
-def _validate_line(server: Server, round_state: RoundState, name: str, line: Any) -> TurnRecord:
-    request = round_state.cohort[name]
-    update = Update(name, request.name, request.agreement_digest, {}, 1, line)
-    require_request(round_state, update)
-    record = validate_turn(server.agreement, server.global_state, round_state, update, None)
-    if record.weight > MAX_WEIGHT:
-        raise UpdateRejected(f"the weight of {name} is above {MAX_WEIGHT}")
-    return record
 
 
 def edge_request_message(

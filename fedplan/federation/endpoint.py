@@ -144,21 +144,14 @@ class Endpoint:
             self._load_received()
             return handlers[kind](message)
         except Exception as error:
-            return self._error_answer(self.faults.append(error))
-
-    def _error_answer(self, code: str) -> Message:
-        """Return a reply that has only an error code, after appending the reply to the egress log.
-
-        The kind of the reply (refused, failed, missing) follows from the code. A FedplanError of
-        the log is ignored, so that the server gets the code.
-        """
-        answer, agreed = pack_message({}, {**error_fields(code)}), self.agreement
-        entry = error_entry(
-            code, answer, site=self.site.name, experiment=agreed.experiment, run=agreed.run
-        )
-        with suppress(FedplanError):
-            self.egress.append(entry, self.authorization)
-        return answer
+            code, agreed = self.faults.append(error), self.agreement
+            answer = pack_message({}, {**error_fields(code)})
+            entry = error_entry(
+                code, answer, site=self.site.name, experiment=agreed.experiment, run=agreed.run
+            )
+            with suppress(FedplanError):  # the server gets the code, if the log is damaged
+                self.egress.append(entry, self.authorization)
+            return answer
 
     def _hello(self, message: Message) -> Message:
         """Reply to a hello message with what identifies the site and its agreement.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -43,54 +43,6 @@ class ClientSync:
 
 NEVER_SEEN = ClientSync()
 """The record of a client that never responded."""
-
-
-def pack_client_sync(
-    client_sync: Mapping[str, ClientSync], keys: Sequence[str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the records of all clients for a checkpoint: (tensors by name, JSON metadata).
-
-    `client_sync`: records by client name. `keys`: all keys of global values, the columns of the
-    version table. Clients are sorted by name, so the order of responses changes no byte. A record
-    object that several clients share is stored once.
-    """
-    if not client_sync:
-        return {}, {"personal_bits": []}
-    names = sorted(client_sync)
-    groups = list({id(client_sync[name]): client_sync[name] for name in names}.values())
-    position = {id(group): i for i, group in enumerate(groups)}
-    versions = [[group.versions.get(key, ABSENT) for key in keys] for group in groups]
-    names_json = json.dumps(names, separators=(",", ":")).encode()
-    tensors = {
-        NAMES: torch.frombuffer(bytearray(names_json), dtype=torch.uint8),
-        GROUPS: torch.tensor([position[id(client_sync[n])] for n in names], dtype=torch.int32),
-        VERSIONS: torch.tensor(versions, dtype=torch.int32),
-        ROUNDS: torch.tensor([group.round for group in groups], dtype=torch.int32),
-    }
-    return tensors, {"personal_bits": [hex(group.personal_bits) for group in groups]}
-
-
-def unpack_client_sync(
-    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keys: Sequence[str]
-) -> dict[str, ClientSync]:
-    """Return the records of all clients by name: the inverse of `pack_client_sync`.
-
-    `tensors`, `meta`: the two results of `pack_client_sync`; further tensors are ignored.
-    `keys`: must be equal to the keys when packed.
-    """
-    if NAMES not in tensors:
-        return {}
-    names = cast("list[str]", json.loads(tensors[NAMES].numpy().tobytes()))
-    versions = cast("list[list[int]]", tensors[VERSIONS].tolist())
-    rounds = cast("list[int]", tensors[ROUNDS].tolist())
-    groups = [
-        ClientSync(
-            number, {k: v for k, v in zip(keys, row, strict=True) if v != ABSENT}, int(b, 16)
-        )
-        for number, row, b in zip(rounds, versions, meta["personal_bits"], strict=True)
-    ]
-    positions = cast("list[int]", tensors[GROUPS].tolist())
-    return {name: groups[i] for name, i in zip(names, positions, strict=True)}
 
 
 LEDGER, METRICS, BEST = "ledger.jsonl", "metrics.jsonl", "best"
@@ -142,16 +94,41 @@ class GlobalState:
         return self.client_sync.get(client, NEVER_SEEN).round
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return (tensors by name, JSON metadata) for a checkpoint; the values are not copied."""
+        """Return (tensors by name, JSON metadata) for a checkpoint; the values are not copied.
+
+        A record of clients that several clients share is stored once. Its versions are a row of a
+        table with a column for each key of `versions`.
+        """
         tensors = {f"value/{k}": v for k, v in self.values.items()}
         for key, memory in self.memory.items():
             tensors |= {f"memory/{name}/{key}": v for name, v in memory.items()}
-        client_sync, groups = pack_client_sync(self.client_sync, list(self.versions))
-        meta: dict[str, Any] = {"format": FORMAT, "round": self.round, "phase": self.phase}
-        drift = {kind: list(numbers) for kind, numbers in self.drift.items()}
-        private = {"choice": block_scores_to_json(self.choice), "clipping_norm": self.clipping_norm}
-        meta |= {"versions": self.versions, "drift": drift} | private | groups
-        return tensors | client_sync, meta
+        # Sorted by name, so that the order of responses changes no byte.
+        names = sorted(self.client_sync)
+        by_client = [self.client_sync[name] for name in names]
+        groups = list({id(each): each for each in by_client}.values())
+        position = {id(group): i for i, group in enumerate(groups)}
+        if names:
+            positions = [position[id(each)] for each in by_client]
+            versions = [
+                [each.versions.get(key, ABSENT) for key in self.versions] for each in groups
+            ]
+            names_json = json.dumps(names, separators=(",", ":")).encode()
+            tensors |= {
+                NAMES: torch.frombuffer(bytearray(names_json), dtype=torch.uint8),
+                GROUPS: torch.tensor(positions, dtype=torch.int32),
+                VERSIONS: torch.tensor(versions, dtype=torch.int32),
+                ROUNDS: torch.tensor([each.round for each in groups], dtype=torch.int32),
+            }
+        return tensors, {
+            "format": FORMAT,
+            "round": self.round,
+            "phase": self.phase,
+            "versions": self.versions,
+            "drift": {kind: list(numbers) for kind, numbers in self.drift.items()},
+            "choice": block_scores_to_json(self.choice),
+            "clipping_norm": self.clipping_norm,
+            "personal_bits": [hex(each.personal_bits) for each in groups],
+        }
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> GlobalState:
@@ -174,12 +151,27 @@ class GlobalState:
                 state_name, _, key = rest.partition("/")
                 memory.setdefault(key, {})[state_name] = tensor
         versions = {k: int(v) for k, v in meta["versions"].items()}
+        client_sync = dict[str, ClientSync]()
+        if NAMES in tensors:
+            names = cast("list[str]", json.loads(tensors[NAMES].numpy().tobytes()))
+            table = cast("list[list[int]]", tensors[VERSIONS].tolist())
+            rounds = cast("list[int]", tensors[ROUNDS].tolist())
+            positions = cast("list[int]", tensors[GROUPS].tolist())
+            groups = [
+                ClientSync(
+                    number,
+                    {k: v for k, v in zip(versions, row, strict=True) if v != ABSENT},
+                    int(b, 16),
+                )
+                for number, row, b in zip(rounds, table, meta["personal_bits"], strict=True)
+            ]
+            client_sync = {name: groups[i] for name, i in zip(names, positions, strict=True)}
         return GlobalState(
             values,
             versions,
             meta["round"],
             meta["phase"],
-            unpack_client_sync(tensors, meta, list(versions)),
+            client_sync,
             memory,
             {kind: (variance, step) for kind, (variance, step) in meta["drift"].items()},
             block_scores_from_json(meta["choice"]),

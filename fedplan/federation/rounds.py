@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.drift import SquaredNorms
@@ -15,14 +13,19 @@ from fedplan.federation.aggregation.lora_products import Errors
 from fedplan.federation.aggregation.protocol import AggregationResult, Aggregator
 from fedplan.federation.agreement import Agreement, versions_digest
 from fedplan.federation.global_state import NEVER_SEEN, ClientSync, GlobalState
-from fedplan.federation.ledger.records import DefenceRecord, SecAggRecord, TurnRecord, read_turn
+from fedplan.federation.ledger.records import (
+    DefenceRecord,
+    SecAggRecord,
+    TurnRecord,
+    read_turn,
+    split_digests,
+)
 from fedplan.federation.messages import Request, Update, UpdateRejected
-from fedplan.federation.validation import validate_digests, validate_record
+from fedplan.federation.validation import validate_record
 from fedplan.language.plan import Role
 from fedplan.language.predicates import Turn
 from fedplan.methods.phases import PhaseContext
 from fedplan.methods.server_optimizer import Dynamic
-from fedplan.models.params import Block
 from fedplan.storage.files import failpoint
 from fedplan.tensors.named import DigestCache, Tensors, all_finite, aux_names, nbytes, param_key
 
@@ -34,18 +37,6 @@ def announce_phase(agreement: Agreement, global_state: GlobalState) -> GlobalSta
     return replace(global_state, phase=agreement.method.phase_rule(context))
 
 
-class RequestPayload(NamedTuple):
-    """Values of a request, shared by all clients that need the same values.
-
-    `versions`: version of each value in `values`. `versions_digest`: digest of the versions of all
-    values that the client must have.
-    """
-
-    values: dict[str, Tensor]
-    versions: dict[str, int]
-    versions_digest: str
-
-
 class RequestBuilder:
     """Makes the requests of the next round after `global_state`, under one agreement.
 
@@ -55,7 +46,7 @@ class RequestBuilder:
 
     def __init__(self, agreement: Agreement, global_state: GlobalState) -> None:
         self._agreement, self._global_state = agreement, global_state
-        self._payloads: dict[tuple[object, ...], RequestPayload] = {}
+        self._payloads: dict[tuple[object, ...], dict[str, Any]] = {}
 
     def request(self, client: str, traits: Mapping[str, str], *, full: bool = False) -> Request:
         """Return the request to a client with these traits, with the global values that it lacks.
@@ -73,16 +64,16 @@ class RequestBuilder:
         if cache_key not in self._payloads:
             required = agreement.required(turn, before.personal_bits)
             lacking = [k for k, v in required.items() if before.versions.get(k, v) < versions[k]]
-            self._payloads[cache_key] = RequestPayload(
-                values={key: global_state.values[key] for key in lacking},
-                versions={key: versions[key] for key in lacking},
-                versions_digest=versions_digest({key: versions[key] for key in required}),
-            )
+            self._payloads[cache_key] = {
+                "values": {key: global_state.values[key] for key in lacking},
+                "versions": {key: versions[key] for key in lacking},
+                "versions_digest": versions_digest({key: versions[key] for key in required}),
+            }
         return Request(
             name=agreement.request_name(number, client),
             agreement_digest=agreement.fingerprint,
             turn=turn,
-            **self._payloads[cache_key]._asdict(),
+            **self._payloads[cache_key],
             last_update_round=client_sync.round,
             full=full,
             run=agreement.run,
@@ -132,11 +123,6 @@ class RoundState:
     defence: DefenceRecord | None = None
     secagg: SecAggRecord | None = None
 
-    def set_scores(self, scores: Mapping[Block, float]) -> None:
-        """Put joint scores into the requests of all clients."""
-        for client, request in self.cohort.items():
-            self.cohort[client] = replace(request, turn=replace(request.turn, scores=scores))
-
 
 def accept_update(
     agreement: Agreement,
@@ -150,7 +136,9 @@ def accept_update(
 
     An invalid update raises nothing: the reason is noted in `round_state.rejected`, and nothing is
     added. A valid update that `is_late` is recorded as a response, but not added. Validates against
-    the request, the agreement and the global state before the round.
+    the request, the agreement and the global state before the round. Each decoded param must be
+    allowed by the agreement's plan, and none that the plan certainly shares may be missing; the
+    auxiliary tensors must be those of exactly these params, with the global shapes and dtypes.
     """
     client = str(update.client)
     try:
@@ -165,7 +153,24 @@ def accept_update(
             raise UpdateRejected(f"{min(unknown)!r} is not among the exchanged params")
         base = {key: global_state.values[key] for key in keys}
         values = agreement.method.compression.decode(update.values, base)
-        _require_allowed_tensors(agreement, global_state, request.turn, values, update.aux)
+        permitted, certain = agreement.permitted(request.turn), agreement.certain(request.turn)
+        allowed = {p.key for p in agreement.params if permitted[p] is Role.SHARE}
+        required = {p.key for p in agreement.params if certain[p] is Role.SHARE}
+        if extra := values.keys() - allowed:
+            raise UpdateRejected(
+                f"{min(extra)!r} is not among the params that this client may share"
+            )
+        if missing := required - values.keys():
+            raise UpdateRejected(f"{min(missing)!r} is missing")
+        if set(update.aux) != set(aux_names(values, agreement.method.aux)):
+            raise UpdateRejected("the auxiliary tensors are not those of the shared params")
+        for key, value in {**values, **update.aux}.items():
+            expected = global_state.values[key]
+            if value.shape != expected.shape or value.dtype != expected.dtype:
+                raise UpdateRejected(
+                    f"{key!r} is {value.dtype} {tuple(value.shape)}, "
+                    f"not {expected.dtype} {tuple(expected.shape)}"
+                )
         round_state.aggregator.require(values, update.aux, update.weight)
         record = validate_turn(agreement, global_state, round_state, update, values)
         if not is_late:
@@ -236,7 +241,9 @@ def validate_turn(
     `values`: the update's decoded values; None if masked, or summed by an edge. Raises
     RecordError for a malformed line. Raises UpdateRejected if the record contradicts the request,
     the plan, the shared params, the bytes sent to the client, or a digest of the global state or of
-    `values`.
+    `values`. Before training, each param must have the digest of the value that the client
+    received, except params with a personal role. After training, the shared params must have the
+    digests of `values`; this is only compared without compression, scaling and masks.
     """
     request, record = round_state.cohort[update.client], read_turn(update.ledger_line)
     roles = validate_record(agreement, request, update, record, without_values=values is None)
@@ -253,41 +260,24 @@ def validate_turn(
             f"its record says that it received {record.download_bytes} bytes, not {sent}"
         )
 
-    def sent_digest(key: str) -> str | None:
+    before = split_digests(agreement.params, record.before)
+    after = split_digests(agreement.params, record.after)
+    scaled = agreement.guarantee is not None and agreement.guarantee.max_weight
+    uncompressed = agreement.method.compression.text == "plain()"
+    exact: Tensors = {}
+    if values is not None and uncompressed and not (scaled or agreement.secagg.active):
+        exact = values
+    short_digest = round_state.digests.short_digest
+    for param, role in roles.items():
+        key = param.key
         value = global_state.values.get(key)
-        if value is None:
-            return round_state.start_digests.get(key)
-        return round_state.digests.short_digest(value)
-
-    validate_digests(agreement, record, roles, values, sent_digest, round_state.digests)
+        start = round_state.start_digests.get(key)
+        received = start if value is None else short_digest(value)
+        if not role.is_personal and received not in (None, before[key]):
+            raise UpdateRejected(f"its record says that {key} started from a value not sent to it")
+        if key in exact and short_digest(exact[key]) != after[key]:
+            raise UpdateRejected(f"its record has another digest of {key} than its update")
     return record
-
-
-def _require_allowed_tensors(
-    agreement: Agreement, global_state: GlobalState, turn: Turn, values: Tensors, aux: Tensors
-) -> None:
-    """Raise UpdateRejected if the plan does not allow an update's tensors in `turn`.
-
-    `values`: decoded params; each must be allowed by the agreement's plan, and none that the plan
-    certainly shares may be missing. `aux`: the auxiliary tensors of exactly these params. Shapes
-    and dtypes must be those of the global state.
-    """
-    permitted, certain = agreement.permitted(turn), agreement.certain(turn)
-    allowed = {p.key for p in agreement.params if permitted[p] is Role.SHARE}
-    required = {p.key for p in agreement.params if certain[p] is Role.SHARE}
-    if extra := values.keys() - allowed:
-        raise UpdateRejected(f"{min(extra)!r} is not among the params that this client may share")
-    if missing := required - values.keys():
-        raise UpdateRejected(f"{min(missing)!r} is missing")
-    if set(aux) != set(aux_names(values, agreement.method.aux)):
-        raise UpdateRejected("the auxiliary tensors are not those of the shared params")
-    for key, value in {**values, **aux}.items():
-        expected = global_state.values[key]
-        if value.shape != expected.shape or value.dtype != expected.dtype:
-            raise UpdateRejected(
-                f"{key!r} is {value.dtype} {tuple(value.shape)}, "
-                f"not {expected.dtype} {tuple(expected.shape)}"
-            )
 
 
 def close_round(

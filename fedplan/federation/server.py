@@ -247,7 +247,9 @@ class Server:
         if round_state.responded:
             raise FedplanError("scores must be set before any client has responded")
         if scores is not None:
-            round_state.set_scores(scores)
+            for client, request in round_state.cohort.items():
+                turn = replace(request.turn, scores=scores)
+                round_state.cohort[client] = replace(request, turn=turn)
             round_state.aggregator = self._open_aggregator(scores)
 
     def _open_aggregator(self, scores: Scores) -> Aggregator:
@@ -321,7 +323,26 @@ class Server:
         """
         history = self._history
         turns = tuple(round_state.records[name] for name in sorted(round_state.records))
-        record = read_round({**self._round_record(round_state).json(), **(signs or {})})
+        global_state, sizes = self.global_state, self.agreement.download_bytes
+        self.digests.keep_only(global_state.values.values())
+        changed = {k for k, v in global_state.versions.items() if v == global_state.round}
+        requests = round_state.cohort.values()
+        down = sum(sizes[key] for request in requests for key in request.versions)
+        record = RoundRecord(
+            round=global_state.round,
+            phase=global_state.phase,
+            aggregated=tuple(sorted(round_state.aggregated)),
+            rejected=dict(sorted(round_state.rejected.items())),
+            changed={k: self.digests.short_digest(global_state.values[k]) for k in sorted(changed)},
+            drift=global_state.drift,
+            upload_bytes=sum(turn.upload_bytes for turn in turns),
+            download_bytes=round_state.wasted_bytes + down,
+            products=round_state.products,
+            defence=round_state.defence,
+            secagg=round_state.secagg,
+            edges=dict(sorted(round_state.edges.items())) or None,
+        )
+        record = read_round({**record.json(), **(signs or {})})
         record = replace(record, warnings=make_warnings(record, turns, history.drifts))
         ledger, opening = next_segment(self.ledger, history)
         ledger.append([*opening, *(turn.json() for turn in turns), record.json()])
@@ -331,7 +352,8 @@ class Server:
         failpoint("round.before_commit")
         tensors, meta = self.global_state.to_tensors()
         meta |= {"run": self.identity.id, "files": self._update_files()}
-        meta |= self.aggregation.checkpoint_meta()
+        if (guard := self.aggregation.guard) is not None:
+            meta["charges"] = len(guard.budget.charges)  # so that a shortened budget file is seen
         self.store.write(tensors, meta, number=self.global_state.round)
         failpoint("round.committed")
         self._drop_outdated_start()
@@ -403,28 +425,6 @@ class Server:
         all_turns = (each for each in records if isinstance(each, TurnRecord))
         turns = tuple(turn for turn in all_turns if turn.round == record.round)
         return self._committed_round(record, turns, scores)
-
-    def _round_record(self, round_state: RoundState) -> RoundRecord:
-        """Return the ledger's record of a closed round; drops outdated digests from the cache."""
-        global_state, sizes = self.global_state, self.agreement.download_bytes
-        self.digests.keep_only(global_state.values.values())
-        changed = {k for k, v in global_state.versions.items() if v == global_state.round}
-        requests = round_state.cohort.values()
-        down = sum(sizes[key] for request in requests for key in request.versions)
-        return RoundRecord(
-            round=global_state.round,
-            phase=global_state.phase,
-            aggregated=tuple(sorted(round_state.aggregated)),
-            rejected=dict(sorted(round_state.rejected.items())),
-            changed={k: self.digests.short_digest(global_state.values[k]) for k in sorted(changed)},
-            drift=global_state.drift,
-            upload_bytes=sum(record.upload_bytes for record in round_state.records.values()),
-            download_bytes=round_state.wasted_bytes + down,
-            products=round_state.products,
-            defence=round_state.defence,
-            secagg=round_state.secagg,
-            edges=dict(sorted(round_state.edges.items())) or None,
-        )
 
     def _update_files(self) -> dict[str, list[int | str]]:
         """Return [length, digest] by path of the run's files beside the global state, for `verify`.

@@ -8,26 +8,20 @@ turn to turn is checked by `verify`, since a site that lost its state continues 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.ledger.records import ROLE_BY_LETTER, TurnRecord, split_digests
 from fedplan.federation.messages import Request, Update, UpdateRejected, block_scores_to_json
 from fedplan.language.plan import Roles
 from fedplan.language.predicates import Turn
 from fedplan.models.params import Block
-from fedplan.tensors.named import DigestCache, Tensors
-
-SentDigest = Callable[[str], str | None]
-"""Returns the digest of the value that a client received under a key; None if it is unknown."""
 
 
-def require_plan_roles(agreement: Agreement, record: TurnRecord) -> Roles:
+def require_planned(agreement: Agreement, record: TurnRecord) -> Roles:
     """Return the role of each param in a record's turn, from the agreement's plan.
 
     Raises UpdateRejected if the record has other roles, lacks scores for a choice of layers, has
-    scores without a choice, or scores a block twice or an unknown block. Raises PlanError if a
-    candidate block has no score.
+    scores without a choice, or scores a block twice or an unknown block, or if a param without a
+    trained role changed. Raises PlanError if a candidate block has no score.
     """
     scores: dict[Block, float] | None = None
     if record.scores is not None:
@@ -46,6 +40,11 @@ def require_plan_roles(agreement: Agreement, record: TurnRecord) -> Roles:
                 f"its record says that {param.key} is {ROLE_BY_LETTER[letter].name}, and the plan "
                 f"says {roles[param].name}"
             )
+    before = split_digests(agreement.params, record.before)
+    after = split_digests(agreement.params, record.after)
+    for param, role in roles.items():
+        if not role.is_trained and before[param.key] != after[param.key]:
+            raise UpdateRejected(f"its record says that {param.key} is {role.name} and changed")
     return roles
 
 
@@ -64,8 +63,8 @@ def validate_record(
     than 1, if clients weigh alike and the weight is not 1, if roles contradict the agreement's
     plan, if a param without a trained role changed, or if a turn in `record.missed` is of another
     client, out of order, or invalid. Digests of trained params are not checked here
-    (`validate_digests`). `without_values`: the update is in a sum of others, so weight and uploaded
-    bytes are not compared.
+    (`rounds.validate_turn`). `without_values`: the update is in a sum of others, so weight and
+    uploaded bytes are not compared.
     """
     turn, masked = request.turn, agreement.secagg.active
     fields = {
@@ -89,7 +88,7 @@ def validate_record(
         raise UpdateRejected("its record has a weight or a loss, which are private in this run")
     if agreement.equal_weights and record.weight != 1:
         raise UpdateRejected(f"its weight is {record.weight}, and all clients weigh 1 in this run")
-    roles = require_plan_roles(agreement, record)
+    roles = require_planned(agreement, record)
     if masked:
         upload = sum(map(agreement.upload_bytes, agreement.sent_params(turn, roles)))
         if (sent := record.upload_bytes) != upload:
@@ -98,7 +97,6 @@ def validate_record(
     is_joint = record.scores is not None and agreement.method.joint_choice
     if is_joint and scores != block_scores_to_json(turn.scores or {}):
         raise UpdateRejected("its record has other scores than those of the request")
-    _require_frozen(agreement, record, roles)
     last, phases = request.last_update_round, ("", *agreement.method.phase_rule.phases)
     for missed in record.missed:
         if missed.client != record.client or not last < missed.round < record.round:
@@ -106,45 +104,5 @@ def validate_record(
         if missed.phase not in phases:
             raise UpdateRejected(f"its record has an unknown phase {missed.phase[:40]!r}")
         last = missed.round
-        _require_frozen(agreement, missed, require_plan_roles(agreement, missed))
+        require_planned(agreement, missed)
     return roles
-
-
-def validate_digests(
-    agreement: Agreement,
-    record: TurnRecord,
-    roles: Roles,
-    values: Tensors | None,
-    sent_digest: SentDigest,
-    digests: DigestCache,
-) -> None:
-    """Raise UpdateRejected if a record's digests contradict values that the server knows.
-
-    `sent_digest`: returns by key the digest of the value that the client received; None if unknown.
-    Before training, each param must have this digest, except params with a personal role. After
-    training, the shared params must have the digests of `values` (the client's decoded update);
-    this is only compared if the agreement has no compression or scaling, and not if `values` is
-    None: the update is masked, or in a sum of others. `digests` caches digests of tensors.
-    """
-    before = split_digests(agreement.params, record.before)
-    after = split_digests(agreement.params, record.after)
-    scaled = agreement.guarantee is not None and agreement.guarantee.max_weight
-    uncompressed = agreement.method.compression.text == "plain()"
-    exact: Tensors = {}
-    if values is not None and uncompressed and not (scaled or agreement.secagg.active):
-        exact = values
-    for param, role in roles.items():
-        key = param.key
-        if not role.is_personal and sent_digest(key) not in (None, before[key]):
-            raise UpdateRejected(f"its record says that {key} started from a value not sent to it")
-        if key in exact and digests.short_digest(exact[key]) != after[key]:
-            raise UpdateRejected(f"its record has another digest of {key} than its update")
-
-
-def _require_frozen(agreement: Agreement, record: TurnRecord, roles: Roles) -> None:
-    """Raise UpdateRejected if a record says that a param changed that was not trained."""
-    before = split_digests(agreement.params, record.before)
-    after = split_digests(agreement.params, record.after)
-    for param, role in roles.items():
-        if not role.is_trained and before[param.key] != after[param.key]:
-            raise UpdateRejected(f"its record says that {param.key} is {role.name} and changed")

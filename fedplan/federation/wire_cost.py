@@ -5,27 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from fedplan.models.params import Param
-
-
-def uncompressed_bytes(param: Param) -> int:
-    """Return a param's size in bytes."""
-    return param.nbytes
 
 
 @dataclass(frozen=True)
 class WireCost:
     """Transfer costs of a federation between server and clients.
 
-    `upload_bytes`: returns the bytes of a shared param in an upload, with auxiliary tensors.
+    `upload_bytes`: returns the bytes of a shared param in an upload, with auxiliary tensors;
+    by default its size.
     `aux_count`: number of auxiliary tensors beside each shared param.
     `text`: the reason for unusual costs, for people (compression, for example); may be empty.
     `server_merged`: keys of params that no client shares but the server changes, as FLoRA's base
     weights; server and clients start with the same values.
     """
 
-    upload_bytes: Callable[[Param], int] = uncompressed_bytes
+    upload_bytes: Callable[[Param], int] = attrgetter("nbytes")
     aux_count: int = 0
     text: str = ""
     server_merged: frozenset[str] = frozenset()

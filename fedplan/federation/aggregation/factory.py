@@ -56,7 +56,7 @@ def make_aggregation(
 
     `folder`: where client-level DP keeps a secret and the privacy ledger. `participation`: how
     clients are drawn if DP does not draw clients. `saved`: metadata of the last checkpoint, with
-    the fields of `checkpoint_meta`; empty for a new run. Raises PrivacyError if the privacy ledger
+    `charges` under client-level DP; empty for a new run. Raises PrivacyError if the privacy ledger
     in `folder` has fewer entries than `saved` counts: the ledger was rolled back.
     """
     # Secure aggregation is imported where it is used: it needs an optional package.

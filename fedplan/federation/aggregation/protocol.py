@@ -136,13 +136,6 @@ class Aggregation(ABC):
         """
         return self.guard is not None
 
-    def checkpoint_meta(self) -> dict[str, Any]:
-        """Return fields for the metadata of the server's checkpoint.
-
-        The number of privacy charges, so that a shortened budget file is detected; else none.
-        """
-        return {} if self.guard is None else {"charges": len(self.guard.budget.charges)}
-
     def sample_clients(self, number: int, roster: Sequence[str]) -> list[str]:
         """Return the clients of round `number`, drawn from all client names in `roster`.
 

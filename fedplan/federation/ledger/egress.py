@@ -204,13 +204,6 @@ def agreement_folders(state_folder: Path) -> list[Path]:
     )
 
 
-def _readable_agreements(state_folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the agreements under a site's folder; skip a damaged one, which Endpoint rewrites."""
-    for folder in agreement_folders(state_folder):
-        with suppress(FedplanError):
-            yield read_agreement(folder)
-
-
 def bytes_by_part(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return the sum of the `parts` (bytes by kind of param) of egress log entries."""
     totals = dict[str, int]()
@@ -390,7 +383,10 @@ def require_complete_account(account: Account, egress: EgressLog) -> None:
     """
     folder, entries = account.folder.parent, egress.read()
     accounts = sorted(file.parent for file in folder.glob(f"*/{SECRET_FILE}"))
-    agreements = _readable_agreements(folder.parent)
+    agreements = list[dict[str, Any]]()
+    for each in agreement_folders(folder.parent):
+        with suppress(FedplanError):  # Endpoint writes a damaged one again
+            agreements.append(read_agreement(each))
     for entry, problem in unaccounted_answers(entries, accounts, agreements):
         raise DamagedLog(
             f"{folder} and {EGRESS_LOG} do not agree on run {entry['run']}, round "

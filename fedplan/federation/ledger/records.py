@@ -62,7 +62,7 @@ class TurnRecord:
     turns with an update that the server did not receive.
 
     The server verifies these fields, except `steps`, `loss`, scores of the client's own choice,
-    `missed`, and digests of personal params (and of sent ones as in `validate_digests`).
+    `missed`, and digests of personal params (and of sent ones as in `rounds.validate_turn`).
     """
 
     round: int

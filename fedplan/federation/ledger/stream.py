@@ -261,7 +261,11 @@ class EventStream:
         reads = sites and (self.folder is not None or self.subscribers)
         _, records = read_segment(server.ledger.file) if reads else (None, [])
         turns = [record for record in records if isinstance(record, TurnRecord)]
-        guarantee, earlier = server.agreement.guarantee, self._earlier_status(server)
+        guarantee, earlier = server.agreement.guarantee, RunStatus()
+        with suppress(FedplanError):  # a damaged file is written anew
+            status = read_status(self.folder) if self.folder is not None else None
+            if status is not None and status.run == server.identity.id:
+                earlier = status  # the run is resumed
         return RunStatus(
             study=study,
             run=server.identity.id,
@@ -278,14 +282,6 @@ class EventStream:
             client_level_dp=server.aggregation.hides_clients,
             sites=_with_traffic(sites, turns),
         )
-
-    def _earlier_status(self, server: Server) -> RunStatus:
-        """Return the last status of a run that is resumed; an empty one if there is none."""
-        with suppress(FedplanError):  # a damaged file is written anew
-            status = read_status(self.folder) if self.folder is not None else None
-            if status is not None and status.run == server.identity.id:
-                return status
-        return RunStatus()
 
     @contextmanager
     def _capture_warnings(self) -> Generator[None]:
