@@ -10,6 +10,7 @@ from .append_log import (
     read_json_lines,
     timestamp,
 )
+from .checkpoints import contiguous_tensors
 from .encryption import Encryption
 from .files import (
     PRIVATE,

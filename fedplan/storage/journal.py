@@ -9,12 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from fedplan.errors import StoreError
-from fedplan.storage.checkpoints import SkippedCheckpoint
+from fedplan.storage.checkpoints import NameFilter, SkippedCheckpoint, no_tensors
 from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import failpoint, safe_folder_name, wrap_disk_errors
 from fedplan.storage.locks import sync_file_system
 from fedplan.storage.store import Meta, Store, TensorsAndMeta
-from fedplan.storage.tensor_file import NameFilter, no_tensors
 from fedplan.tensors.named import Tensors
 
 FIRST = 1
@@ -33,7 +32,7 @@ def client_state_folder(run: Path, client: str) -> Path:
 class Journal:
     """A client's state and its replies to the server, committed together in a Store.
 
-    `folder` is created by the first write and keeps the last two commits. For each request of the
+    `folder` is made by the first write and keeps the last two commits. For each request of the
     server: send the reply of `reply_for` again if there is one; else take `client_state`, work, and
     `commit` the new state and reply in one atomic step. With `keep_replies=False` only the state is
     stored, and a repeated request is computed again from `client_state(before=request)`.
@@ -53,13 +52,8 @@ class Journal:
         synced: bool = True,
     ) -> None:
         self._store = Store(folder, encryption=encryption, read_only=read_only, synced=synced)
-        self._folder, self._keep_replies, self.encryption = folder, keep_replies, encryption
+        self.folder, self._keep_replies, self.encryption = folder, keep_replies, encryption
         self.optional, self.synced = optional, synced
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the journal; it may not exist yet."""
-        return self._folder
 
     def make_folder(self) -> Path:
         """Create the folder if it is missing, and return it."""
@@ -106,7 +100,7 @@ class Journal:
         initialized = any(each.number < FIRST for each in self.skipped)
         if initialized or max(self._store.valid_numbers(), default=0) > FIRST:
             raise StoreError(
-                f"the client state before request {before!r} is lost from {self._folder} "
+                f"the client state before request {before!r} is lost from {self.folder} "
                 f"({'; '.join(map(str, self.skipped)) or 'no older checkpoint'}): restore the "
                 "folder from a backup, or remove it to begin anew"
             )
@@ -134,7 +128,7 @@ class Journal:
         if self._keep_replies:
             tensors |= {f"reply/{name}": tensor for name, tensor in reply.items()}
         meta = {"request": request, "notes": dict(notes), "reply": dict(reply_meta)}
-        problem = f"request {request!r} was not finished in {self._folder}"
+        problem = f"request {request!r} was not finished in {self.folder}"
         with wrap_disk_errors(problem, "call reply_for()"):
             failpoint("journal.before_commit")
             # Reading comes first: it finds out which checkpoints are valid.

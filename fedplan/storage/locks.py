@@ -179,14 +179,8 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
     the file system has none.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + timeout
     try:
-        try:
-            _lock_until(descriptor, deadline)
-        except BlockingIOError as error:
-            raise StoreError(f"another process writes to {file}: wait until it ends") from error
-        except OSError as error:
-            raise NoLocks.of(file, error) from error
+        _lock(descriptor, file, timeout)
         try:
             yield descriptor
         finally:  # unlocked at once: a process forked meanwhile would keep the lock
@@ -198,31 +192,32 @@ def open_exclusively(file: Path, *, timeout: float) -> Generator[int]:
 def _open_locked(folder: Path, *, timeout: float = 0.0) -> int:
     """Open and lock a folder; return the descriptor, whose closing releases the lock.
 
-    Tries for `timeout` seconds, then raises StoreError; NoLocks if the file system has none. A kill
-    of the process releases the lock.
+    Raises as `_lock` does. A kill of the process releases the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _lock_until(descriptor, time.monotonic() + timeout)
-    except BlockingIOError as error:
+        _lock(descriptor, folder, timeout)
+    except StoreError:
         os.close(descriptor)
-        raise StoreError(f"another process writes to {folder}: wait until it ends") from error
-    except OSError as error:
-        os.close(descriptor)
-        raise NoLocks.of(folder, error) from error
+        raise
     return descriptor
 
 
-def _lock_until(descriptor: int, deadline: float) -> None:
-    """Lock the open file `descriptor`, trying every 10 ms until `deadline` (`time.monotonic`).
+def _lock(descriptor: int, path: Path, timeout: float) -> None:
+    """Lock the open file or folder `path`, trying every 10 ms for `timeout` seconds.
 
-    Raises BlockingIOError if another process has the lock until then.
+    Raises StoreError if another process has the lock until then, NoLocks if the file system has
+    none.
     """
+    deadline = time.monotonic() + timeout
     while True:
         last = time.monotonic() >= deadline
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError as error:
             if last:
-                raise
+                text = f"another process writes to {path}: wait until it ends"
+                raise StoreError(text) from error
             time.sleep(0.01)
+        except OSError as error:
+            raise NoLocks.of(path, error) from error

@@ -28,9 +28,16 @@ from fedplan.storage.checkpoints import (
     Checkpoint,
     InvalidCheckpoint,
     Manifest,
+    NameFilter,
     SkippedCheckpoint,
+    all_tensors,
     contiguous_tensors,
+    lost_as_invalid,
+    no_tensors,
     parse_manifest,
+    read_bounded,
+    read_verified_tensors,
+    require_file_size,
     require_json_meta,
     saved_tensors_digest,
 )
@@ -44,17 +51,6 @@ from fedplan.storage.files import (
     wrap_disk_errors,
 )
 from fedplan.storage.locks import acquire_folder_lock, locked_folder, sync_folder
-from fedplan.storage.tensor_file import (
-    NameFilter,
-    all_tensors,
-    bounded_size,
-    lost_as_invalid,
-    no_tensors,
-    read_bounded,
-    read_verified_tensors,
-    require_size,
-    tensors_label,
-)
 from fedplan.tensors.named import Tensors
 
 Meta = Mapping[str, Any]
@@ -62,7 +58,6 @@ Meta = Mapping[str, Any]
 TensorsAndMeta = tuple[dict[str, Tensor], dict[str, Any]]
 MetaFilter = Callable[[dict[str, Any]], bool]
 """Whether to accept the checkpoint with this meta."""
-_Loader = Callable[[Manifest], dict[str, Tensor]]
 
 _TENSORS = re.compile(r"[0-9]+\.[0-9a-f]{16}\.safetensors", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9]+\.(json|safetensors)\.tmp|\.tmp\w{6}", re.ASCII)
@@ -176,28 +171,17 @@ class Store:
 
     def peek(self) -> Checkpoint | None:
         """Like `read_newest`, but load no tensors; of the tensor file only the size is checked."""
-
-        def check_size(manifest: Manifest) -> dict[str, Tensor]:
-            file = self._folder / manifest.file
-            with lost_as_invalid(file):
-                require_size(manifest, bounded_size(file, manifest.size))
-            return {}
-
-        return self._find(lambda _: True, check_size)
+        return self.find(lambda _: True, None)
 
     def find(
-        self, meta_filter: MetaFilter, name_filter: NameFilter = all_tensors
+        self, meta_filter: MetaFilter, name_filter: NameFilter | None = all_tensors
     ) -> Checkpoint | None:
         """Load the newest valid checkpoint whose meta passes `meta_filter`; None if none passes.
 
         Only tensors whose names pass `name_filter` are loaded, but the digest of the whole file is
-        checked. Raises StoreError if the folder cannot be read, all its checkpoints are invalid, or
-        one that is read has another format or key.
+        checked; with None, only its size. Raises StoreError if the folder cannot be read, all its
+        checkpoints are invalid, or one that is read has another format or key.
         """
-        return self._find(meta_filter, lambda manifest: self._load_tensors(manifest, name_filter))
-
-    def _find(self, meta_filter: MetaFilter, load_tensors: _Loader) -> Checkpoint | None:
-        """Like `find`; `load_tensors` maps a manifest to tensors, or raises InvalidCheckpoint."""
         with wrap_disk_errors(f"{self._folder} cannot be read", "make it readable to this user"):
             if self._synced and not self._read_only and self._folder.exists():
                 # Renames by a killed writer may not be on disk yet: sync before relying on them.
@@ -210,7 +194,9 @@ class Store:
                         manifest = self._read_manifest(number)
                         if not meta_filter(manifest.meta):
                             continue
-                        checkpoint = Checkpoint(number, load_tensors(manifest), manifest.meta)
+                        checkpoint = Checkpoint(
+                            number, self._load_tensors(manifest, name_filter), manifest.meta
+                        )
                     except InvalidCheckpoint as error:
                         self._invalid[number] = str(error)
                     else:
@@ -300,9 +286,13 @@ class Store:
         return next(iter(origins), token_hex(16))
 
     def _load_tensors(
-        self, manifest: Manifest, name_filter: NameFilter = all_tensors
+        self, manifest: Manifest, name_filter: NameFilter | None
     ) -> dict[str, Tensor]:
         file = self._folder / manifest.file
+        if name_filter is None:
+            with lost_as_invalid(file):
+                require_file_size(file, manifest)
+            return {}
         return read_verified_tensors(file, manifest, self._encryption, name_filter)
 
     def _require_writable(self, meta: Meta) -> None:
@@ -340,9 +330,9 @@ class Store:
             save_file(tensors, temporary)
             temporary.chmod(PRIVATE)
         else:
-            label = tensors_label(manifest)
             with open(temporary, "xb", opener=open_private) as file:
-                file.writelines(self._encryption.encrypt_chunks(save(tensors), label))
+                chunks = self._encryption.encrypt_chunks(save(tensors), manifest.tensors_label)
+                file.writelines(chunks)
         failpoint("store.tensors_written")
         with temporary.open("rb") as file:
             if self._synced:

@@ -11,8 +11,8 @@ from blake3 import blake3
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from fedplan.storage import tensor_file
-from fedplan.storage.tensor_file import all_tensors, no_tensors, parse_tensors, read_tensors
+from fedplan.storage import checkpoints
+from fedplan.storage.checkpoints import all_tensors, no_tensors, parse_tensors, read_tensors
 
 WHOLE = {
     "state/a": torch.arange(3_000_000, dtype=torch.int32).reshape(3, -1),
@@ -60,6 +60,6 @@ def test_a_header_over_the_limit_is_not_read(
 ) -> None:
     file = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1)}, file)
-    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 8)
+    monkeypatch.setattr(checkpoints, "MAX_HEADER_BYTES", 8)
     tensors, _, fault = read_tensors(file, all_tensors)
     assert not tensors and "its header would take" in fault
