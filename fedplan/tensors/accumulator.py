@@ -144,27 +144,26 @@ class AccumulatorBuffer:
     """Joint memory of the accumulators of all names that one update added for the first time.
 
     `lower`: the lower counts of all names, one after the other. `chunks`: parts of `lower`.
-    Create with `allocate`; `accumulators` returns the views, which the caller keeps. Then
-    `add_chunks` and `joined_means` treat many small tensors in one operation.
+    Create with `allocate`. Then `add_chunks` and `joined_means` treat many small tensors in one
+    operation.
     """
 
     lower: Tensor
     chunks: list[Chunk]
 
     @staticmethod
-    def allocate(values: Tensors) -> AccumulatorBuffer:
-        """Return a buffer of zeros for tensors of these sizes."""
-        count = sum(value.numel() for value in values.values())
-        lower = torch.zeros(count, dtype=torch.int64)
-        return AccumulatorBuffer(lower, make_chunks(values))
+    def allocate(values: Tensors) -> tuple[AccumulatorBuffer, dict[str, Accumulator]]:
+        """Return a buffer of zeros for tensors of these sizes, and an accumulator for each.
 
-    def accumulators(self, values: Mapping[str, Tensor]) -> dict[str, Accumulator]:
-        """Return an empty accumulator for each tensor, whose lower counts view this buffer."""
-        counts = _split(self.lower, [value.numel() for value in values.values()])
-        return {
-            name: Accumulator(dtype_name(value), tuple(value.shape), lower)
-            for (name, value), lower in zip(values.items(), counts, strict=True)
+        The lower counts of an accumulator view the buffer; the caller keeps them.
+        """
+        sizes = [value.numel() for value in values.values()]
+        lower = torch.zeros(sum(sizes), dtype=torch.int64)
+        accumulators = {
+            name: Accumulator(dtype_name(value), tuple(value.shape), counts)
+            for (name, value), counts in zip(values.items(), _split(lower, sizes), strict=True)
         }
+        return AccumulatorBuffer(lower, make_chunks(values)), accumulators
 
     def add_chunks(
         self, values: Mapping[str, Tensor], chunked: ChunkedTensors, names: set[str], weight: int

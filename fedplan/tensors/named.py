@@ -134,7 +134,7 @@ class DigestCache:
         if entry is None or entry[0]() is not tensor or entry[1] != version:
             # A weak reference: a long-lived site would else keep the global model of every round.
             weak = ref(tensor, lambda _: self._entries.pop(key, None))
-            entry = self._entries[key] = (weak, version, full_digest(tensor))
+            entry = self._entries[key] = (weak, version, full_digest(tensor.to("cpu")))
         return entry[2]
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:

@@ -71,9 +71,9 @@ class ExactSum:
         """
         peaks = self.validate(values, weight, peaks)
         if new := {name: value for name, value in values.items() if name not in self._accumulators}:
-            buffer = AccumulatorBuffer.allocate(new)
+            buffer, accumulators = AccumulatorBuffer.allocate(new)
             self._buffers.append(buffer)
-            self._accumulators |= buffer.accumulators(new)
+            self._accumulators |= accumulators
         narrow = {name for name in values if self._accumulators[name].reserve(weight, peaks[name])}
         chunked = chunked or chunk_tensors(values)
         added = set[str]()
@@ -270,20 +270,15 @@ class ExactSum:
         for accumulator in total._accumulators.values():
             # Of the counts themselves: a claim that is too large would leave no room for others.
             accumulator.normalize()
-            accumulator.reach = _reach(accumulator.upper)
+            accumulator.reach, upper = 0, accumulator.upper
+            if upper is not None and upper.numel():
+                largest = max(abs(int(extreme)) for extreme in upper.aminmax())
+                accumulator.reach = (largest + 1) << CARRY_BITS
         peak_steps(total.mean())
         return total
 
     def _sorted(self) -> list[tuple[str, Accumulator]]:
         return sorted(self._accumulators.items())
-
-
-def _reach(upper: Tensor | None) -> int:
-    """Return a bound of the magnitude of a normalized sum in grid steps, by its upper counts."""
-    if upper is None or not upper.numel():
-        return 0
-    low, high = upper.aminmax()
-    return (max(abs(int(low)), abs(int(high))) + 1) << CARRY_BITS
 
 
 def _read_accumulator(

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from fedplan.data.examples import Examples, SeededExamples, SparseExamples
 from fedplan.errors import FedplanError
 from fedplan.tensors.devices import CPU, autocast, fork_rng_state, model_device, to_device
-from fedplan.tensors.named import Batch, Tensors, full_digest, nbytes
+from fedplan.tensors.named import Batch, DigestCache, Tensors, nbytes
 from fedplan.training.activation_cuts import (
     ActivationCut,
     CachedForward,
@@ -73,9 +73,8 @@ class ActivationCache:
     def __init__(self, megabytes: int = DEFAULT_MEGABYTES) -> None:
         self.room, self.used = megabytes * 2**20, 0
         self.misses = self.hits = 0
-        self.cuts: dict[str, Any] = {}
+        self.cuts, self._digests = dict[str, Any](), DigestCache()
         self._entries: dict[str, list[CachedActivations]] = {}
-        self._digests: dict[str, tuple[object, int, str]] = {}
 
     def open(self, examples_key: str, key: str, owner: object = None) -> CachedActivations:
         """Return the entry of some examples and one model state; created empty if missing.
@@ -112,15 +111,7 @@ class ActivationCache:
 
     def digests(self, params: Mapping[str, nn.Parameter]) -> list[str]:
         """Return the digests of a model's params, in order; remembered until a tensor changes."""
-        digests = list[str]()
-        for name, tensor in params.items():
-            version = tensor._version  # pyright: ignore[reportPrivateUsage]
-            cached = self._digests.get(name)
-            if cached is None or cached[0] is not tensor or cached[1] != version:
-                cached = (tensor, version, full_digest(tensor.detach().to(CPU)))
-                self._digests[name] = cached
-            digests.append(cached[2])
-        return digests
+        return [self._digests.full_digest(param) for param in params.values()]
 
 
 log = logging.getLogger("fedplan")

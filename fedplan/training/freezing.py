@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ class _TrainedRows:
     """The trained rows (`param`) of a fused `tensor`, as a parameter `leaf` for an optimizer.
 
     `shared`: the rows are contiguous, so `leaf` shares the tensor's memory, and a step on `leaf` is
-    a step on the tensor. Otherwise `leaf` is a copy, and `write_back` must follow each step.
+    a step on the tensor. Otherwise `leaf` is a copy, to be written back after each step.
     """
 
     # A copy, because fused optimizers write over the gaps between rows.
@@ -32,11 +31,6 @@ class _TrainedRows:
     tensor: nn.Parameter
     leaf: nn.Parameter
     shared: bool
-
-    def write_back(self) -> None:
-        """Copy the leaf's values into the tensor."""
-        with torch.no_grad():
-            self.param.view(self.tensor).copy_(self.leaf)
 
 
 class TrainableParams:
@@ -100,9 +94,10 @@ class TrainableParams:
         self._trained |= {part.param.key: part.leaf for part in rows}
         self._copies += [part for part in rows if not part.shared]
 
+    @torch.no_grad()
     def _write_back(self, *_: Any) -> None:
         for rows in self._copies:
-            rows.write_back()
+            rows.param.view(rows.tensor).copy_(rows.leaf)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters for an optimizer: `AdamW(trainable_params.parameters())`."""
@@ -145,12 +140,7 @@ class TrainableParams:
     def __enter__(self) -> TrainableParams:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -43,20 +43,13 @@ _DISPLAY_CALLBACKS = ("ProgressCallback", "PrinterCallback")
 """Ends of the class names of callbacks that print."""
 
 
-def run_trainer(
-    trainer: object,
-    job: Job,
-    trainable_params: TrainableParams,
-    added: Mapping[str, nn.Parameter],
-    set_max_grad_norm: Callable[[float], None],
-) -> float:
-    """Train the job's model by a Trainer for one turn, and return the mean loss.
+def run_trainer(trainer: object, watcher: _StepWatcher) -> float:
+    """Train the job of a `watcher` by a Trainer for one turn, and return the mean loss.
 
     The Trainer saves, reports and evaluates nothing, and uses the job's seed. It gets an optimizer
-    over `trainable_params`, and over the params that it `added` to the model and that need a
-    gradient, unless it has its own. Its gradient clipping is turned off, and `set_max_grad_norm` is
-    called with its norm. Raises FedplanError if `trainer` is no Trainer, has another model, or an
-    unsuitable optimizer. Changes `trainer`, and the global random state.
+    over the watcher's params, unless it has its own. Its gradient clipping is turned off, and the
+    watcher clips to its norm. Raises FedplanError if `trainer` is no Trainer, has another model, or
+    an unsuitable optimizer. Changes `trainer`, and the global random state.
     """
     from transformers import Trainer, set_seed
 
@@ -64,6 +57,7 @@ def run_trainer(
         raise FedplanError(
             f"the loop returned a {type(trainer).__name__}: return the mean loss, or a Trainer"
         )
+    job = watcher.job
     if trainer.model is not job.model:
         raise FedplanError(
             "the Trainer has another model: build it with the model that the loop is given, and "
@@ -74,9 +68,9 @@ def run_trainer(
         args: Any = trainer.args
         # The Trainer's own clipping would miss the trained rows of fused tensors.
         norm, args.max_grad_norm = float(args.max_grad_norm or 0.0), 0.0
-        set_max_grad_norm(norm)
+        watcher.set_max_grad_norm(norm)
         if trainer.optimizer is None and type(trainer).create_optimizer is Trainer.create_optimizer:
-            trainer.optimizer = _make_optimizer(trainer, job, trainable_params, added)
+            trainer.optimizer = _make_optimizer(trainer, watcher)
         set_seed(job.seed % 2**32)
         output: Any = trainer.train()
     return float(output.training_loss)
@@ -100,13 +94,9 @@ def _disable_outputs(trainer: Trainer, folder: str, seed: int) -> None:
             trainer.remove_callback(callback)
 
 
-def _make_optimizer(
-    trainer: Trainer,
-    job: Job,
-    trainable_params: TrainableParams,
-    added: Mapping[str, nn.Parameter],
-) -> torch.optim.Optimizer:
-    """Create the optimizer of a Trainer's arguments, over `trainable_params` and `added`."""
+def _make_optimizer(trainer: Trainer, watcher: _StepWatcher) -> torch.optim.Optimizer:
+    """Create the optimizer of a Trainer's arguments, over the params of a `watcher`."""
+    job = watcher.job
     untyped: Any = trainer
     make, settings = untyped.optimizer_cls_and_kwargs or untyped.get_optimizer_cls_and_kwargs(
         trainer.args, job.model
@@ -124,7 +114,7 @@ def _make_optimizer(
         True: {"params": [], "weight_decay": untyped.args.weight_decay},
         False: {"params": [], "weight_decay": 0.0},
     }
-    trained_and_added = {**dict(trainable_params.named_parameters()), **added}
+    trained_and_added = {**dict(watcher.trainable_params.named_parameters()), **watcher.added}
     for key, leaf in trained_and_added.items():
         groups[names.get(key, key) in decaying]["params"].append(leaf)
     return make([group for group in groups.values() if group["params"]], **settings)
@@ -246,7 +236,7 @@ def attach(loop: TrainingLoop) -> Fit:
             watcher = _StepWatcher(job, trainable_params)
             hook = register_optimizer_step_pre_hook(watcher)
             try:
-                loss = _run_loop(loop, job, trainable_params, watcher)
+                loss = _run_loop(loop, watcher)
             finally:
                 hook.remove()
             job.model.eval()
@@ -259,14 +249,12 @@ def attach(loop: TrainingLoop) -> Fit:
     return attached
 
 
-def _run_loop(
-    loop: TrainingLoop, job: Job, trainable_params: TrainableParams, watcher: _StepWatcher
-) -> float:
-    """Run a loop on the job's model and examples, then the Trainer if the loop returns one.
+def _run_loop(loop: TrainingLoop, watcher: _StepWatcher) -> float:
+    """Run a loop on the job of a `watcher`, then the Trainer if the loop returns one.
 
     Modules, hooks and attributes that they add to the model are removed at the end.
     """
-    examples = job.examples
+    job, examples = watcher.job, watcher.job.examples
     if isinstance(examples, SeededExamples):
         examples = examples.with_seed(job.seed)
     dataset = ExamplesDataset(examples, model_device(job.model))
@@ -275,7 +263,7 @@ def _run_loop(
     with without_additions(job.model), same_params(job, params_before), torch.enable_grad():
         job.model.train()
         try:
-            result = loop(job.model, dataset, trainable_params)
+            result = loop(job.model, dataset, watcher.trainable_params)
         except ImportError:  # perhaps of a Trainer, which transformers raises without a name
             import_extra("accelerate", "a Trainer of transformers")
             raise
@@ -290,36 +278,33 @@ def _run_loop(
         for tensor, requires_grad in flags.items():
             tensor.requires_grad_(requires_grad)
         params = cast("Iterable[tuple[str, nn.Parameter]]", job.model.named_parameters())
-        added = {n: each for n, each in params if n not in params_before and each.requires_grad}
-        watcher.set_added_params(added.values())
-        return run_trainer(result, job, trainable_params, added, watcher.set_max_grad_norm)
+        new = {n: each for n, each in params if n not in params_before and each.requires_grad}
+        watcher.added = new
+        return run_trainer(result, watcher)
 
 
 class _StepWatcher:
     """Optimizer pre-step hook that runs the job's gradient hooks, clips, and counts steps.
 
     Register with `register_optimizer_step_pre_hook`. Steps of optimizers without any of
-    `trainable_params` are ignored. `steps_taken`: the number of other steps. `lr_sum`: the sum of
-    the learning rates of these steps; nan if the param groups of a step had several. Clips to the
-    norm set by `set_max_grad_norm`, initially not at all.
+    `trainable_params` are ignored. `added`: params by name that a Trainer added to the model, which
+    are clipped with the others. `steps_taken`: the number of other steps. `lr_sum`: the sum of the
+    learning rates of these steps; nan if the param groups of a step had several. Clips to the norm
+    set by `set_max_grad_norm`, initially not at all.
     """
 
     def __init__(self, job: Job, trainable_params: TrainableParams) -> None:
-        self._job, self._trainable_params = job, trainable_params
+        self.job, self.trainable_params = job, trainable_params
         self.set_max_grad_norm(0.0)
+        self.added: Mapping[str, nn.Parameter] = {}
         self.steps_taken, self.lr_sum = 0, 0.0
         self._trained, self._optimizer = set(trainable_params.parameters()), None
         self._names = {w: n for n, w in job.model.named_parameters() if w.requires_grad}
-        self._added: list[nn.Parameter] = []
-
-    def set_added_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Set the params that a Trainer added to the model, which are clipped with the others."""
-        self._added = list(params)
 
     def set_max_grad_norm(self, norm: float) -> None:
         """Clip gradients to a norm after all gradient hooks; 0 does not clip."""
-        config = replace(self._job.train_arguments, max_grad_norm=norm)
-        self._job = replace(self._job, train_arguments=config)
+        config = replace(self.job.train_arguments, max_grad_norm=norm)
+        self.job = replace(self.job, train_arguments=config)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Adjust gradients and count the step, if the optimizer has trained params."""
@@ -333,7 +318,7 @@ class _StepWatcher:
                 )
         if self._trained.isdisjoint(params):
             return
-        if self._job.gradient_hooks:
+        if self.job.gradient_hooks:
             if any(each is not None for each in (*args[1:], *kwargs.values())):
                 raise FedplanError(
                     "the method changes gradients, and the loop's optimizer calls a closure for "
@@ -345,7 +330,7 @@ class _StepWatcher:
                     "optimizers: use one with param groups"
                 )
             self._optimizer = optimizer
-        adjust_gradients(self._trainable_params, self._job, self._added)
+        adjust_gradients(self.trainable_params, self.job, self.added.values())
         lr, *others = {float(group["lr"]) for group in optimizer.param_groups}
         self.steps_taken, self.lr_sum = self.steps_taken + 1, self.lr_sum + (nan if others else lr)
 

@@ -197,9 +197,11 @@ def attention_probe(to: str = "", by: str = "", examples: int = 64, bounded: boo
     @with_text(format_call("attention", to=to, by=by, examples=examples, bounded=bounded))
     def score_by_attention(inputs: ProbeInput) -> dict[Block, float]:
         totals, count = dict.fromkeys(inputs.blocks, 0.0), 0
+        config = getattr(inputs.model, "config", None)
+        label_ids: Any = getattr(config, "label2id", None) or {}
         for indices in inputs.sample_batches(examples):
             batch = inputs.batch(indices)
-            sums = _AttentionSums(batch, to, by, _label_index(inputs.model, "O"))
+            sums = _AttentionSums(batch, to, by, label_ids.get("O"))
             capture_attention(inputs.model, batch, sums)
             for block in inputs.blocks:
                 totals[block] += sums.score(block, bounded)
@@ -282,12 +284,6 @@ class _AttentionSums:
         return float((sums / self.sizes[block].clamp(min=1) if bounded else sums).sum())
 
 
-def _label_index(model: nn.Module, label: str) -> int | None:
-    """Return the index of a label in a model's configuration; None if it is not there."""
-    indices: Any = getattr(getattr(model, "config", None), "label2id", None) or {}
-    return indices.get(label)
-
-
 def gradient_probe(examples: int = 64) -> Probe:
     """Return a probe that scores a block by the norm of the gradient of the mean loss.
 
@@ -300,39 +296,31 @@ def gradient_probe(examples: int = 64) -> Probe:
     def score_by_gradient(inputs: ProbeInput) -> dict[Block, float]:
         modules = block_modules(inputs.model)
         params = [w for b in inputs.blocks for w in modules[b].parameters()]
-        gradients = _mean_gradients(inputs, params, examples)
+        flags = {param: param.requires_grad for param in params if param.is_floating_point()}
+        mean = {param: torch.zeros_like(param) for param in flags}
+        batches = list(inputs.sample_batches(examples))
+        try:
+            for param in flags:
+                param.requires_grad_(True)
+            with eval_mode(inputs.model), torch.enable_grad():
+                for indices in batches:
+                    share = len(indices) / sum(map(len, batches))
+                    loss = inputs.loss(inputs.model, inputs.batch(indices)) * share
+                    gradients = torch.autograd.grad(loss, list(flags), materialize_grads=True)
+                    for param, gradient in zip(flags, gradients, strict=True):
+                        mean[param] += gradient
+        finally:
+            for param, flag in flags.items():
+                param.requires_grad_(flag)
         dtype = sum_dtype(model_device(inputs.model))
-        sums = [each.to(dtype).square().sum() for each in gradients.values()]
-        squares = dict(zip(gradients, read_floats(sums), strict=True))
+        sums = [each.to(dtype).square().sum() for each in mean.values()]
+        squares = dict(zip(mean, read_floats(sums), strict=True))
         return {
             block: sum(squares.get(weight, 0.0) for weight in modules[block].parameters()) ** 0.5
             for block in inputs.blocks
         }
 
     return score_by_gradient
-
-
-def _mean_gradients(
-    inputs: ProbeInput, params: list[nn.Parameter], examples: int
-) -> dict[nn.Parameter, Tensor]:
-    """Return the gradient of the mean loss in each of some params of `inputs.model`."""
-    flags = {param: param.requires_grad for param in params if param.is_floating_point()}
-    total = {param: torch.zeros_like(param) for param in flags}
-    batches = list(inputs.sample_batches(examples))
-    try:
-        for param in flags:
-            param.requires_grad_(True)
-        with eval_mode(inputs.model), torch.enable_grad():
-            for indices in batches:
-                share = len(indices) / sum(map(len, batches))
-                loss = inputs.loss(inputs.model, inputs.batch(indices)) * share
-                gradients = torch.autograd.grad(loss, list(flags), materialize_grads=True)
-                for param, gradient in zip(flags, gradients, strict=True):
-                    total[param] += gradient
-    finally:
-        for param, flag in flags.items():
-            param.requires_grad_(flag)
-    return total
 
 
 PROBES: dict[str, Probe] = {
