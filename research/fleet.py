@@ -6,6 +6,8 @@
 Each node has a key and a connection of its own, speaks Flower's fleet API, looks for a message every
 three seconds as a SuperNode does, and answers by the endpoint of a site. The model is a ViT; widths
 64 and 288 make updates of about 1 and 20 MB. Adds a row to research/results/fleet.json.
+With --profile PY_SPY it samples SuperLink and driver after the first round, and the row has the ten
+functions of each that hold the interpreter's lock most.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import argparse
 import copy
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +27,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +59,7 @@ from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpI
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-from soak import process_sample
+from soak import folder_sample, process_sample
 from study import FACTS, LAB
 
 from deployment import BIN, free_ports, until_open  # isort: skip
@@ -67,6 +71,7 @@ from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.studies.schema import read_study
 
 RESULT = LAB / "results" / "fleet.json"
+TRAINED = "answers to train"
 LOOK_SECONDS = 3.0
 """Between two looks of a node for a message, as of a SuperNode."""
 STUDY = """
@@ -104,6 +109,18 @@ sites = 3600
 
 
 @dataclass
+class Counted:
+    """Counts the calls of nodes to the SuperLink."""
+
+    counts: Counter[str]
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        """Send the call."""
+        self.counts["calls"] += 1
+        return call_next(context)
+
+
+@dataclass
 class Fleet:
     """All nodes: the runtime of the first site, of which the others are copies, and counts."""
 
@@ -127,6 +144,7 @@ class Fleet:
             True,
             None,
             interceptors=[
+                Counted(self.counts),
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
                 NodeAuthHttpInterceptor(private, public),
             ],
@@ -212,7 +230,43 @@ def write_study(folder: Path, nodes: int, rounds: int, width: int) -> Path:
     return file
 
 
-def sailed(nodes: int, rounds: int, width: int, threads: int, folder: Path) -> dict[str, Any]:
+def sample(processes: dict[str, int], server: Path, calls: int) -> dict[str, Any]:
+    """CPU seconds and MB of each process so far, MB of the SuperLink's folder, and calls to it."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    found: dict[str, Any] = {
+        "nodes": {"cpu_seconds": round(own.ru_utime + own.ru_stime, 1), "mb": peak_mb(os.getpid())}
+    }
+    for name, pid in processes.items():
+        cost = process_sample([pid])
+        found[name] = {key: cost[key] for key in ("cpu_seconds", "mb", "open_files", "threads")}
+        found[name]["peak_mb"] = peak_mb(pid)
+    found["calls"] = calls
+    found["database_mb"] = round(folder_sample(server)["bytes"] / 1e6, 1)
+    return found
+
+
+def peak_mb(pid: int) -> float:
+    """The most memory that a process has had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return round(next(int(line.split()[1]) for line in lines if "VmHWM" in line) / 1e3, 1)
+
+
+def top(file: Path) -> list[str]:
+    """The ten functions that held the interpreter's lock most, by the samples of py-spy."""
+    spent, total = Counter[str](), 0
+    for line in file.read_text().splitlines():
+        frames, _, count = line.rpartition(" ")
+        total += int(count)
+        function, _, place = frames.split(";")[-1].partition(" (")
+        spent[f"{function} ({'/'.join(place.partition(':')[0].split('/')[-2:]).strip(')')})"] += (
+            int(count)
+        )
+    return [f"{count / total:.1%} {name}" for name, count in spent.most_common(10)]
+
+
+def sailed(
+    nodes: int, rounds: int, width: int, threads: int, folder: Path, py_spy: str
+) -> dict[str, Any]:
     """Run the federation, and return what it took."""
     torch.set_num_threads(1)
     (port,) = free_ports(1)
@@ -247,23 +301,42 @@ def sailed(nodes: int, rounds: int, width: int, threads: int, folder: Path) -> d
             )  # fmt: skip
             processes.append(driver)
             samples, ends = list[dict[str, Any]](), list[float]()
+            started, trained, before = time.monotonic(), 0.0, dict[str, Any]()
+            pids, spies = {"link": link.pid, "driver": driver.pid}, list[subprocess.Popen[bytes]]()
             while driver.poll() is None:
                 due = [node for node in crew if node.due <= time.monotonic()]
                 list(pool.map(Node.look, due))
+                if not trained and fleet.counts[TRAINED]:
+                    trained = time.monotonic()
+                    before = sample(pids, server, fleet.counts["calls"])
                 closed = rounds_closed(folder / "run")
                 if closed > len(ends):
                     ends += [time.monotonic()] * (closed - len(ends))
-                    samples.append(
-                        {"link": process_sample([link.pid]), "driver": process_sample([driver.pid])}
-                    )
+                    samples.append(sample(pids, server, fleet.counts["calls"]))
+                    print(f"round {closed}", dict(fleet.counts), samples[-1], file=sys.stderr)
+                    for name in pids if py_spy and not spies else ():
+                        words = ["record", "-p", str(pids[name]), "-f", "raw", "-r", "50"]
+                        words += [
+                            "--gil",
+                            "--nonblocking",
+                            "-d",
+                            "3600",
+                            "-o",
+                            str(folder / f"{name}.raw"),
+                        ]
+                        spies.append(subprocess.Popen([py_spy, *words], stdout=subprocess.DEVNULL))
                 if not due:
                     time.sleep(0.02)
         code = driver.returncode
+        for spy in spies:
+            spy.send_signal(signal.SIGINT)
+            spy.wait()
     finally:
         for process in processes:
             process.kill()
             process.wait()
     spans = [b - a for a, b in pairwise(ends)]
+    raw = {name: folder / f"{name}.raw" for name in pids}
     return {
         **FACTS,
         "nodes": nodes,
@@ -272,9 +345,20 @@ def sailed(nodes: int, rounds: int, width: int, threads: int, folder: Path) -> d
         "exit": code,
         "seconds to register": round(registered, 1),
         "seconds a round": [round(span, 1) for span in spans],
+        "seconds to the first answer": round(trained - started, 1),
+        "after the first answer": before,
         "after each round": samples,
         "nodes did": dict(fleet.counts),
+        "not aggregated": sum(map(len, rejected(folder / "run"))),
+        "profile": {name: top(file) for name, file in raw.items() if file.exists()},
     }
+
+
+def rejected(run: Path) -> list[dict[str, str]]:
+    """Of each committed round, the sites whose update is not in it, each with the reason."""
+    lines = (file.read_text().splitlines() for file in run.glob("ledger*.jsonl"))
+    records = [json.loads(line) for line in chain.from_iterable(lines)]
+    return [record["rejected"] for record in records if record.get("kind") == "round"]
 
 
 def rounds_closed(run: Path) -> int:
@@ -291,11 +375,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--threads", type=int, default=4, help="nodes that look at a time")
+    parser.add_argument("--profile", default="", metavar="PY_SPY", help="the program of py-spy")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its processes would outlive it
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        row = sailed(args.nodes, args.rounds, args.width, args.threads, folder)
+        row = sailed(args.nodes, args.rounds, args.width, args.threads, folder, args.profile)
         row["command"] = f"python {' '.join(sys.argv)}"
         if row["exit"]:
             sys.stderr.write((folder / "driver.log").read_text()[-3000:])

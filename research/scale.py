@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a federation of any size would cost: unit costs from the result files, and one formula each.
 
-`python research/scale.py` prints the tables of research/pages/scale.md; `--write` puts them there.
+`python research/scale.py` prints the tables of research/pages/scale.md; `--write` puts them there,
+and `--sentences` prints the numbers that docs/explanation/scale.md has to have.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Units:
     """What one thing costs: a turn, a byte of it, a client that was heard, a registered one.
 
     Seconds are of one core, of both ends together; training is not in them. Peaks are of memory, as
-    multiples of the model: all of it trained in float32 and in bf16, and LoRA.
+    multiples of the model: all of it trained in float32 and in bf16, and LoRA. `link` is what the
+    SuperLink spends on a turn of about 1 MB, its looks for messages counted in.
     """
 
     turn: float
@@ -38,6 +40,7 @@ class Units:
     heard: float
     registered: float
     peaks: tuple[float, float, float]
+    link: float
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Case:
             "a site's line": self.site_line(),
             "the server's line": self.server_line(),
             "the server's CPU": self.cpu(units),
+            "the SuperLink's CPU": self.asked * units.link,
         }
 
     def wall(self, units: Units) -> str:
@@ -99,6 +103,8 @@ CASES = (
     Case("1,000 sites, 7 B, all of it, bf16", 1_000, 1_000, 7e9, 7e9, 2),
     Case("10 M clients, 10,000 a round, ViT 0.2 M", 10_000_000, 10_000, 0.214e6, 0.214e6),
     Case("10 M clients, 10,000 a round, MiniLM", 10_000_000, 10_000, 22.7e6, 22.7e6),
+    Case("10,000 sites, 1 GB", 10_000, 10_000, 0.25e9, 0.25e9),
+    Case("10 M devices, all asked, 1 MB", 10_000_000, 10_000_000, 0.25e6, 0.25e6),
 )
 
 
@@ -127,7 +133,7 @@ def units() -> Units:
     ledger = whole.get("ledger bytes a turn", few["told"]["local"]["ledger"])
     kept = whole.get("checkpoint bytes beside values", 0) / max(whole.get("heard", 1), 1)
     opened = whole.get("reopen s", 0) / whole.get("registered", 1)
-    return Units(turn, byte, ledger, kept, opened, peaks())
+    return Units(turn, byte, ledger, kept, opened, peaks(), spent(fleet()[-1])["link"])
 
 
 def peaks() -> tuple[float, float, float]:
@@ -136,6 +142,43 @@ def peaks() -> tuple[float, float, float]:
     kinds = ("small-float32", "gpt2-bf16", "small-lora")
     found = [max(row["peak"] for row in rows if row["case"] == kind) for kind in kinds]
     return found[0], found[1], found[2]
+
+
+def fleet() -> list[dict[str, Any]]:
+    """The rows of research/fleet.py, those with most nodes last."""
+    return sorted(read("fleet"), key=lambda row: row["nodes"])
+
+
+def spent(row: dict[str, Any]) -> dict[str, float]:
+    """CPU seconds a turn of each process of a fleet, after its first round."""
+    first, last = (row["after each round"][place] for place in (0, -1))
+    turns = row["nodes"] * (len(row["after each round"]) - 1)
+    return {
+        name: (last[name]["cpu_seconds"] - first[name]["cpu_seconds"]) / turns
+        for name in ("link", "driver", "nodes")
+    }
+
+
+def fleets() -> str:
+    """The table of the fleets that were run."""
+    lines = [
+        "| nodes | update | rounds a minute | CPU of a turn: SuperLink, driver, node "
+        "| calls of a turn | peak memory: SuperLink, driver | updates not aggregated |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in fleet():
+        costs, samples = spent(row), row["after each round"]
+        link, driver = (samples[-1][name]["peak_mb"] for name in ("link", "driver"))
+        turns = row["nodes"] * (len(samples) - 1)
+        calls = [each.get("calls", 0) for each in samples]
+        each = f"{(calls[-1] - calls[0]) / turns:.0f}" if calls[0] else "-"
+        lines.append(
+            f"| {row['nodes']} | {row['update_mb']} MB "
+            f"| {60 / statistics.mean(row['seconds a round']):.1f} "
+            f"| {', '.join(span(costs[name]) for name in ('link', 'driver', 'nodes'))} "
+            f"| {each} | {link:.0f} MB, {driver:.0f} MB | {row['not aggregated']} |"
+        )
+    return "\n".join(lines)
 
 
 def crowds() -> list[dict[str, Any]]:
@@ -179,19 +222,105 @@ def tables() -> Iterator[str]:
         *([f"| a client that was heard, in a checkpoint | {size(found.heard)} | {rest} |",
            f"| a registered client, when a run is opened | {span(found.registered)} of CPU | {rest} |"]
           if crowds() else []),
+        f"| a turn of 1 MB at a SuperLink, with its looks for messages | {span(found.link)} of CPU | `fleet.json` |",
     ])  # fmt: skip
     yield "\n".join([
-        "### A round of eight federations",
+        f"### A round of {len(CASES)} federations",
         "",
-        "| | a client sends | a site's line | the server's line | the server's CPU | its memory | ledger | first wall |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | a client sends | a site's line | the server's line | the server's CPU | the SuperLink's CPU, at least | its memory | ledger | first wall |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(
             f"| {case.text} | {size(case.update)} | {span(case.site_line())} | {span(case.server_line())} "
-            f"| {span(case.cpu(found))} | {size(case.memory(found))} | {size(case.asked * found.ledger)} "
+            f"| {span(case.cpu(found))} | {span(case.asked * found.link)} | {size(case.memory(found))} | {size(case.asked * found.ledger)} "
             f"| {case.wall(found)} |"
             for case in CASES
         ),
     ])  # fmt: skip
+
+
+def sentences() -> Iterator[str]:
+    """Texts of docs/explanation/scale.md, each with its numbers as the files have them now."""
+    found, crowd = units(), max(crowds(), key=lambda row: row["registered"])
+    yield f"{round(found.heard)} bytes per client that ever answered"
+    yield f"| ledger | `n` \N{MULTIPLICATION SIGN} {found.ledger / 1e3:.1f} kB |"
+    yield f"takes about {1e6 * found.registered:.0f} µs when the run is opened"
+    slow = next(case for case in CASES if case.text.startswith("ten sites, 7 B, all"))
+    yield f"a model of 7 billion parameters takes {slow.site_line() / 60:.0f} minutes over 100 Mbit/s"
+    few = crowds()[0]
+    each = 1e3 * (crowd["resident MB"] - few["resident MB"]) / crowd["registered"]
+    yield f"and {each:.1f} kB of memory"
+    names = {
+        "small-float32": "GPT-2 of 29 M, float32, all",
+        "small-lora": "GPT-2 of 29 M, bf16, LoRA",
+        "gpt2-bf16": "GPT-2 (124 M), bf16, all",
+        "llama-lora": "Llama-3.2-1B, bf16, LoRA",
+    }
+    for row in read("memory-peaks")["rows"]:
+        if row["case"] in names and (
+            row["case"].startswith("small") or row["place"] == "local run"
+        ):
+            place = row["place"].replace("Flower's", "Flower")
+            yield f"| {names[row['case']]} | {place} | {row['peak']:.2f} |"
+    lines = (RESULTS / "bench_turn.txt").read_text().partition("\n\n")[0].splitlines()[2:]
+    kept = float(next(line for line in lines if "checkpointing" in line).split()[-1])
+    ratios = [float(line.split()[-1]) for line in lines if "checkpointing" not in line]
+    yield (
+        f"the estimate of a whole step is {min(ratios):.2f} to {max(ratios):.2f} of the "
+        f"measurement, and {kept:.2f} with gradient"
+    )
+    yield from soaked()
+    yield fleets()
+    most = fleet()[-1]
+    did, turns = most["nodes did"], most["nodes"] * most["rounds"]
+    driver = spent(most)["driver"]
+    yield f"spends {span(found.link)} of CPU on a turn, the driver {span(driver)}"
+    yield f"{1000 * found.link / 60:.0f} minutes of one core for a round of 1,000 sites"
+    yield f"{did['answers to train']} answers came for {turns} turns"
+    yield f"{did['answers to query.hello']} to the greetings of {most['nodes']} nodes"
+    if not any(row["not aggregated"] for row in fleet()):
+        yield "All updates were aggregated"
+    yield from papers()
+
+
+def soaked() -> Iterator[str]:
+    """What the page says of the long run."""
+    long = read("soak")
+    growth, rows = long["growth a round, last half"], long["samples"]
+    minutes = (rows[-1]["time"] - rows[0]["time"]) / 60
+    yield f"has {long['rounds']:,} rounds"
+    yield f"the last {rows[-1]['round'] - rows[0]['round']} took {minutes:.0f} minutes"
+    yield f"| run folder | {growth['run: bytes'] / 1e3:.1f} kB"
+    yield f"| state folder of a site | {growth['site client-00: bytes'] / 1e3:.1f} kB"
+    yield f"| memory of the driver | {1e3 * growth['driver: mb']:.0f} kB"
+    sites = [1e3 * growth[f"site client-0{place}: mb"] for place in range(3)]
+    yield f"| memory of a site's process | {statistics.median(sites):.0f} kB"
+    yield f"| memory of the SuperLink | {1e3 * growth['superlink: mb']:.0f} kB |"
+    nodes = sorted(1e3 * growth[f"node client-0{place}: mb"] for place in range(3))
+    yield f"| memory of a SuperNode | {nodes[0]:.0f} to {nodes[-1]:.0f} kB |"
+    ends = [long[f"seconds a round, {place} quarter"] for place in ("first", "last")]
+    yield f"A round took {ends[0]:.1f} s at the start and {ends[1]:.1f} s at the end"
+    cpu = long["CPU seconds a round"]
+    both = cpu["site client-00"] + cpu["node client-00"]
+    yield (
+        f"The SuperLink spends {cpu['superlink']:.1f} s of CPU per round, the driver "
+        f"{cpu['driver']:.1f} s, and a site with its node {both:.1f} s"
+    )
+
+
+def papers() -> Iterator[str]:
+    """What the page says of the two federations that are far beyond this engine."""
+    found, (sites, devices) = units(), CASES[-2:]
+    edges = 100
+    summed = edges * sites.shared * 8 / SERVER
+    yield (
+        f"a round takes {span(sites.server_line())} of the server's network, "
+        f"{span(sites.cpu(found))} of one core and at least {span(sites.asked * found.link)} of the SuperLink's"
+    )
+    yield f"With {edges} edges of {sites.asked // edges} sites each, the server's network takes {span(summed)}"
+    yield (
+        f"{size(devices.asked * devices.update)} in a round, {span(devices.asked * found.link)} of "
+        f"the SuperLink's core and {size(devices.asked * found.ledger)} of ledger"
+    )
 
 
 def written(page: str) -> str:
@@ -203,6 +332,9 @@ def written(page: str) -> str:
 
 
 def main() -> None:
+    if "--sentences" in sys.argv:
+        print("\n".join(sentences()))
+        return
     for table in tables():
         print(f"{table}\n")
     if "--write" in sys.argv:

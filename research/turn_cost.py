@@ -4,6 +4,7 @@
     python research/turn_cost.py            # every row of the table, five repetitions each
     python research/turn_cost.py vit 1      # one row
     python research/turn_cost.py vit 1 --profile
+    python research/turn_cost.py --shown    # results/turn-cost.json: syncs of a turn, and commands
 
 Rounds of the two are taken in turns, so that what else the machine does meets both.
 """
@@ -12,16 +13,23 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import json
+import os
 import platform
 import pstats
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import transformers
 from study import FACTS
@@ -32,10 +40,40 @@ from fedplan.federation.agreement import Agreement
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.runners.local import Federation
+from fedplan.runners.site import read_site
+from fedplan.sites.approvals import site_approvals
+from fedplan.studies.schema import read_study
 from fedplan.training.fit import TrainArguments
 from fedplan.training.optimizers import sgd
 
 OUT = Path(__file__).parent / "results" / "turn_cost.txt"
+SHOWN = Path(__file__).parent / "results" / "turn-cost.json"
+STUDY = """
+name = "digits"
+threads = 1
+[model]
+type = "vit"
+config = {{ image_size = 16, patch_size = 8, hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 4, intermediate_size = 64 }}
+[task]
+kind = "image-classification"
+input = "image"
+label = "digit"
+image_size = 16
+labels = [0, 1, 2]
+[data]
+path = "{folder}/digits.npz"
+partition = "column"
+partition_column = "site"
+num_clients = 4
+[method]
+name = "fedper"
+[train]
+rounds = 5
+optimizer = "sgd"
+lr = 0.01
+steps = 2
+batch_size = 8
+"""
 ROWS = (("vit", 1), ("vit", 4), ("minilm", 1), ("minilm", 4))
 RATE = 0.01
 
@@ -225,9 +263,90 @@ def profiled(name: str, steps: int, rounds: int = 10) -> None:
         pstats.Stats(profile).sort_stats("cumtime").print_stats(60)
 
 
+def turns(name: str, steps: int) -> dict[str, Any]:
+    """Syncs, wall and CPU milliseconds of a turn, the commit of its round counted in."""
+    work, counts, times = WORKS[name], [0], list[tuple[float, float]]()
+    count = {each: counted(getattr(os, each), counts) for each in ("fsync", "fdatasync", "sync")}
+    with tempfile.TemporaryDirectory() as folder, patch.multiple(os, **count):
+        pairs = rounds_of(name, steps, Path(folder))
+        next(pairs)[0]()
+        counts[0] = 0
+        for _ in range(5 * work.rounds):
+            began = time.monotonic(), time.process_time()
+            next(pairs)[0]()
+            times.append((time.monotonic() - began[0], time.process_time() - began[1]))
+    wall, cpu = (1e3 * statistics.median(each) / work.clients for each in zip(*times, strict=True))
+    fsyncs = counts[0] / len(times) / work.clients
+    what = f"a turn, {name}, steps: {steps}, clients: {work.clients}"
+    return {
+        "what": what,
+        "fsyncs": round(fsyncs, 2),
+        "wall ms": round(wall, 1),
+        "CPU ms": round(cpu, 1),
+    }
+
+
+def counted(call: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+    """The call, which counts how often it is made."""
+
+    def counting(*arguments: Any) -> Any:
+        counts[0] += 1
+        return call(*arguments)
+
+    return counting
+
+
+def command(what: str, words: list[str], folder: Path) -> dict[str, Any]:
+    """Wall and CPU milliseconds of a command, the least of three; of the first alone if it says so."""
+    found = list[tuple[float, float]]()
+    for _ in range(1 if "first" in what else 3):
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [Path(sys.executable).with_name("fedplan"), *words], cwd=folder, check=True, stdout=subprocess.DEVNULL
+        )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        found.append((time.monotonic() - began, cpu))
+    wall, cpu = (1e3 * min(each) for each in zip(*found, strict=True))
+    print(what, f"{cpu:.0f} ms", flush=True)
+    return {"what": what, "wall ms": round(wall), "CPU ms": round(cpu)}
+
+
+def commands(folder: Path) -> Iterator[dict[str, Any]]:
+    """What commands cost that compute nothing, on a run that has ended and a study to decide on."""
+    count = 240
+    images = np.random.default_rng(0).integers(0, 255, (count, 16, 16), dtype=np.uint8)
+    sites = [f"site-{place % 4}" for place in range(count)]
+    np.savez(folder / "digits.npz", image=images, digit=np.arange(count) // 4 % 3, site=sites)
+    (folder / "study.toml").write_text(STUDY.format(folder=folder))
+    (folder / "site.toml").write_text('name = "site-0"\nstate = "state"\npolicy = "policy.toml"\n')
+    (folder / "policy.toml").write_text('never_share = ["head"]\n')
+    site_approvals(read_site(folder)).record_offer(read_study(folder / "study.toml"))
+    yield command("--version", ["--version"], folder)
+    yield command("explain bert-base", ["explain", "bert-base", "share()"], folder)
+    command("first run", ["run", "study.toml", "--output", "run"], folder)
+    yield command("status", ["status", "run"], folder)
+    yield command("site inbox, a study, first time", ["site", "inbox"], folder)
+    yield command("site inbox, a study, again", ["site", "inbox"], folder)
+    yield command("report", ["report", "run", "-o", "report.html"], folder)
+
+
+def show() -> None:
+    """Write the syncs, wall and CPU time of turns and of commands."""
+    rows = [turns(name, steps) for name, steps in (("vit", 1), ("vit", 4), ("minilm", 1))]
+    print(*rows, sep="\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rows += commands(Path(folder))
+    found = {"command": "python research/turn_cost.py --shown", "facts": FACTS, "rows": rows}
+    found["facts"] = {**FACTS, "load": round(os.getloadavg()[0], 1)}
+    SHOWN.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Write the table."""
     torch.set_num_threads(1)
+    if "--shown" in sys.argv:
+        return show()
     asked = [(sys.argv[1], int(sys.argv[2]))] if len(sys.argv) > 2 else ROWS
     if "--profile" in sys.argv:
         profiled(*asked[0])

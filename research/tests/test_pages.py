@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,26 @@ def test_the_tables_of_scale_are_those_of_the_unit_costs() -> None:
     page = (ROOT / "research" / "pages" / "scale.md").read_text()
     for table in done.stdout.split("### ")[1:]:
         assert f"### {table.strip()}" in page, "write it again: python research/scale.py --write"
+
+
+GIVEN = """
+    0.6 1 1.41 1.6 1.7 10 10,000 1000 1,024 1024 12.5 16 1902.01046 1b 2 20 2019 2022 2111.04877 3 3.2
+    32 35.2 4 8 8.4
+"""
+"""Numbers of the page of scale that are settings, names, formulas, or measured by other tests."""
+
+
+def test_the_numbers_of_the_page_of_scale_are_those_of_the_result_files() -> None:
+    words = [sys.executable, str(ROOT / "research" / "scale.py"), "--sentences"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    page = " ".join((ROOT / "docs" / "explanation" / "scale.md").read_text().split())
+    sentences = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for sentence in sorted(sentences, key=len, reverse=True):
+        assert sentence in page, sentence
+        page = page.replace(sentence, "")
+    number = r"\d[\d,.]*\d|\d"
+    known = set(re.findall(number, GIVEN))
+    assert not set(re.findall(number, page)) - known, "a number that no file has"
 
 
 def test_the_table_of_the_bench_is_that_of_its_result_files() -> None:
