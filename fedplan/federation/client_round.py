@@ -292,7 +292,10 @@ class StartedTurn:
                     f"{key} is {role.name} and changed: the fit broke the plan"
                 ).with_code("training")
         for p in setup.initial.changed_params(setup.model, agreement.frozen):
-            raise FedplanError(f"{p.key} is trained by no turn of the plan, and changed")
+            raise FedplanError(
+                f"{p.key} is trained by no turn of the plan, and changed: a training loop may "
+                "change only trainable_params.parameters()"
+            )
         return old, new
 
     def compress(self, after: Tensors, digests: dict[str, str]) -> tuple[dict[str, Tensor], int]:

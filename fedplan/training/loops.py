@@ -242,7 +242,8 @@ def attach(loop: TrainingLoop) -> Fit:
             job.model.eval()
         if not watcher.steps_taken:
             raise FedplanError(
-                f"{format_call('attach', loop)} took no step with trainable_params.parameters()"
+                "the loop took no step with trainable_params.parameters(): build its optimizer "
+                "from them, and call step() at least once"
             )
         return FitResult(loss=loss, steps=watcher.steps_taken, lr_sum=watcher.lr_sum)
 
