@@ -273,7 +273,8 @@ def _run_loop(loop: TrainingLoop, watcher: _StepWatcher) -> float:
                 f"the loop returned a tensor of {result.numel()} values: return the mean loss"
             )
         if isinstance(result, Real | Tensor | None):
-            return nan if result is None else float(result)
+            loss = result.item() if isinstance(result, Tensor) else result
+            return nan if loss is None else float(loss)
         require_same_params(job.model, params_before)
         # peft decides anew which params are trained when a Trainer adds an adapter.
         for tensor, requires_grad in flags.items():

@@ -480,18 +480,18 @@ def test_what_a_loop_adds_for_itself_is_gone_after_the_turn() -> None:
                 assert after[0][name][key].keys() == value.keys()
 
 
-def _step(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
+def _step(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> Any:
     """One step of SGD, which leaves its gradients."""
     loss = text_loss(model, rows.batch(torch.arange(2)))
     loss.backward()
     torch.optim.SGD(trainable_params.parameters(), lr=0.1).step()
-    return loss.item()
+    return loss
 
 
-def _after(change: Callable[[Any], Any]) -> Callable[..., float]:
+def _after(change: Callable[[Any], Any]) -> Callable[..., Any]:
     """A loop that trains one step, and then changes its model."""
 
-    def loop(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> float:
+    def loop(model: Any, rows: ExamplesDataset, trainable_params: TrainableParams) -> Any:
         loss = _step(model, rows, trainable_params)
         change(model)
         return loss
