@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiLoCo against FedAvg at equal bytes: the test loss of a tiny language model, round by round.
 
-python research/diloco.py
+python research/diloco.py [--told]
 
 Four clients write sequences of a Markov chain, half of it common to all and half their own. Each
 method has six settings of its learning rates, chosen by the last loss on validation sequences over
-two seeds of their own; five other seeds are reported. Writes research/results/diloco.json.
+two seeds of their own; five other seeds are reported. Writes research/results/diloco.json; --told
+prints its table.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -88,6 +90,31 @@ def made(name: str, setting: Mapping[str, float]) -> Method:
     return fedavg() if name == "fedavg" else diloco(lr=setting["outer"])
 
 
+def told(arms: Mapping[str, Any]) -> str:
+    """Return the table of a result: test losses by round, and who is better on each seed."""
+    shown = [1, 2, 3, 4, 6, 8, 10, 12]
+    lines = ["| method | " + " | ".join(f"round {number}" for number in shown) + " |"]
+    lines.append("|---" * (len(shown) + 1) + "|")
+    for name, arm in arms.items():
+        curves = [run["losses"] for run in arm["runs"].values()]
+        cells = [[curve[number - 1] for curve in curves] for number in shown]
+        texts = [f"{mean(cell):.3f} ± {stdev(cell):.3f}" for cell in cells]
+        lines.append(f"| `{name}` | {' | '.join(texts)} |")
+    ends = [[run["losses"][-1] for run in arm["runs"].values()] for arm in arms.values()]
+    gains = [one - other for one, other in zip(*ends, strict=True)]
+    first, second = arms
+    lines.append(
+        f"\n{first} minus {second} after the last round, by seed: "
+        f"{', '.join(f'{gain:+.3f}' for gain in gains)}; mean {mean(gains):+.3f}."
+    )
+    for name, arm in arms.items():
+        setting = {key: value for key, value in arm["chosen"].items() if key != "validation"}
+        sent = {run["upload_bytes"] for run in arm["runs"].values()}
+        texts = ", ".join(f"{key} {value:g}" for key, value in setting.items())
+        lines.append(f"- `{name}`: {texts}; {min(sent) / 1e6:.1f} MB uploaded in a run.")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Tune both methods, run them on the reported seeds, and write the result."""
     torch.set_num_threads(1)
@@ -111,4 +138,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "--told" in sys.argv:
+        print(told(json.loads((LAB / "results" / "diloco.json").read_text())["arms"]))
+    else:
+        main()

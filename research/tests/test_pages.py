@@ -67,3 +67,9 @@ def test_the_table_of_the_bench_is_that_of_its_result_files() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
     kept = (ROOT / "research" / "results" / "bench" / "table.md").read_text()
     assert kept.startswith(done.stdout), "make it anew: python -m research.bench.table"
+
+
+def test_the_curve_of_diloco_is_that_of_its_result_file() -> None:
+    words = [sys.executable, str(ROOT / "research" / "diloco.py"), "--told"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout in (ROOT / "research" / "pages" / "diloco.md").read_text()
