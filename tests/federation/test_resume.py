@@ -205,7 +205,9 @@ def test_a_power_cut_changes_nothing(
         pytest.param("krummed", "round.before_close", marks=pytest.mark.nightly),
     ],
 )
-def test_killed_under_a_defence_or_with_kept_optimizers(name: str, point: str, tmp_path: Path) -> None:
+def test_killed_under_a_defence_or_with_kept_optimizers(
+    name: str, point: str, tmp_path: Path
+) -> None:
     ended = played(tmp_path, name, replies=True, failpoint=f"{point}:kill@3")
     assert ended == -signal.SIGKILL
     assert played(tmp_path, name, replies=True) == 0

@@ -434,3 +434,25 @@ def test_a_sites_export_does_not_need_its_rows(here: Path, own: bool, sealed: bo
     assert len(set(weights)) == 4  # each keeps a head of its own
     if sealed:
         assert run("export", str(places[SITES[0]]), "closed")[0] == 2
+
+
+HIDING = {
+    "secure": '[aggregation]\nkind = "secure"\nthreshold = 2\nmin_contributors = 2\n',
+    "client": '[privacy]\nunit = "client"\nepsilon = 900.0\nnoise_multiplier = 2.0\n'
+    "clipping_norm = 0.5\n",
+    "example": '[privacy]\nunit = "example"\nepsilon = 8.0\nexamples_per_site = 12\n',
+}
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+def test_kept_optimizers_work_where_clients_are_hidden_but_not_with_dp_sgd(
+    hiding: str, here: Path
+) -> None:
+    text = STUDY.replace(PLAN, 'name = "diloco"\n').replace("dropout_fraction = 0.1", "")
+    text = text.replace("batch_size = 8", "batch_size = 4\nsteps = 2")
+    Path("study.toml").write_text(text + HIDING[hiding])
+    code, out = run("run", "study.toml", "--output", "out")
+    if hiding == "example":
+        assert code == 2 and "DP-SGD covers only the built-in one" in " ".join(out.split())
+    else:
+        assert code == 0 and run("verify", "out")[0] == 0
