@@ -50,7 +50,7 @@ from test_deployment import (
 
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
-from fedplan.runners.clients import Faults
+from fedplan.runners.local import Faults
 from fedplan.storage.store import Store
 from fedplan.tensors.named import digests
 

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from fedplan.data.examples import first_examples
 from fedplan.data.metrics import metric_spread
 from fedplan.errors import require_extra
 from fedplan.federation.evaluation import Scores, combine_scores, join_validation
@@ -27,11 +28,10 @@ from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Timeouts
 from fedplan.models.attention import attention_shift
 from fedplan.models.values import set_values
-from fedplan.runners.clients import study_faults
 from fedplan.runners.executors.executor import RAY, PoolConfig
 from fedplan.runners.executors.pool import PoolExecutor, start_pool
 from fedplan.runners.executors.ranks import ClientDevices
-from fedplan.runners.local import Federation
+from fedplan.runners.local import Federation, make_train_setup, study_faults, with_task
 from fedplan.studies.evaluation import is_evaluated, predict_all, write_evaluation
 from fedplan.studies.experiment import (
     build_experiment,
@@ -54,7 +54,7 @@ from fedplan.studies.run import claim_run_folder, read_run, update_run_files
 from fedplan.studies.run_scores import is_personal
 from fedplan.studies.schema import ConfigError, Study, study_from_dict
 from fedplan.studies.stored_model import MODEL_FOLDER, STORED_FILE, store_model, stored_files
-from fedplan.tensors.devices import resolve_device
+from fedplan.tensors.devices import move_model, resolve_device
 from fedplan.tensors.named import Tensors
 
 _OPEN = WeakSet[Generator[CommittedRound]]()
@@ -154,11 +154,13 @@ class Simulation:
             if study.continue_from and not has_progress(self.folder):
                 import_kept_params(study, agreement, self.earlier_run, self.folder)
             tested = names if study.evaluate.on_clients else ()
+            move_model(experiment.model.eval(), device)
+            setup = make_train_setup(study, experiment, first_examples(self.data.train.values()))
             self.federation = Federation(
                 agreement,
                 experiment.model,
                 self.data.train,
-                self.data.task.loss,
+                setup.loss,
                 self.folder,
                 rounds=study.train.rounds,
                 participation=participation,
@@ -167,15 +169,10 @@ class Simulation:
                 names=names,
                 synced=self.pool_config is not None and self.pool_config.runner == RAY,
                 examples_digests=self.data.digests,
-                device=device,
-                deterministic=study.deterministic,
                 eval_sets={n: make_eval_set(study, self.data, n) for n in tested},
                 events=self.events,
                 make_executor=self.pool.bind if self.pool else None,
-                start=experiment.initial_values,
-                initial_model=experiment.initial_model,
-                activation_cache=study.train.activation_cache,
-                spread=self.devices,
+                setup=replace(setup, spread=self.devices),
             )
             update_run_files(self.federation.server, study, experiment)
             server = self.federation.server
@@ -213,7 +210,7 @@ class Simulation:
             with events.track_run(server, self.study.name, timeouts):
                 last = server.last_round()
                 server.keep_best(self.scoring.best_round(server.history))
-                events.call_back(self._with_task(last) if last else None)
+                events.call_back(with_task(last, self.scoring) if last else None)
                 if last is None:
                     write_record(server, INITIAL_SCORES_FILE, self.initial_scores())
                 server.require_unchanged(INITIAL_SCORES_FILE)
@@ -222,7 +219,7 @@ class Simulation:
                     and not events.stop_text
                     and self.federation is federation  # else it was resumed meanwhile
                 ):
-                    closed = self._with_task(self._run_round())
+                    closed = with_task(self._run_round(), self.scoring)
                     events.emit(closed)
                     yield closed
                 if self.federation is federation:
@@ -266,15 +263,6 @@ class Simulation:
                 federation.personal_values,
             )
             write_evaluation(federation.server, predictions)
-
-    def _with_task(self, closed: CommittedRound) -> CommittedRound:
-        scoring = self.scoring
-        return replace(
-            closed,
-            primary=scoring.primary,
-            higher_is_better=scoring.higher_is_better,
-            directions=scoring.directions,
-        )
 
     def _check_callbacks(self) -> tuple[Callback, ...]:
         """Return all callbacks, the study's last; early stopping must use a metric it may see."""

@@ -31,11 +31,6 @@ SITE, INBOX_FOLDER = "site.toml", "inbox"
 """The configuration file in a site's folder; the folder of offered studies in its state folder."""
 
 
-def _validate_name(name: str) -> str:
-    validate_client_names([name])
-    return name
-
-
 class ServerSection(Section):
     """The section [server] of site.toml: address of the server, and keys of server and site.
 
@@ -53,7 +48,7 @@ class ServerSection(Section):
 class Site(Section):
     """The fields of site.toml, by which a site's operator sets up the site; see `read_site`."""
 
-    name: Annotated[str, AfterValidator(_validate_name)]
+    name: Annotated[str, AfterValidator(lambda name: validate_client_names([name])[0])]
     """The name under which the site's node key is registered."""
     data: str = ""
     """File or folder of its examples, or the argument of its own reader."""

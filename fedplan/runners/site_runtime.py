@@ -33,8 +33,8 @@ from fedplan.federation.ledger.egress import Account, EgressLog, Limits, require
 from fedplan.federation.ledger.faults import FaultLog, error_fields
 from fedplan.federation.messages import RequestRefused, read_run_id
 from fedplan.naming import allow_imports
-from fedplan.runners.clients import make_train_setup
 from fedplan.runners.executors.ranks import ClientDevices
+from fedplan.runners.local import make_train_setup
 from fedplan.runners.site import Site
 from fedplan.storage.files import safe_folder_name
 from fedplan.studies.experiment import build_experiment, make_eval_set, make_participation

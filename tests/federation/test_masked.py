@@ -38,8 +38,7 @@ from fedplan.methods.phases import PhaseContext, PlannedPhases
 from fedplan.methods.registry import METHODS, method_by_name
 from fedplan.models.description import describe
 from fedplan.models.params import Block, Kind, Param
-from fedplan.runners.clients import Faults
-from fedplan.runners.local import Federation
+from fedplan.runners.local import Faults, Federation
 from fedplan.secagg.config import SecAggConfig, check_secagg_support
 from fedplan.secagg.messages import KeyAdvert, UnmaskShares, from_json
 from fedplan.secagg.round import ClientInput, simulate_secagg_round

@@ -30,8 +30,7 @@ from fedplan.federation.participation import Participation
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
 from fedplan.privacy.guard import CHARGES_FILE
-from fedplan.runners.clients import Faults
-from fedplan.runners.local import Federation
+from fedplan.runners.local import Faults, Federation
 from fedplan.storage import files, locks
 from fedplan.storage.files import POINTS, VARIABLE
 from fedplan.tensors.named import digests

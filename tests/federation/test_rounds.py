@@ -29,8 +29,7 @@ from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.methods.server_optimizer import adam
 from fedplan.models.description import describe
-from fedplan.runners.clients import Faults
-from fedplan.runners.local import Federation
+from fedplan.runners.local import Faults, Federation
 from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import client_state_folder
 from fedplan.tensors.named import digests

@@ -26,9 +26,8 @@ from fedplan.federation.rounds import RoundState
 from fedplan.methods.method import Method
 from fedplan.methods.registry import method_by_name
 from fedplan.models.description import describe
-from fedplan.runners.clients import Faults
 from fedplan.runners.executors.executor import PoolConfig
-from fedplan.runners.local import Federation
+from fedplan.runners.local import Faults, Federation
 from fedplan.runners.simulation import Simulation
 from fedplan.sites.review import review_study
 from fedplan.storage.append_log import read_json_lines

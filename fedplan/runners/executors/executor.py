@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fedplan.federation.agreement import Agreement
 from fedplan.federation.client import Client
@@ -23,10 +23,12 @@ from fedplan.federation.messages import ClientStateMissing, Request, RequestRefu
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.models.params import Block
-from fedplan.runners.clients import Clients
 from fedplan.storage.files import failpoint
 from fedplan.studies.schema import ConfigError
 from fedplan.tensors.devices import device_count, resolve_device
+
+if TYPE_CHECKING:
+    from fedplan.runners.local import Clients
 
 Result = TypeVar("Result")
 LOCAL, POOL, RAY = "local", "pool", "ray"
@@ -149,13 +151,11 @@ class SerialExecutor:
         for name in names:
             try:
                 client = self.clients[name]
-                arguments = agreement, state, name, client.traits
+                make = partial(make_eval_request, agreement, state, name, client.traits)
                 try:
-                    request = make_eval_request(*arguments)
-                    scores[name] = evaluate_client(agreement, client, request)
+                    scores[name] = evaluate_client(agreement, client, make())
                 except ClientStateMissing:
-                    request = make_eval_request(*arguments, full=True)
-                    scores[name] = evaluate_client(agreement, client, request)
+                    scores[name] = evaluate_client(agreement, client, make(full=True))
             except RequestRefused as error:
                 refusals[name] = describe_code("refused", error.code)
         return scores, refusals

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedplan.errors import FedplanError, needs_extra
 from fedplan.federation.aggregation.protocol import Aggregator, TensorsAndJson
@@ -27,12 +27,14 @@ from fedplan.federation.messages import Request, block_scores_from_json, request
 from fedplan.federation.rounds import RoundState
 from fedplan.federation.server import Server
 from fedplan.models.params import Block
-from fedplan.runners.clients import Clients
 from fedplan.runners.executors.executor import RAY, PoolConfig, SerialExecutor
 from fedplan.runners.executors.processes import JsonObject, ProcessTransport, WorkerTransport
 from fedplan.runners.executors.worker import Worker
 from fedplan.studies.schema import ConfigError, Study, resolve_paths
 from fedplan.tensors.sums import SumError
+
+if TYPE_CHECKING:
+    from fedplan.runners.local import Clients
 
 BEAT = 1.0
 """Longest wait for replies, in seconds: the run's status gets a heartbeat after each."""
@@ -153,22 +155,15 @@ class PoolExecutor:
     def evaluate_clients(
         self, names: Sequence[str]
     ) -> tuple[dict[str, SiteScores], dict[str, str]]:
-        tasks, agreement, state = (
-            list[WorkerTask](),
-            self.server.agreement,
-            self.server.global_state,
-        )
+        tasks, server = list[WorkerTask](), self.server
         for name in names:
-            make = partial(make_eval_request, agreement, state, name, self.server.roster[name])
+            state, traits = server.global_state, server.roster[name]
+            make = partial(make_eval_request, server.agreement, state, name, traits)
             tasks.append(WorkerTask("scores", name, make(), partial(make, full=True)))
         replies = self._work(tasks)
-        scores = {name: replies[name]["scores"] for name in names if "scores" in replies[name]}
-        refusals = {
-            name: describe_code("refused", replies[name]["refused"])
-            for name in names
-            if "refused" in replies[name]
-        }
-        return scores, refusals
+        refused = {name: replies[name]["refused"] for name in names if "refused" in replies[name]}
+        scores = {name: replies[name]["scores"] for name in names if name not in refused}
+        return scores, {name: describe_code("refused", code) for name, code in refused.items()}
 
     def personal_scores(self, names: Sequence[str]) -> dict[str, Scores]:
         """Return the metrics of personal models on "test" and "validation" examples, by client."""

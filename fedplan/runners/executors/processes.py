@@ -27,11 +27,10 @@ from queue import Queue
 from tempfile import mkdtemp
 from typing import Any, Protocol, cast
 
-import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor
 
 from fedplan.federation.aggregation.protocol import TensorsAndJson
+from fedplan.storage.checkpoints import contiguous_tensors
 from fedplan.storage.files import open_private
 from fedplan.tensors.named import Tensors
 
@@ -84,7 +83,7 @@ class SharedFile:
 
     def __init__(self, file: Path, tensors: Tensors) -> None:
         self.file = file
-        save_file(unshared_tensors(tensors), file)
+        save_file(contiguous_tensors(tensors), file)
         weakref.finalize(self, file.unlink, missing_ok=True)
 
 
@@ -172,17 +171,6 @@ class ProcessTransport:
         _stop_all(self._running, self._folder)
 
 
-def unshared_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return detached tensors of which no two share memory, as safetensors demands."""
-    owners = dict[int, str]()
-    return {
-        name: tensor.detach().contiguous()
-        if owners.setdefault(tensor.untyped_storage().data_ptr(), name) == name
-        else tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-
-
 def worker_error(error: Exception) -> JsonObject:
     """Return the fields of the reply to a message that failed unexpectedly; print the traceback."""
     traceback.print_exception(error)
@@ -234,7 +222,7 @@ def run_worker_process(pipe: Connection, handler: Handler, folder: Path, number:
             try:
                 tensors, fields = handler.reply(message, load_file(file) if file else {})
                 if tensors:
-                    save_file(unshared_tensors(tensors), target)
+                    save_file(contiguous_tensors(tensors), target)
                 answer = json.dumps([fields, str(target) if tensors else None])
                 del tensors
             except Exception as error:

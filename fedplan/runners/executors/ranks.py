@@ -179,11 +179,8 @@ class ClientDevices:
         return fit_together
 
     def _fit(self, fit: Fit, job: Job) -> FitResult:
-        ranks, device, tensors = (
-            self._ranks,
-            model_device(job.model),
-            (job.start, job.aux, job.memory),
-        )
+        ranks, device = self._ranks, model_device(job.model)
+        tensors = job.start, job.aux, job.memory
         if not self._ends:
             self.start()
         if not self._is_checked:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedplan.errors import FedplanError
 from fedplan.federation.aggregation.protocol import TensorsAndJson
-from fedplan.runners.executors.processes import unshared_tensors, worker_error
+from fedplan.runners.executors.processes import worker_error
 from fedplan.runners.executors.worker import Worker
+from fedplan.storage.checkpoints import contiguous_tensors
 from fedplan.tensors.named import Tensors
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -138,7 +139,7 @@ class RayTransport:
 
 
 def _to_bytes(tensors: Tensors) -> Bytes:
-    return np.frombuffer(save(unshared_tensors(tensors)), dtype=np.uint8)
+    return np.frombuffer(save(contiguous_tensors(tensors)), dtype=np.uint8)
 
 
 def _from_bytes(data: Bytes | None) -> dict[str, Tensor]:

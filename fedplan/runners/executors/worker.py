@@ -29,8 +29,8 @@ from fedplan.federation.messages import (
 from fedplan.federation.rounds import RoundState, accept_update
 from fedplan.language.predicates import Turn
 from fedplan.models.values import set_values
-from fedplan.runners.clients import Clients, make_train_setup
 from fedplan.runners.executors.processes import JsonObject
+from fedplan.runners.local import Clients, make_train_setup
 from fedplan.studies.experiment import build_experiment, make_eval_set
 from fedplan.studies.schema import study_from_dict
 from fedplan.tensors.devices import move_model, worker_device

@@ -19,9 +19,9 @@ from fedplan.federation.ledger.stream import EventStream
 from fedplan.federation.participation import Timeouts
 from fedplan.federation.server import Server
 from fedplan.models.values import set_values
-from fedplan.runners.clients import study_faults
 from fedplan.runners.flower.records import make_reply
 from fedplan.runners.flower.server import GlobalTest, ServerLoop
+from fedplan.runners.local import study_faults
 from fedplan.runners.site import Site
 from fedplan.runners.site_runtime import SiteRuntime
 from fedplan.secagg.config import SECAGG_STEPS

@@ -13,7 +13,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -34,13 +34,13 @@ from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
 from fedplan.runners.flower._internals import TaskIdentity
 from fedplan.runners.flower.server import ServerLoop
-from fedplan.runners.flower.superlink import SuperLink, acquire_grid
+from fedplan.runners.flower.superlink import SuperLink, flower_runs
 from fedplan.runners.flower.supernode import run_supernode, serve_tasks
 from fedplan.runners.site import Site
 from fedplan.studies.experiment import build_experiment
 from fedplan.studies.schema import Study, study_from_dict
 from fedplan.tensors.message import Message
-from fedplan.tensors.serialization import pack_message, unpack_message
+from fedplan.tensors.serialization import JSON, pack_message, unpack_message
 
 log = logging.getLogger("fedplan")
 IDENTITY = ("task_id", "run_id", "node_id")
@@ -75,7 +75,19 @@ class Edge:
                 if kind not in (HELLO, TRAIN):
                     raise RequestRefused("an edge only trains").with_code("unknown-request")
                 loop = self._open(fields)
-                return self._hello(loop) if kind == HELLO else self._train(loop, message, fields)
+                if kind == TRAIN:
+                    return self._train(loop, message, fields)
+                loop.rpc.wait_for_sites(0)
+                agreement = loop.server.agreement
+                hello: dict[str, JSON] = {
+                    "client": self.site.name,
+                    "agreement": agreement.fingerprint,
+                    "start": agreement.start,
+                    "run": agreement.run,
+                    "traits": {},
+                    "versions": dict(local_versions()),
+                }
+                return pack_message({}, hello)
             except Exception as error:
                 log.exception("a request of the server above failed")
                 return pack_message({}, {**error_fields(error_code_of(error))})
@@ -117,21 +129,6 @@ class Edge:
         loop.rpc.renew_grid, loop.rpc.registered_names = self.open_grid, self.registered_names
         return loop
 
-    def _hello(self, loop: ServerLoop) -> Message:
-        loop.rpc.wait_for_sites(0)
-        agreement = loop.server.agreement
-        return pack_message(
-            {},
-            {
-                "client": self.site.name,
-                "agreement": agreement.fingerprint,
-                "start": agreement.start,
-                "run": agreement.run,
-                "traits": {},
-                "versions": dict(local_versions()),
-            },
-        )
-
     def _train(self, loop: ServerLoop, message: Message, fields: dict[str, Any]) -> Message:
         """Collect the updates of a round from the sites below, and return their sum."""
         digest = content_digest(message)
@@ -169,12 +166,11 @@ def serve_edge(link: SuperLink, site: Site) -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     identity, stop = dict[str, int](), threading.Event()
-    with suppress(KeyboardInterrupt), ExitStack() as stack, ExitStack() as flower_run:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="fedplan-edge-")))
+    temporary = TemporaryDirectory(prefix="fedplan-edge-")
+    with suppress(KeyboardInterrupt), temporary as folder, flower_runs(link) as renew_grid:
 
         def open_grid() -> Grid:
-            flower_run.close()
-            grid = flower_run.enter_context(acquire_grid(link))
+            grid = renew_grid()
             identity.update({name: getattr(TaskIdentity, name) for name in IDENTITY})
             return grid
 
@@ -184,6 +180,6 @@ def serve_edge(link: SuperLink, site: Site) -> None:
                 setattr(TaskIdentity, name, number)
             return edge.answer(kind, message)
 
-        edge = Edge(site, folder, open_grid, lambda: {node.name for node in link.nodes()})
+        edge = Edge(site, Path(folder), open_grid, link.registered_names)
         with run_supernode(site, stop) as api:
             serve_tasks(api, answer, stop)

@@ -38,7 +38,6 @@ from fedplan.federation.messages import (
 from fedplan.federation.participation import Timeouts
 from fedplan.federation.rounds import RoundState, accept_masked_report
 from fedplan.federation.server import Server
-from fedplan.runners.clients import Faults
 from fedplan.runners.flower.records import (
     BlobRecord,
     ConnectedSite,
@@ -48,6 +47,7 @@ from fedplan.runners.flower.records import (
 )
 from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
 from fedplan.runners.flower.site_evaluation import SiteEvaluation
+from fedplan.runners.local import Faults, with_task
 from fedplan.studies.schema import Study
 from fedplan.tensors.message import Message
 from fedplan.tensors.named import Tensors, nbytes
@@ -104,7 +104,7 @@ class ServerLoop:
         self.events.callbacks = tuple(callbacks)
         self.faults, self.late = faults or Faults(), set[str]()
         self._mismatches: dict[str, str] = {}
-        self._adverts: dict[str, Any] = {}
+        self._adverts = dict[str, Any]()
         self._version_notes: dict[str, str] = {}
         no_blobs: tuple[tuple[tuple[str, int], ...], BlobRecord] = (), to_blob_record(())
         self._cached_blobs = no_blobs
@@ -121,7 +121,7 @@ class ServerLoop:
             if self._needs_scores(last):
                 self._wait_for_sites(0)
             last = self._add_scores(last)
-        self.events.call_back(self._with_task(last) if last else None)
+        self.events.call_back(with_task(last, self.scoring) if last else None)
         if server.global_state.round < server.rounds and not self.events.stop_text:
             # An edge may bring any number of updates.
             self._wait_for_sites(1 if self.edges else min(self.quorum, len(server.roster)))
@@ -133,15 +133,18 @@ class ServerLoop:
             self.late = self.faults.apply(server, round_state)
             self._choose_blocks(round_state)
             self.events.emit(RoundStarted(sum(map(self._takes_part, round_state.cohort))))
+            collect = partial(self.collect_updates, round_state)
             if server.agreement.secagg.active:
-                self._collect_secagg(round_state)
+                from fedplan.runners.flower.secagg import collect_secagg  # optional dependency
+
+                collect_secagg(self.rpc, server, round_state, collect, self.late)
             else:
-                self.collect_updates(round_state)
+                collect()
             if not self.server.aggregation.hides_clients:
                 for name in round_state.cohort.keys() - self.rpc.sent:
                     del round_state.cohort[name]  # the ledger counts the bytes that were sent
             server.close_round(round_state)
-            closed = self._with_task(self._add_scores(server.commit(round_state)))
+            closed = with_task(self._add_scores(server.commit(round_state)), self.scoring)
             log.info("%s", _round_summary(closed, self.scoring.primary))
             self.events.emit(closed)
         if server.agreement.secagg.active:
@@ -183,15 +186,6 @@ class ServerLoop:
             closed = self.server.add_scores(closed, scores)
         self.server.keep_best(self.scoring.best_round(closed.metrics))
         return closed
-
-    def _with_task(self, closed: CommittedRound) -> CommittedRound:
-        scoring = self.scoring
-        return replace(
-            closed,
-            primary=scoring.primary,
-            higher_is_better=scoring.higher_is_better,
-            directions=scoring.directions,
-        )
 
     def _takes_part(self, client: str) -> bool:
         return self._edge_of.get(client, client) not in self._mismatches
@@ -243,8 +237,12 @@ class ServerLoop:
             )
         return ""
 
-    def collect_updates(self, round_state: RoundState) -> None:
-        """Add each update or rejection to a round; FedplanError with fewer than the quorum."""
+    def collect_updates(self, round_state: RoundState) -> dict[str, Any]:
+        """Add each update or rejection to a round; FedplanError with fewer than the quorum.
+
+        Under secure aggregation returns the key adverts of the sites that trained.
+        """
+        self._adverts = dict[str, Any]()
         cohort = list(round_state.cohort)
         for name in itertools.filterfalse(self._takes_part, cohort):
             reason = self._mismatches[self._edge_of.get(name, name)]
@@ -271,16 +269,7 @@ class ServerLoop:
                 f"round {self.server.global_state.round + 1} has {len(round_state.responded)} "
                 f"answers and needs {self.quorum}: {reasons}; start the run again to go on with it"
             )
-
-    def _collect_secagg(self, round_state: RoundState) -> None:
-        from fedplan.runners.flower.secagg import collect_secagg  # optional dependency
-
-        def collect_adverts() -> dict[str, Any]:
-            self._adverts = {}
-            self.collect_updates(round_state)
-            return self._adverts
-
-        collect_secagg(self.rpc, self.server, round_state, collect_adverts, self.late)
+        return self._adverts
 
     def _enough(self, round_state: RoundState) -> bool:
         return len(round_state.responded) >= min(self.quorum, len(round_state.cohort))

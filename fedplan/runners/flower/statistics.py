@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from fedplan.errors import FedplanError, printable
 from fedplan.federation.ledger.faults import APPROVAL
 from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower.rpc import STATISTICS_REQUEST, SiteRpc
-from fedplan.runners.flower.superlink import SuperLink, acquire_grid
+from fedplan.runners.flower.superlink import SuperLink, flower_runs
 from fedplan.studies.dictionary import dictionary, statistics_refusal
 from fedplan.studies.schema import Study
 from fedplan.studies.section import ConfigError
@@ -122,10 +121,5 @@ def collect_statistics(
 
 def statistics_on_superlink(link: SuperLink, study: Study) -> FederationStatistics:
     """Ask the sites that are connected to the SuperLink `link`; see `collect_statistics`."""
-    with ExitStack() as flower_run:
-
-        def renew_grid() -> Grid:
-            flower_run.close()
-            return flower_run.enter_context(acquire_grid(link))
-
+    with flower_runs(link) as renew_grid:
         return collect_statistics(None, study, renew_grid)

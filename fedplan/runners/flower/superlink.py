@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,6 +150,10 @@ class SuperLink:
             nodes = client.ListNodes(internals.ListNodesRequest()).nodes_info
         return [node for node in nodes if node.status != "unregistered"]
 
+    def registered_names(self) -> set[str]:
+        """Return the names of the registered nodes."""
+        return {node.name for node in self.nodes()}
+
 
 def read_superlink(folder: Path) -> SuperLink:
     """Return the SuperLink that server.toml describes; FedplanError if missing or invalid."""
@@ -253,20 +257,30 @@ def run_on_superlink(
     A SuperLink that does not answer is waited for without limit; if Flower ends its run, the open
     round goes on in another. FedplanError if the SuperLink rejects a call.
     """
+    with flower_runs(link) as renew_grid:
+        run_server(
+            None,
+            study,
+            folder,
+            events=events,
+            registered_names=link.registered_names,
+            renew_grid=renew_grid,
+        )
+
+
+@contextmanager
+def flower_runs(link: SuperLink) -> Generator[Callable[[], Grid]]:
+    """Yield a function that starts a Flower run on the SuperLink `link`, and returns its grid.
+
+    Each call ends the run before, as the end of the body does; see `acquire_grid`.
+    """
     with ExitStack() as flower_run:
 
         def renew_grid() -> Grid:
             flower_run.close()
             return flower_run.enter_context(acquire_grid(link))
 
-        run_server(
-            None,
-            study,
-            folder,
-            events=events,
-            registered_names=lambda: {node.name for node in link.nodes()},
-            renew_grid=renew_grid,
-        )
+        yield renew_grid
 
 
 @contextmanager
@@ -297,10 +311,8 @@ def acquire_grid(link: SuperLink) -> Generator[Grid]:
     try:
         with link.wrap_http_errors():
             task = client.PullTaskInput(internals.PullTaskInputRequest())
-        internals.TaskIdentity.task_id, internals.TaskIdentity.run_id = (
-            task.task_id,
-            task.run.run_id,
-        )
+        internals.TaskIdentity.task_id = task.task_id
+        internals.TaskIdentity.run_id = task.run.run_id
         internals.TaskIdentity.node_id = task.context.node_id
         grid.set_run(internals.run_from_proto(task.run))
         with send_heartbeats(client):
