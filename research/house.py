@@ -103,7 +103,8 @@ def at(commit: str) -> dict[str, str]:
     """Measure the package at a commit."""
     archive = subprocess.check_output(["git", "-C", str(ROOT), "archive", commit, "fedplan"])
     with tempfile.TemporaryDirectory() as folder:
-        tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
         return measure(Path(folder) / "fedplan")
 
 

@@ -131,7 +131,10 @@ def traced(*walks: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 def play() -> list[Walk]:
     """Run the studies in an empty folder, and return their walks."""
     local, secure = Update("an update in a local run"), Update("an update over Flower, secure sums")
-    lr, epsilon = Setting("lr, from the study to the step"), Setting("epsilon, from study to report")
+    lr, epsilon = (
+        Setting("lr, from the study to the step"),
+        Setting("epsilon, from study to report"),
+    )
     lr.value, epsilon.value = LR, EPSILON
     for name, study in runs.STUDIES.items():
         runs.STUDIES[name] = study.replace("lr = 1e-2", f"lr = {LR}").replace(
@@ -160,20 +163,31 @@ def draw(walks: list[Walk], file: Path) -> None:
 
     heights = [1.4 + 0.22 * len({room.split("/")[0] for room in walk.rooms()}) for walk in walks]
     figure, axes = pyplot.subplots(
-        len(walks), figsize=(13, 1.9 * sum(heights) / 2), height_ratios=heights, layout="constrained"
+        len(walks),
+        figsize=(13, 1.9 * sum(heights) / 2),
+        height_ratios=heights,
+        layout="constrained",
     )
     for axis, walk in zip(axes, walks, strict=True):
         rooms = walk.rooms()
         packages = sorted({room.split("/")[0] for room in rooms}, key=ORDER.index)
         row = {package: place for place, package in enumerate(packages)}
-        entries = [room for i, (room, _) in enumerate(walk.steps) if i == 0 or walk.steps[i - 1][0] != room]
+        entries = [
+            room for i, (room, _) in enumerate(walk.steps) if i == 0 or walk.steps[i - 1][0] != room
+        ]
         first = {room: entries.index(room) for room in rooms}
         # Entries beyond the first take no width of their own: the axis counts new modules.
         new = [sum(start <= i for start in first.values()) - 1 for i in range(len(entries))]
-        at = [i + 0.6 * sum(new[j] == i for j in range(k)) / new.count(i) for k, i in enumerate(new)]
+        at = [
+            i + 0.6 * sum(new[j] == i for j in range(k)) / new.count(i) for k, i in enumerate(new)
+        ]
         axis.plot(at, [row[room.split("/")[0]] for room in entries], color="#9db4cf", linewidth=0.7)
         axis.scatter(
-            range(len(rooms)), [row[room.split("/")[0]] for room in rooms], s=14, color="#0072b2", zorder=3
+            range(len(rooms)),
+            [row[room.split("/")[0]] for room in rooms],
+            s=14,
+            color="#0072b2",
+            zorder=3,
         )
         axis.set_yticks(range(len(packages)), packages)
         axis.set_xticks(range(len(rooms)), [room.split("/", 1)[-1] for room in rooms], rotation=90)
@@ -197,11 +211,17 @@ ORDER = (
 def main() -> None:
     """Trace, write and draw."""
     walks = play()
-    result = {"command": "python research/walks.py", **facts(), "walks": {w.title: w.json() for w in walks}}
+    result = {
+        "command": "python research/walks.py",
+        **facts(),
+        "walks": {w.title: w.json() for w in walks},
+    }
     (LAB / "results" / "walks.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(walks, LAB / "pages" / "walks.svg")
     for walk in walks:
-        sys.stdout.write(f"{walk.title}: {len(walk.rooms())} modules, {len({*walk.steps})} functions\n")
+        sys.stdout.write(
+            f"{walk.title}: {len(walk.rooms())} modules, {len({*walk.steps})} functions\n"
+        )
 
 
 if __name__ == "__main__":
