@@ -105,7 +105,8 @@ class SiteGateway:
         """Note a request and its answer's error in the log, the same error once in a row."""
         fields = _message_fields(answer)
         code = next((encode_code(str(fields[word])) for word in KINDS if word in fields), "")
-        run, number = _run_id_or_empty(message), _message_fields(message).get("round")
+        asked = _message_fields(message)
+        run, number = _run_id_or_empty(asked), asked.get("round")
         if code and (kind, run, code) == self._last_logged:
             return
         self._last_logged = kind, run, code
@@ -122,9 +123,10 @@ class SiteGateway:
         """Return an answer with an error code only; log it, unless the log cannot be written."""
         answer = pack_message({}, {"client": self.site.name, **error_fields(code)})
         with suppress(FedplanError):
-            run, offered_digest = _run_id_or_empty(message), ""
+            fields, offered_digest = _message_fields(message), ""
+            run = _run_id_or_empty(fields)
             # A study that could not be parsed is identified by "?" and the hash of its JSON.
-            offered = None if self._study_digest else _message_fields(message).get("study")
+            offered = None if self._study_digest else fields.get("study")
             if isinstance(offered, dict):
                 text = json.dumps(offered, sort_keys=True)
                 offered_digest = "?" + hashlib.sha256(text.encode()).hexdigest()
@@ -274,11 +276,9 @@ def allow_rejoin(site: Site, run: str) -> None:
         (folder / run).touch(PRIVATE)
 
 
-def _run_id_or_empty(message: Message) -> str:
-    try:
-        return read_run_id(message)
-    except FedplanError:
-        return ""
+def _run_id_or_empty(fields: Mapping[str, Any]) -> str:
+    run = fields.get("run")
+    return str(run) if is_run_id(run) else ""
 
 
 def _message_fields(message: Message) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import RLock
@@ -51,7 +51,7 @@ class LogHead:
     @property
     def text(self) -> str:
         """Content of the head file: one line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True) + "\n"
+        return json.dumps(vars(self), sort_keys=True) + "\n"
 
 
 class AppendLog:
@@ -68,6 +68,7 @@ class AppendLog:
 
     def __init__(self, file: Path, *, chained: bool = False) -> None:
         self.file, self.chained = file, chained
+        self._stamped_files = os.fspath(head_file(file)), os.fspath(file)
         self.thread_lock = RLock()
         self._out: BinaryIO | None = None
         self._settled_stamp: object = None
@@ -167,7 +168,7 @@ class AppendLog:
     def _stamp(self) -> object:
         """Return a value that differs after any write to the log or its head."""
         stamp = list[tuple[int, ...]]()
-        for file in (head_file(self.file), self.file):
+        for file in self._stamped_files:
             with suppress(FileNotFoundError):
                 s = os.stat(file)
                 stamp.append((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))

@@ -49,9 +49,10 @@ _CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})\.json", re.ASCII)
 
 def checkpoint_numbers(folder: Path) -> list[int]:
     """Return the numbers of all manifests in the folder of a store, valid or not, newest first."""
-    if not folder.exists():
+    try:
+        names = [_CHECKPOINT.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
         return []
-    names = (_CHECKPOINT.fullmatch(name) for name in os.listdir(folder))
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
@@ -107,10 +108,12 @@ def write_atomic(file: Path, content: str | bytes, *, mode: int = PRIVATE) -> No
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(file)
-        for leftover in file.parent.glob(f".{escape(file.name)}.*.tmp"):
-            with suppress(OSError):
-                if time.time() - leftover.lstat().st_mtime > STALE:
-                    leftover.unlink()
+        for name in os.listdir(file.parent):
+            if name.startswith(f".{file.name}.") and name.endswith(".tmp"):
+                with suppress(OSError):
+                    leftover = file.with_name(name)
+                    if time.time() - leftover.lstat().st_mtime > STALE:
+                        leftover.unlink()
         sync_folder(file.parent)
     except OSError as error:
         with suppress(OSError):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from datetime import UTC, datetime
 from itertools import chain, pairwise, repeat
@@ -87,7 +87,7 @@ class Log:
         Never raises OSError.
         """
         with suppress(OSError):
-            line = json.dumps(asdict(entry)).encode() + b"\n"
+            line = json.dumps(vars(entry)).encode() + b"\n"
             file = self.folder / LOG
             if file.exists() and file.stat().st_size + len(line) > LARGEST:
                 for older, newer in pairwise(_log_files(self.folder)):

@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,10 @@ class EgressLog:
         self._write(entry, authorization)
 
     def _write(self, entry: EgressEntry, authorization: Authorization) -> None:
-        fields = asdict(entry)
+        fields = dict(vars(entry))
         if not entry.clients:
             del fields["clients"]
-        self._log.append({**fields, **asdict(authorization), "time": timestamp()})
+        self._log.append({**fields, **vars(authorization), "time": timestamp()})
 
     def flush(self) -> None:
         """Write an entry for the refusals that were only counted so far."""

@@ -249,6 +249,7 @@ def accountant_version() -> str:
     return f"PLD of dp-accounting {installed_version('dp-accounting')}"
 
 
+@lru_cache(256)
 def _gaussian_epsilon(noise: float, delta: float) -> float:
 
     def log_delta(epsilon: float) -> float:
