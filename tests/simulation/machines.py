@@ -58,6 +58,7 @@ from fedplan.storage.encryption import Encryption
 from fedplan.storage.files import write_atomic
 from fedplan.studies.schema import Study
 from fedplan.tensors.message import Message
+from fedplan.tensors.serialization import unpack_message
 
 if TYPE_CHECKING:
     from simulator import Trial
@@ -412,10 +413,11 @@ class SiteMachine(Machine):
         reply = self.gateway.answer(kind, message)
         fields = reply_fields(reply)
         code = next((str(fields[word]) for word in KINDS if word in fields), "")
+        other = self.offers_other(kind, message)
         if code:
             self.trial.codes[code] += 1
             self.trial.server.is_old |= code == "past-round"
-            unwanted = code not in APPROVAL_CODES or self.allowed
+            unwanted = not other and (code not in APPROVAL_CODES or self.allowed)
             disk_failed = self.trial.calls.process.happened
             if self.wrong and unwanted and "missing" not in fields and not disk_failed:
                 raise DamageNoticed(code)
@@ -424,7 +426,7 @@ class SiteMachine(Machine):
             self.updates += "ledger_line" in fields
         try:
             with self.trial.calls.running(Process()):
-                self.check(reply, code)
+                self.check(reply, code, other=other)
         except AssertionError as error:
             self.trial.broken = Broken(str(error))
         except StoreError:
@@ -432,10 +434,21 @@ class SiteMachine(Machine):
                 raise
         return reply
 
-    def check(self, reply: Message, code: str) -> None:
-        """Assert that approvals are obeyed, and that no personal value of the site leaves."""
+    def offers_other(self, kind: str, message: Message) -> bool:
+        """Whether a message offers another study than the operator decides about."""
+        plan = self.trial.plan
+        if plan is None or not plan.confused or kind != "hello":
+            return False
+        fields = unpack_message(Message(message.header))[1]
+        return fields["study"]["train"]["rounds"] != self.trial.setting.rounds
+
+    def check(self, reply: Message, code: str, *, other: bool) -> None:
+        """Assert that approvals are obeyed, and that no personal value of the site leaves.
+
+        `other`: the request offers another study, which must be refused.
+        """
         if self.allowed is not None:
-            obeyed = code not in APPROVAL_CODES if self.allowed else bool(code)
+            obeyed = code not in APPROVAL_CODES if self.allowed and not other else bool(code)
             assert obeyed, f"{self.name}, allowed {self.allowed}: {code or 'answered'}"
         assert not code or not reply.blobs, f"{self.name} sends values with {code}"
         if not agreement_of(self.trial.setting).has_personal or code:
@@ -521,5 +534,6 @@ class SiteMachine(Machine):
             account.charge(Answer("update", "one more", "one more", 1))
         except RequestRefused as error:
             assert error.code == "limit-rounds", error
+            self.trial.codes["one answer more: limit-rounds"] += 1
         else:
             raise AssertionError(f"{self.name} has forgotten answers")

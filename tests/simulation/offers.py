@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,9 +19,13 @@ from fedplan.studies.schema import Study, parse_toml, study_from_dict
 
 
 @cache
-def study_of(rounds: int) -> Study:
-    """The study that the server offers; only its digest and its rounds count."""
-    text = study_text(privacy="", rounds=rounds) + "[evaluate]\non_clients = true\n"
+def study_of(rounds: int, *, changed: bool = False) -> Study:
+    """The study that the server offers; only its digest and its rounds count.
+
+    `changed`: as an operator's mistake changes it, with more rounds than the sites allow.
+    """
+    rounds, train = rounds + changed, f"lr = {0.5 if changed else 1.0}"
+    text = study_text(privacy="", rounds=rounds, train=train) + "[evaluate]\non_clients = true\n"
     return study_from_dict(parse_toml(text.replace("holdout_fraction = 0.0", "")))
 
 
@@ -30,7 +34,7 @@ def remembered(setting: Setting) -> Iterator[None]:
     """Parse each study and each policy once, and build no model to check them."""
 
     def study_from(fields: dict[str, Any]) -> Study:
-        return _parsed_study(json.dumps(fields, sort_keys=True))
+        return _parsed_study(repr(fields))
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (inbox, gateway):
@@ -44,7 +48,7 @@ def remembered(setting: Setting) -> Iterator[None]:
 
 @cache
 def _parsed_study(text: str) -> Study:
-    return study_from_dict(json.loads(text))
+    return study_from_dict(ast.literal_eval(text))
 
 
 @cache

@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class Plan:
     """How likely each fault is, drawn once for a trial.
 
     `asks`: sites approve the study by a person, not by a rule. `encrypted`: they have a key.
+    `confused`: after the first round the server's operator offers another study once.
     """
 
     weather: Weather
@@ -78,14 +80,16 @@ class Plan:
     power: float
     damage: float
     disturb: float
+    confused: bool = False
 
     @staticmethod
-    def draw(rng: Random) -> Plan:
-        """Draw trials with few and with many faults."""
+    def draw(rng: Random, seed: int = 0) -> Plan:
+        """Draw trials with few and with many faults. `seed`: of draws that move no others."""
         rough = rng.choice((0.1, 0.3))
         weather = Weather(rng.choice((0.0, 0.05)), rng.choice((0.0, 0.2)), rng.choice((0.1, 60.0)))
         each = [rng.choice((0.0, rough, 2 * rough)) for _ in range(6)]
-        return Plan(weather, rng.random() < 0.3, rng.random() < 0.3, *each)
+        confused = Random(f"confused {seed}").random() < 0.05
+        return Plan(weather, rng.random() < 0.3, rng.random() < 0.3, *each, confused)
 
 
 @dataclass
@@ -122,7 +126,7 @@ class Trial:
         self.network = Network(
             names, self.clock, self.rng, lambda name, *message: answer[name](*message)
         )
-        self.agreement = agreement_of(self.setting)
+        self.agreement, self.mistaken = agreement_of(self.setting), False
 
     def draws(self, probability: float) -> bool:
         """Whether a fault of a probability happens at this act."""
@@ -193,8 +197,21 @@ class Trial:
                 self.network.down.add(late)
                 self.serve(self.setting.joins - 1, self.setting.quorum - 1)
                 self.network.down.discard(late)
+            if self.plan is not None and self.plan.confused:
+                self.confuse()
             self.serve(self.setting.rounds, self.setting.quorum)
         return self
+
+    def confuse(self) -> None:
+        """Let an operator start the server with a changed study, and stop it after an hour."""
+        self.serve(1, self.setting.quorum)
+        self.faults["operator: another study"] += 1
+        self.mistaken = True
+        self.clock.at(3600.0, lambda: ask_to_stop(self.server.place, at_once=True))
+        committed = self.serve_once(self.setting.rounds, self.setting.quorum)
+        # A round that hides who takes part is closed with noise alone, too.
+        assert not committed or self.setting.unit == "client", "sites answer another study"
+        self.mistaken = False
 
     def run_to_stop(self) -> None:
         """Run until the server dies where `stops` says; then all machines are off."""
@@ -225,7 +242,7 @@ class Trial:
         try:
             with self.server.process(self.plan.kill_server if self.plan else 0.0) as process:
                 server, events = self.open_server(rounds), EventStream(self.server.place)
-                study = study_of(self.setting.rounds)
+                study = study_of(self.setting.rounds, changed=self.mistaken)
                 scoring = EvalConfig(on_clients=True, keep_best="global")
                 loop = ServerLoop(
                     self.network,
@@ -337,6 +354,7 @@ def virtual_machine(trial: Trial) -> Iterator[None]:
         patch.setattr(noise, "os", SecretOf(trial))
         for module in (storage_files, store):  # so that a seed is the same each time
             patch.setattr(module, "token_hex", lambda n: f"{next(numbers):0{2 * n}x}")
+        patch.setattr(tempfile, "_name_sequence", map("{:08}".format, count()))
         yield
 
 
@@ -354,7 +372,7 @@ def try_seed(seed: int, root: Path) -> Trial:
     """Run the trial of a seed and return it. Raises AssertionError if a promise broke."""
     rng = Random(seed)
     setting = Setting.draw(rng)
-    plan, expected = Plan.draw(rng), undisturbed(setting, root)
+    plan, expected = Plan.draw(rng, seed), undisturbed(setting, root)
     folder = root / f"seed{seed}"
     try:
         trial = Trial(setting, folder, rng, plan)

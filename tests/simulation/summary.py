@@ -47,17 +47,21 @@ UNREACHABLE: dict[str, str] = {
     "storage/locks.py:_file_system": "only on a disk without locks",
     "storage/logs.py:follow_log": COMMAND,
     "storage/logs.py:read_log": COMMAND,
+    "storage/locks.py:sync_file_system": "only in a run of one process",
     "failpoint round.answered": "only in a run of one process",
 }
 """Failpoints, by the start of their names, that no trial can reach, with the reason."""
 BY_STUDY = "by the study, the model or the data of a site, none of which changes"
 ASKED = "by a server that asks for what the study does not have, or by a policy on metrics"
+COUNTED = "by a study that counts the data, which the simulated one does not"
 NOT_BY_FAULTS: dict[str, str] = {
     **dict.fromkeys(("data", "model", "plan", "training", "unknown-name", "unprotected"), BY_STUDY),
     **dict.fromkeys(("no-scoring", "no-evaluation", "few-examples", "metrics-not-allowed"), ASKED),
     **dict.fromkeys(("metrics-not-private", "metrics-not-summed"), ASKED),
     **dict.fromkeys(("too-many-rounds", "unknown-request", "message"), "by a server that lies"),
     **dict.fromkeys(("too-many-studies", "refused"), "by a server that lies"),
+    "unexpected-values": "by a server that sends values outside of the plan, or other than before",
+    **dict.fromkeys(("statistics", "dictionary", "other-statistics"), COUNTED),
     **dict.fromkeys(("limit-bytes", "limit-epsilon", "epsilon"), "a limit that the study keeps"),
     "peer-keys": "by the keys that a site was set up with",
     "memory": "by a lack of memory",
