@@ -107,9 +107,11 @@ def inbox_command(site: SiteOption = Path(), as_json: JsonOption = False) -> Non
     with print_errors():
         from fedplan.runners.site import read_site  # optional dependency
 
-        if read_site(site).has_offers:
-            with _open_approvals(site) as approvals:
-                rows = [approvals.inbox_row(digest) for digest in approvals.inbox.digests()]
+        read = read_site(site)
+        if read.has_offers:
+            from fedplan.sites.inbox_rows import inbox_rows
+
+            rows = inbox_rows(read)
     lines = [
         f"{row['study'][:12]}  {row['time'][:16]}  {row['name']}: {row['state']}" for row in rows
     ]

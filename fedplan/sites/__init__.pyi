@@ -6,6 +6,7 @@ from .doctor import check_site, doctor_table
 from .egress import is_site_state, read_egress_report
 from .gateway import allow_rejoin, serve_site
 from .inbox import Inbox
+from .inbox_rows import inbox_rows
 from .policy import read_policy
 from .review import review_study
 from .signatures import sign_statement

@@ -20,6 +20,7 @@ from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
 from fedplan.sites.inbox import Inbox, Offer
+from fedplan.sites.inbox_rows import UNCHECKED
 from fedplan.sites.policy import (
     RULE_APPROVER,
     Policy,
@@ -394,7 +395,7 @@ class Approvals:
                     agreement = outline_agreement(study)
                     violations = policy_violations(policy, study, agreement, self._site)
             except FedplanError as error:
-                violations = [f"the study cannot be checked: {error}"]
+                violations = [f"{UNCHECKED}: {error}"]
             self._cached_violations[key] = violations
         return self._cached_violations[key]
 
