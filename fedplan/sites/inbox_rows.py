@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -139,7 +139,7 @@ def _digest(site: Site, files: Iterable[str], rows: Iterable[object]) -> str:
 
 
 @contextmanager
-def _record_opened_files() -> Iterator[set[str]]:
+def _record_opened_files() -> Generator[set[str]]:
     """Context manager that gives the names of files that Python code opens in its body."""
     _add_hook()
     opened = set[str]()

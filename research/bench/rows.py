@@ -57,6 +57,7 @@ SHORT = ("bare", "local", "pfl")
 ROWS = {
     "turn-vit-0.2M-1": Row(Workload("ViT 0.2 M", 10, 1, 4), TURN, 16, "bare"),
     "turn-vit-0.2M-4": Row(Workload("ViT 0.2 M", 10, 4, 8), TURN, 8, "bare"),
+    "turn-vit-0.2M-16": Row(Workload("ViT 0.2 M", 10, 16, 8), TURN, 2, "bare"),
     "turn-vit-2.7M-4": Row(Workload("ViT 2.7 M", 4, 4, 16), TURN, 1, "bare"),
     "turn-minilm-1": Row(Workload("MiniLM 22.7 M", 4, 1, 16), TURN, 1, "bare"),
     "turn-minilm-4": Row(Workload("MiniLM 22.7 M", 4, 4, 16), TURN, 1, "bare", SHORT),

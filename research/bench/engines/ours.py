@@ -99,7 +99,7 @@ def main() -> None:
     gate = Gate(work.line, work.rounds)
 
     def told() -> dict[str, float]:
-        now, turns = fp.open_run(folder).global_state.values, work.rounds * work.said["cohort"]
+        now, turns = fp.open_run(folder).global_values(), work.rounds * work.said["cohort"]
         start = {k: v.detach() for k, v in work.model().named_parameters() if k in now}
         ledger = sum(file.stat().st_size for file in folder.glob("ledger*"))
         return {"moved": far(now, start), "ledger": ledger / turns}
