@@ -254,6 +254,8 @@ def _is_labelled(cell: Any, names: list[str] | None, labels: Iterable[str]) -> b
     """Whether a cell of the label column is one of the labels, or a list of some of them."""
     values = cast("list[Any]", cell) if isinstance(cell, list) else [cell]
     try:
+        if names and min(values, default=0) < 0:  # `datasets` writes -1 for no class
+            return False
         texts = {str(names[value]) if names else label_text(value) for value in values}
     except (IndexError, TypeError):
         return False

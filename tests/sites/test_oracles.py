@@ -178,6 +178,14 @@ def test_what_is_left_out_is_counted_at_home_and_the_rest_is_trained_on(tmp_path
     assert finding.state == "warn" and "1 of 25 rows" in finding.message
 
 
+def test_a_row_without_a_class_is_not_of_the_last_class() -> None:
+    names, labelled = ["a", "hiv"], federated_data._is_labelled  # pyright: ignore
+    assert [labelled(cell, names, names) for cell in (0, 1, [0, 1], -1, [0, -1], 2)] == [
+        *(True, True, True),
+        *(False, False, False),
+    ]
+
+
 def test_a_missing_column_of_a_table_with_columns_is_refused(tmp_path: Path) -> None:
     assert answer(gateway(tmp_path, None), question(column="patient")) == "failed: data"
 
