@@ -20,7 +20,6 @@ from fedplan.models.layer_maps import restore_layer_maps
 from fedplan.naming import allow_imports
 from fedplan.runners.site import Site
 from fedplan.sites.inbox import Inbox, Offer
-from fedplan.sites.inbox_rows import UNCHECKED
 from fedplan.sites.policy import (
     RULE_APPROVER,
     Policy,
@@ -37,6 +36,8 @@ from fedplan.studies.schema import Study
 
 APPROVALS_FILE = "approvals.jsonl"
 """File of all decisions on studies, inside the site's state folder."""
+UNCHECKED = "the study cannot be checked"
+"""Begins the violation of a study that cannot be built here."""
 OFFERED, APPROVED, REFUSED, WITHDRAWN = "offered", "approved", "refused", "withdrawn"
 STARTED, REJOINED = "started", "rejoined"
 UNDECIDED = (OFFERED, STARTED, REJOINED)
