@@ -101,7 +101,13 @@ def read_run_models(
             if public and (own := client_score(run, client)):
                 scores = [replace(own, kind="this client"), *scores]
         prefix = f"clients.{client}." if client else "global."
-        own_row = {n.removeprefix(prefix): v for n, v in row.items() if n.startswith(prefix)}
+        # Of clients "a" and "a.b", only the latter has the metric clients.a.b.loss.
+        longer = tuple(f"clients.{name}." for name in clients if name.startswith(f"{client}."))
+        own_row = {
+            n.removeprefix(prefix): v
+            for n, v in row.items()
+            if n.startswith(prefix) and not n.startswith(longer)
+        }
         card = ModelCard(
             study,
             run.agreement,

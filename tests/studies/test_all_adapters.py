@@ -26,13 +26,13 @@ CLIENTS = [*(f"client {number}" for number in range(8)), "st. mary", "nord/süd"
 EVERYONE = ("--all-clients", "--adapters")
 
 
-def trained(method: Method, names: list[str] = CLIENTS) -> Run:
+def trained(method: Method, names: list[str] = CLIENTS, parts: tuple[str, ...] = ("train",)) -> Run:
     """A run of a small language model, whose base is in the folder `base`."""
     hf.LlamaForCausalLM(hf.LlamaConfig(**zoo.GROUPED)).save_pretrained("base")
     draw = torch.Generator().manual_seed(0)
     rows = torch.randint(0, zoo.GROUPED["vocab_size"], (len(names), 4, 6), generator=draw)
     clients = {
-        name: {"train": [{"input_ids": row, "labels": row} for row in some]}
+        name: {part: [{"input_ids": row, "labels": row} for row in some] for part in parts}
         for name, some in zip(names, rows, strict=True)
     }
     return fp.simulate(
@@ -104,6 +104,15 @@ def test_the_folder_is_whole_or_not_there(here: Path, monkeypatch: pytest.Monkey
     assert {file.name for file in Path("out/clients").iterdir()} == {"north", "south"}
     assert len({file.stat().st_mode for file in Path("out").rglob("*") if file.is_file()}) == 1
     assert before == {file: file.read_bytes() for file in before}
+
+
+def test_a_card_has_no_metric_of_a_client_whose_name_begins_alike(here: Path) -> None:
+    finished = trained(method_by_name("fedsa-lora"), ["a", "a.b"], ("train", "test"))
+    finished.export("out", all_clients=True, adapter=True)
+    for name in ("a", "a.b"):
+        _, table = Path("out/clients", name, "README.md").read_text().split("|---|---|\n")
+        rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("|")]
+        assert rows == ["| loss"]
 
 
 def refusal(*words: str) -> str:
