@@ -128,7 +128,8 @@ def cost_rows(
     else:
         lora, rows = params, list[CostRow]()
     rows += [] if packed else [_row("LoRA", lora, roles, traffic, whole)]
-    rows.append(_row("QLoRA", lora, roles, traffic, nf4))
+    name = "LoRA, int8" if nf4.quantized == "int8" else "QLoRA"
+    rows.append(_row(name, lora, roles, traffic, nf4))
     if not packed:
         everything: Roles = dict.fromkeys(base, Role.SHARE)
         rows.append(_row("all of it", base, everything, 2 * sum(p.nbytes for p in base), whole))
@@ -136,7 +137,8 @@ def cost_rows(
 
 
 def _row(name: str, params: Params, roles: Roles, traffic: int, step: TrainingStep) -> CostRow:
-    weights = estimate_memory(params, dict.fromkeys(params, Role.FREEZE), step).total
+    idle = replace(step, autocast=False)  # a server takes no step
+    weights = estimate_memory(params, dict.fromkeys(params, Role.FREEZE), idle).total
     shared = [p for p in params if roles[p] is Role.SHARE]
     server = weights + sum(p.numel * SUM_BYTES + COPIES * p.nbytes for p in shared)
     return CostRow(name, estimate_memory(params, roles, step).total, server, traffic)

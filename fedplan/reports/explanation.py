@@ -184,8 +184,9 @@ class Explanation:
             table,
             Text(
                 f"\n{assumed}MB and seconds are of one client: upload and download, on a line of "
-                f"{LINE // 10**6} Mbit/s. A ? marks a GPU that is too small if the estimate is as "
-                "low as the lowest one measured; nothing was measured on a GPU."
+                f"{LINE // 10**6} Mbit/s. The server's memory is without the state of a server "
+                "optimizer. A ? marks a GPU that is too small if the estimate is as low as the "
+                "lowest one measured; nothing was measured on a GPU."
             ),
         ]
 

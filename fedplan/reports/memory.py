@@ -145,8 +145,13 @@ def estimate_memory(params: Params, roles: Roles, step: TrainingStep) -> MemoryE
 
 
 def vocabulary_size(params: Params) -> int:
-    """Return the number of logits per token of a language model; 0 for other models."""
-    size = max((p.shape[0] for p in _heads(params)), default=0)
+    """Return the number of logits per token of a language model; 0 for other models.
+
+    The head of a classifier with many labels has other rows than the embedding of tokens.
+    """
+    embedded = {p.shape[0] for p in params if p.kind is Kind.EMBED and len(p.shape) == 2}
+    sizes = (p.shape[0] for p in _heads(params) if p.shape[0] in embedded)
+    size = max(sizes, default=0)
     return size if size >= 1000 else 0  # below, the model is a classifier
 
 

@@ -85,6 +85,25 @@ def test_only_a_language_model_has_the_table() -> None:
     assert cost_rows((), {}, 0, TrainingStep()) == ()
 
 
+@pytest.mark.parametrize("model", ["vit-base-16", "bert-base"])
+def test_a_classifier_of_many_labels_is_no_language_model(model: str) -> None:
+    params = params_of(model, task="text-classification" * (model == "bert-base"), labels=1200)
+    explained = fp.explain(fp.parse("share()"), params)
+    assert explained.costs == ()
+    roles = fp.resolve(fp.parse("share()"), params, fp.Turn())
+    assert estimate_memory(params, roles, TrainingStep()).logits == 0
+
+
+def test_a_server_takes_no_step_and_int8_is_not_called_qlora() -> None:
+    params = params_of("llama-3.2-1b")
+    plan = fp.parse("share()")
+    for step in (TrainingStep(autocast=True), TrainingStep(quantized="int8")):
+        rows = fp.explain(plan, params, step=step).costs
+        plain = fp.explain(plan, params).costs
+        assert rows[0].server == plain[0].server and rows[-1].server == plain[-1].server
+    assert [row.name for row in rows] == ["LoRA", "LoRA, int8", "all of it"]
+
+
 def test_a_card_fits_if_the_lowest_measured_estimate_would() -> None:
     assert CostRow("", int(22e9 * LOWEST_RATIO), 0, 0).cards == {24: "yes", 48: "yes", 80: "yes"}
     assert CostRow("", int(22e9), 0, 0).cards == {24: "close", 48: "yes", 80: "yes"}
