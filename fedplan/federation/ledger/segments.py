@@ -3,8 +3,8 @@
 
 The first is `ledger.jsonl`, the only one of a small run. The round after a segment has reached its
 size limit opens the next, `ledger.000002.jsonl`. Its first line, the header, has the length and
-digest of the segment before, and the metrics of all rounds so far. So a run resumes from its last
-segment alone, and the last segment proves all others.
+digest of the segment before, and the metrics of all rounds so far. So the last segment proves all
+others: a resumed run reads its records alone, and compares the digests of the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedplan.federation.ledger.records import Record, RecordError, parse_line, r
 from fedplan.storage.append_log import CommittedLog, read_json_lines
 
 SEGMENT_BYTES = 32 << 20
-"""Size after which a segment takes no more rounds; a resumed run reads one segment."""
+"""Size after which a segment takes no more rounds; a resumed run parses one segment."""
 
 SEGMENT_KIND = "segment"
 """Value of "kind" in a segment header."""
@@ -111,7 +111,7 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> Committe
     `number`: last committed round. `files`: [length, digest] by name of each file at that commit.
     Creates the first segment if missing. Truncates the segment and deletes later segments, which an
     interrupted round left. Raises FedplanError if the ledger has a later round than `number + 1`,
-    if the segment was changed, or if the segment before is missing or has another length.
+    or if this segment or one before was changed or is missing.
     """
     current = _open_number(files)
     file, newest = folder / segment_name(current), newest_segment(folder)
@@ -124,12 +124,8 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> Committe
             "server has lost its newest global model; restore a copy of it, or start another run"
         )
     ledger = CommittedLog(file, length=length, sha256=sha256)
-    if current > 1 and ledger.length:
-        before, (before_length, _) = folder / segment_name(current - 1), _header_of(file).before
-        if not before.is_file() or before.stat().st_size != before_length:
-            raise FedplanError(
-                f"{before} is missing or has another length: restore it from a backup"
-            )
+    if ledger.length and (closed := closed_segment_faults(folder, files)):
+        raise FedplanError(f"{folder}: {min(closed.values())}: restore it from a backup")
     for name in os.listdir(folder) if has_later else ():
         if segment_number(name) > current:
             (folder / name).unlink()
@@ -211,8 +207,10 @@ def closed_segment_faults(folder: Path, files: Mapping[str, Any]) -> dict[str, s
             return {name: f"{name} has no valid segment header: {error}"}
         if not (folder / before).is_file():
             return {before: f"{before} is lost"}
-        content = (folder / before).read_bytes()
-        if (len(content), hashlib.sha256(content).hexdigest()) != header.before:
+        with (folder / before).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            is_same = (file.tell(), digest) == header.before
+        if not is_same:
             return {before: f"{before} is not the file that the header of {name} describes"}
         if header.number != number:
             return {name: f"{name} has the header of segment {header.number}"}
