@@ -36,7 +36,6 @@ UNREACHABLE: dict[str, str] = {
     "federation/ledger/callbacks.py": "only with a tracker, such as MLflow",
     "federation/ledger/egress.py:read_agreement": COMMAND,
     "federation/ledger/faults.py:read_faults": COMMAND,
-    "federation/ledger/segments.py:closed_segment_faults": CHECK,
     "federation/ledger/segments.py:ledger_lines": CHECK,
     "privacy/accounting/budget.py:read_budget_unit": COMMAND,
     "sites/approvals.py:Inbox.add unlink": "only in an inbox that is full of studies",
