@@ -45,8 +45,8 @@ class TextError(FedplanError):
     """A text that cannot be parsed or used, such as a plan.
 
     If `position` (an offset in the text `source`) is not None, two lines follow the message: the
-    source line, cut to 76 characters, and a caret under the character. The attributes `message`,
-    `source` and `position` are the arguments, unchanged.
+    source line, cut to 76 characters and made printable, and a caret under the character. The
+    attributes `message`, `source` and `position` are the arguments, unchanged.
     """
 
     def __init__(self, message: str, *, source: str = "", position: int | None = None) -> None:
@@ -56,7 +56,8 @@ class TextError(FedplanError):
             line, column = source[start : end if end >= 0 else len(source)], position - start
             if column > 60:
                 line, column = "..." + line[column - 40 :], 43
-            message += f"\n  {line[:76].replace(chr(9), ' ')}\n  {' ' * column}^"
+            line = printable(line[:76].replace("\t", " "))
+            message += f"\n  {line}\n  {' ' * column}^"
         super().__init__(message)
 
 

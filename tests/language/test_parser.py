@@ -99,6 +99,14 @@ def test_errors_point_at_the_character_and_suggest(text: str, position: int, wor
     assert (caught.value.position, words in str(caught.value)) == (position, True)
 
 
+@pytest.mark.parametrize("text", ["\r0", "share(\x1b[2J)", "\x850", "query |\u2028 0"])
+def test_the_line_above_the_pointer_cannot_control_a_terminal(text: str) -> None:
+    for read in (parse, parse_part):
+        with pytest.raises(PlanError) as error:
+            read(text)
+        assert str(error.value).replace("\n", "").isprintable()
+
+
 def test_the_pointer_stands_under_the_character() -> None:
     with pytest.raises(PlanError) as caught:
         parse("chain(share(),\n  frezze(query))")

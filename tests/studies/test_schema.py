@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from often import often
@@ -59,6 +59,7 @@ def studies(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=often(5000))
 @given(studies())
+@example({**MINIMAL, "train": {"lr_by_part": {"\r0": 0}}})
 def test_any_values_are_a_study_or_an_error_that_names_the_field(said: dict[str, Any]) -> None:
     try:
         study = study_from_dict(said)
