@@ -246,8 +246,10 @@ def sentences() -> Iterator[str]:
     yield f"takes about {1e6 * found.registered:.0f} µs when the run is opened"
     slow = next(case for case in CASES if case.text.startswith("ten sites, 7 B, all"))
     yield f"a model of 7 billion parameters takes {slow.site_line() / 60:.0f} minutes over 100 Mbit/s"
-    few = crowds()[0]
-    each = 1e3 * (crowd["resident MB"] - few["resident MB"]) / crowd["registered"]
+    # Of a round with as many clients: these take memory, too.
+    few = next(row for row in crowds() if row["asked"] == crowd["asked"])
+    more = crowd["registered"] - few["registered"]
+    each = 1e3 * (crowd["resident MB"] - few["resident MB"]) / more
     yield f"and {each:.1f} kB of memory"
     names = {
         "small-float32": "GPT-2 of 29 M, float32, all",
