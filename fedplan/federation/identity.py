@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ from fedplan.storage.files import checkpoint_numbers, write_atomic
 
 RUN_FILE, STUDY, GLOBAL_FOLDER = "run.json", "study.json", "global"
 """In a run's folder: the files of its identity and study, and its global model's checkpoints."""
+
+CHECKSUM = "sha256"
+"""Field of RUN_FILE with the digest of all others; files of older versions lack it."""
 
 _ID = re.compile("[0-9a-f]{16}")
 
@@ -57,7 +61,9 @@ def load_or_create_identity(folder: Path, expected: RunIdentity) -> RunIdentity:
     file = folder / RUN_FILE
     if not file.exists():
         identity = replace(expected, id=expected.id or token_hex(8))
-        write_atomic(file, json.dumps(asdict(identity), sort_keys=True) + "\n")
+        fields = asdict(identity)
+        text = json.dumps(fields | {CHECKSUM: _checksum(fields)}, sort_keys=True)
+        write_atomic(file, text + "\n")
     identity = read_identity(folder)
     if identity.study != expected.study:
         raise FedplanError(
@@ -85,6 +91,8 @@ def read_identity(folder: Path) -> RunIdentity:
     file = folder / RUN_FILE
     try:
         fields = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
+        if fields.pop(CHECKSUM, "") not in ("", _checksum(fields)):
+            raise ValueError("its digest is another one")
         unknown = fields.keys() - RunIdentity.__annotations__
         if RunIdentity.__annotations__.keys() - fields and unknown:
             raise FedplanError(
@@ -100,6 +108,10 @@ def read_identity(folder: Path) -> RunIdentity:
     if not is_run_id(identity.id) or any(type(t) is not str for t in (*texts, *sum(pairs, ()))):
         raise FedplanError(f"{file} does not say which run this is: restore a copy of it")
     return identity
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def changed_examples(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

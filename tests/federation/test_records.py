@@ -15,6 +15,7 @@ from grids import InProcess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedplan.errors import FedplanError
 from fedplan.federation.identity import read_identity
 from fedplan.federation.ledger.records import (
     DefenceRecord,
@@ -104,6 +105,20 @@ def test_a_run_keeps_its_id_and_refuses_another_start_or_study(here: Path) -> No
     (here / "run/run.json").write_text(json.dumps(changed.__dict__))
     with pytest.raises(Exception, match="weights that it began with"):
         Simulation(said, here / "run")
+
+
+def test_each_flipped_bit_of_a_new_run_s_identity_is_noticed(here: Path) -> None:
+    Simulation(read_study(study(here, "study.toml")), here / "run")
+    file = here / "run/run.json"
+    whole, first = file.read_bytes(), read_identity(here / "run")
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        try:
+            assert read_identity(here / "run") == first  # space for space
+        except FedplanError as error:
+            assert "run.json" in str(error)
 
 
 @pytest.mark.parametrize("run", ["", "..", "../x", "a/b", "0" * 15, "G" * 16, 3, None])

@@ -88,8 +88,8 @@ class Machine:
     """A folder, which processes write.
 
     `damaged` has each damaged file, its content and the new; `copies` an older copy of the folder,
-    and while that is in use also the newest. `full_until`: when its disk has space again.
-    `updates`: how many it has sent.
+    and while that is in use also the newest. `lost`: whether a checkpoint was deleted.
+    `full_until`: when its disk has space again. `updates`: how many it has sent.
     """
 
     points = SERVER_POINTS
@@ -98,7 +98,7 @@ class Machine:
         self.trial, self.name, self.place = trial, name, trial.folder / name
         self.damaged = list[tuple[Path, bytes, bytes | None]]()
         self.copies = list[dict[Path, bytes]]()
-        self.full_until, self.is_old, self.wants_copy = 0.0, False, False
+        self.full_until, self.is_old, self.wants_copy, self.lost = 0.0, False, False, False
         self.counts, self.updates = Counter[str](), 0
         self.place.mkdir(parents=True, exist_ok=True)
 
@@ -181,6 +181,7 @@ class Machine:
             file.write_bytes(damaged)
         else:
             file.unlink()
+            self.lost |= file.stem.isdigit()
         self.damaged.append((file, whole, damaged or None))
         what = "bit flipped" if damaged else "file deleted"
         self.trial.faults[f"{what}: {kind_of(file)}"] += 1

@@ -24,6 +24,7 @@ FOUND: dict[int, str] = {
     19: "a joint choice of layers was made without a site whose disk failed, whatever the quorum",
     46: "after one read error an encrypted checkpoint got another folder id, and was refused",
     3000396: "a bit of a site's key file flipped before its first use: it was another key",
+    20000502: "a bit of a new run's id flipped: sites were asked about another run",
     1246070610: "a request that came twice brought back older values under the newer version",
 }
 """Seeds that once failed, with the fault that each has found."""

@@ -10,6 +10,7 @@ others: a resumed run reads its records alone, and compares the digests of the o
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from fedplan.federation.ledger.history import (
 )
 from fedplan.federation.ledger.records import Record, RecordError, parse_line, read_record
 from fedplan.storage.append_log import CommittedLog, read_json_lines
+
+log = logging.getLogger("fedplan")
 
 SEGMENT_BYTES = 32 << 20
 """Size after which a segment takes no more rounds; a resumed run parses one segment."""
@@ -123,6 +126,9 @@ def open_ledger(folder: Path, files: Mapping[str, Any], number: int) -> Committe
             f"{newest} records round {last}, but the stored global model is of round {number}: the "
             "server has lost its newest global model; restore a copy of it, or start another run"
         )
+    if last > number:
+        text = "round %d is repeated: its global model was not stored, or is lost from %s"
+        log.warning(text, last, folder)
     ledger = CommittedLog(file, length=length, sha256=sha256)
     if ledger.length and (closed := closed_segment_faults(folder, files)):
         raise FedplanError(f"{folder}: {min(closed.values())}: restore it from a backup")
