@@ -46,7 +46,8 @@ def scaffold() -> Method:
     """SCAFFOLD: control variates correct each local step for client drift.
 
     Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging, 2020 (option II). A control
-    variate is sent with each shared param, which doubles the traffic. Derived for plain SGD.
+    variate is sent with each shared param, which doubles the traffic. Derived for plain SGD. The
+    global model is the mean weighed by examples; the paper weighs clients alike.
     """
     return Method(share(), client_hooks=(control_variates,), aux=(CONTROL,))
 

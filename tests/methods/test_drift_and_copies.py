@@ -126,7 +126,7 @@ def weights_of(values: Mapping[str, Tensor], kind: str = "") -> Weights:
 def close(one: Weights, other: Weights) -> bool:
     # The exact sum rounds to its grid, and the server keeps FedDyn's sum in float32.
     pairs = zip(one, other, strict=True)
-    return all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in pairs)
+    return all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
 
 
 def play(method: Method, folder: Path, rounds: int = ROUNDS, **settings: Any) -> Federation:
