@@ -6,6 +6,9 @@
 Each node has a key and a connection of its own, speaks Flower's fleet API, looks for a message every
 three seconds as a SuperNode does, and answers by the endpoint of a site. The model is a ViT; widths
 64 and 288 make updates of about 1 and 20 MB. Adds a row to research/results/fleet.json.
+With --train SECONDS each node holds its update for so long; the driver and the nodes wait. With
+--idle SECONDS no driver runs: the row says what registered nodes with nothing to do cost. With
+--minutes the driver is stopped after that time, and the row has the rounds that were closed.
 With --profile PY_SPY it samples SuperLink and driver after the first round, and the row has the ten
 functions of each that hold the interpreter's lock most.
 """
@@ -25,7 +28,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
@@ -74,6 +79,8 @@ RESULT = LAB / "results" / "fleet.json"
 TRAINED = "answers to train"
 LOOK_SECONDS = 3.0
 """Between two looks of a node for a message, as of a SuperNode."""
+MOST_LOOKS = 50
+"""Looks of nodes between two glances at the clock."""
 STUDY = """
 name = "fleet"
 threads = 1
@@ -129,7 +136,7 @@ class Fleet:
     folder: Path
     counts: Counter[str] = field(default_factory=Counter[str])
     lock: threading.Lock = field(default_factory=threading.Lock)
-    is_over: threading.Event = field(default_factory=threading.Event)
+    train: float = 0.0
 
     def node(self, name: str) -> Node:
         """A registered and active node of a site."""
@@ -157,7 +164,7 @@ class Fleet:
 
 @dataclass
 class Node:
-    """A node of the fleet; `look` once in LOOK_SECONDS."""
+    """A node of the fleet; `look` once in LOOK_SECONDS, and `pulse` when it is due."""
 
     fleet: Fleet
     runtime: SiteRuntime
@@ -165,28 +172,40 @@ class Node:
     proto: NodeProto
     due: float = 0.0
     beat: float = 0.0
+    held: tuple[float, FlowerMessage] | None = None
+    """The message that is answered after a time."""
 
     def look(self) -> None:
-        """Send a heartbeat if it is due, and answer the next message, if there is one."""
+        """Take the next message, if there is one, and answer it after its time."""
         counts = self.fleet.counts
         try:
-            now = time.monotonic()
-            if now > self.beat:
-                self.beat = now + HEARTBEAT_DEFAULT_INTERVAL / 2
-                self.client.SendNodeHeartbeat(
-                    SendNodeHeartbeatRequest(
-                        node=self.proto, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
-                    )
-                )
             counts["looks"] += 1
             response = self.client.PullMessages(PullMessagesRequest(node=self.proto))
             if response.messages_list:
-                self._answer(response.messages_list[0], response.message_object_trees[0])
+                message = self._fetch(response.messages_list[0], response.message_object_trees[0])
+                is_train = message.metadata.message_type == "train"
+                wait = self.fleet.train if is_train else 0.0
+                self.held = time.monotonic() + wait, message
+            if self.held and time.monotonic() >= self.held[0]:
+                message, self.held = self.held[1], None
+                self._answer(message)
         except Exception as error:
             counts[f"{type(error).__name__}: {str(error)[:80]}"] += 1
-        self.due = max(self.due + LOOK_SECONDS, time.monotonic())
+        self.due = time.monotonic() + LOOK_SECONDS
 
-    def _answer(self, proto: Any, tree: Any) -> None:
+    def pulse(self) -> None:
+        """Send a heartbeat, as a SuperNode does from a thread of its own."""
+        self.beat = time.monotonic() + HEARTBEAT_DEFAULT_INTERVAL / 2
+        try:
+            self.client.SendNodeHeartbeat(
+                SendNodeHeartbeatRequest(
+                    node=self.proto, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
+                )
+            )
+        except Exception as error:
+            self.fleet.counts[f"heartbeat: {type(error).__name__}: {str(error)[:80]}"] += 1
+
+    def _fetch(self, proto: Any, tree: Any) -> FlowerMessage:
         run_id = message_from_proto(proto).metadata.run_id
         message = pull_and_inflate_object_from_tree(
             tree,
@@ -197,6 +216,10 @@ class Node:
             return_type=FlowerMessage,
         )
         message.metadata.__dict__["_message_id"] = proto.metadata.message_id
+        return message
+
+    def _answer(self, message: FlowerMessage) -> None:
+        run_id = message.metadata.run_id
         with self.fleet.lock:  # there is one model
             reply = make_reply(message, self.runtime.answer)
         reply.metadata.__dict__["_message_id"] = reply.object_id
@@ -216,6 +239,25 @@ class Node:
             object_ids_to_push=set(pushed.objects_to_push),
         )
         self.fleet.counts[f"answers to {message.metadata.message_type}"] += 1
+
+
+@contextmanager
+def heartbeats(crew: list[Node], threads: int) -> Iterator[None]:
+    """Send the heartbeats of all nodes during the body."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            while not is_over.wait(0.05):
+                list(pool.map(Node.pulse, [n for n in crew if n.beat <= time.monotonic()]))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def write_study(folder: Path, nodes: int, rounds: int, width: int) -> Path:
@@ -264,8 +306,41 @@ def top(file: Path) -> list[str]:
     return [f"{count / total:.1%} {name}" for name, count in spent.most_common(10)]
 
 
+def list_due(crew: list[Node]) -> list[Node]:
+    """The nodes whose look is due, those that wait longest, and not too many."""
+    now = time.monotonic()
+    return sorted((n for n in crew if n.due <= now), key=lambda node: node.due)[:MOST_LOOKS]
+
+
+def idled(crew: list[Node], pool: ThreadPoolExecutor, pid: int, seconds: float) -> dict[str, Any]:
+    """Let all nodes look for messages that do not come, and return what that takes."""
+    counts = crew[0].fleet.counts
+    before, looks, calls = process_sample([pid]), counts["looks"], counts["calls"]
+    began = time.monotonic()
+    while time.monotonic() < began + seconds:
+        due = list_due(crew)
+        list(pool.map(Node.look, due))
+        if not due:
+            time.sleep(0.02)
+    spent = process_sample([pid])["cpu_seconds"] - before["cpu_seconds"]
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "looks": counts["looks"] - looks,
+        "calls": counts["calls"] - calls,
+        "cpu_seconds": round(spent, 1),
+    }
+
+
 def sailed(
-    nodes: int, rounds: int, width: int, threads: int, folder: Path, py_spy: str
+    nodes: int,
+    rounds: int,
+    width: int,
+    threads: int,
+    folder: Path,
+    py_spy: str,
+    train: float,
+    idle: float,
+    minutes: float,
 ) -> dict[str, Any]:
     """Run the federation, and return what it took."""
     torch.set_num_threads(1)
@@ -287,14 +362,25 @@ def sailed(
         until_open(port)
         study = read_study(file)
         base = SiteRuntime(Site(name="site-0000", state=str(folder / "sites" / "first")), study)
-        fleet = Fleet(f"127.0.0.1:{port}", base, folder / "sites")
+        fleet = Fleet(f"127.0.0.1:{port}", base, folder / "sites", train=train)
         began = time.monotonic()
         names = list(base.experiment.data.train)
-        with ThreadPoolExecutor(threads) as pool:
+        fresh = process_sample([link.pid])["cpu_seconds"]
+        with ThreadPoolExecutor(threads) as pool, ExitStack() as stack:
             crew = list(pool.map(fleet.node, names))
-            registered = time.monotonic() - began
+            registered = {
+                "seconds to register": round(time.monotonic() - began, 1),
+                "link's cpu_seconds to register": round(
+                    process_sample([link.pid])["cpu_seconds"] - fresh, 1
+                ),
+            }
+            print(registered, file=sys.stderr)
+            stack.enter_context(heartbeats(crew, threads))
             for place, node in enumerate(crew):
                 node.due = time.monotonic() + LOOK_SECONDS * place / nodes
+            if idle:
+                waited = idled(crew, pool, link.pid, idle)
+                return {**FACTS, "nodes": nodes, "exit": 0, **registered, "idle": waited}
             driver = start(
                 1, *("run", str(file), "--runner", "flower", "--server", str(server)),
                 *("--output", str(folder / "run")),
@@ -303,8 +389,9 @@ def sailed(
             samples, ends = list[dict[str, Any]](), list[float]()
             started, trained, before = time.monotonic(), 0.0, dict[str, Any]()
             pids, spies = {"link": link.pid, "driver": driver.pid}, list[subprocess.Popen[bytes]]()
-            while driver.poll() is None:
-                due = [node for node in crew if node.due <= time.monotonic()]
+            did = dict(fleet.counts)
+            while driver.poll() is None and time.monotonic() < started + 60 * minutes:
+                due = list_due(crew)
                 list(pool.map(Node.look, due))
                 if not trained and fleet.counts[TRAINED]:
                     trained = time.monotonic()
@@ -313,6 +400,7 @@ def sailed(
                 if closed > len(ends):
                     ends += [time.monotonic()] * (closed - len(ends))
                     samples.append(sample(pids, server, fleet.counts["calls"]))
+                    did = dict(fleet.counts)
                     print(f"round {closed}", dict(fleet.counts), samples[-1], file=sys.stderr)
                     for name in pids if py_spy and not spies else ():
                         words = ["record", "-p", str(pids[name]), "-f", "raw", "-r", "50"]
@@ -327,7 +415,7 @@ def sailed(
                         spies.append(subprocess.Popen([py_spy, *words], stdout=subprocess.DEVNULL))
                 if not due:
                     time.sleep(0.02)
-        code = driver.returncode
+        code = driver.poll()
         for spy in spies:
             spy.send_signal(signal.SIGINT)
             spy.wait()
@@ -340,15 +428,16 @@ def sailed(
     return {
         **FACTS,
         "nodes": nodes,
-        "rounds": rounds,
+        "rounds": len(samples),
         "update_mb": round(sum(v.nbytes for v in base.experiment.initial_values.values()) / 1e6, 2),
         "exit": code,
-        "seconds to register": round(registered, 1),
+        "train": train,
+        **registered,
         "seconds a round": [round(span, 1) for span in spans],
         "seconds to the first answer": round(trained - started, 1),
         "after the first answer": before,
         "after each round": samples,
-        "nodes did": dict(fleet.counts),
+        "nodes did": did,
         "not aggregated": sum(map(len, rejected(folder / "run"))),
         "profile": {name: top(file) for name, file in raw.items() if file.exists()},
     }
@@ -375,13 +464,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--threads", type=int, default=4, help="nodes that look at a time")
+    parser.add_argument("--train", type=float, default=0.0, help="seconds until a node answers")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds without a driver")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop the driver after them")
     parser.add_argument("--profile", default="", metavar="PY_SPY", help="the program of py-spy")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its processes would outlive it
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        row = sailed(args.nodes, args.rounds, args.width, args.threads, folder, args.profile)
+        row = sailed(
+            *(args.nodes, args.rounds, args.width, args.threads, folder, args.profile),
+            *(args.train, args.idle, args.minutes),
+        )
         row["command"] = f"python {' '.join(sys.argv)}"
         if row["exit"]:
             sys.stderr.write((folder / "driver.log").read_text()[-3000:])

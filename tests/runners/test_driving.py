@@ -312,6 +312,28 @@ def test_a_small_reply_does_not_say_how_large_the_others_are(
     assert len(grid.trained) >= 3 * ROUNDS and set(grid.trained) == {1}
 
 
+@pytest.mark.parametrize("sites", [1, 3])
+def test_a_waiting_server_leaves_a_slow_link_to_the_sites(
+    tmp_path: Path, sites: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll of many sites takes many calls, as long as no site has replied."""
+    driven, asked = Driven(tmp_path, NAMES[:sites]), list[float]()
+    pull, sent = driven.grid.pull_messages, driven.grid.sent
+
+    def slow(message_ids: list[str]) -> list[FlowerMessage]:
+        if {sent[n].metadata.message_type for n in message_ids if n in sent} != {"train"}:
+            return pull(message_ids)
+        asked.append(clock.now)
+        clock.sleep(0.2)
+        return pull(message_ids) if clock.now > 3600.0 else []
+
+    monkeypatch.setattr(driven.grid, "pull_messages", slow)
+    patience = Timeouts(updates=20000.0, poll_interval=0.5)
+    assert driven.drive(sites, patience).state == RunState.DONE
+    waiting = [each for each in asked if each < 3600.0]
+    assert 0.15 < 0.2 * len(waiting) / 3600.0 < 0.3
+
+
 class Lossy(InProcess):
     """A grid whose link breaks when updates are first pulled: the SuperLink has given them out."""
 

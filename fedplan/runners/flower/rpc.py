@@ -52,6 +52,8 @@ HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
 BATCH_BYTES = 2**26
 """About the most bytes of replies that are fetched at a time."""
+POLL_REST, MOST_REST = 4, 30.0
+"""Pause after a poll relative to the time for which the poll asked in vain, and the longest one."""
 WITHOUT_TENSORS = (HELLO, STATISTICS_REQUEST, "query.poll", "evaluate")
 """Kinds of messages whose replies are a header without tensors."""
 ENDED_STATUS = (401, 403)
@@ -119,7 +121,7 @@ class SiteRpc:
         self._gone_since: dict[str, float] = {}
         self.registered_names: Callable[[], Iterable[str]] | None = None
         self.renew_grid: Callable[[], Grid] | None = None
-        self._outage_seconds = 0.0
+        self._outage_seconds, self._vain_seconds = 0.0, 0.0
         self.events = EventStream()
         self._reported: dict[str, tuple[str, str]] = {}
 
@@ -163,7 +165,7 @@ class SiteRpc:
                         f"after {self.timeouts.sites:.0f} s these sites are not connected: "
                         + "; ".join(f"{n} {self.refusals.get(n, '')}".strip() for n in missing)
                     )
-            time.sleep(self.timeouts.poll_interval)
+            self._rest()
 
     def poll_nodes(self) -> dict[int, str]:
         """Send a hello to new nodes, and take the replies to earlier hellos that have arrived.
@@ -270,7 +272,7 @@ class SiteRpc:
                     f"too few sites have answered in time, and not {missing}: start the run again "
                     "to go on with this round"
                 )
-            time.sleep(self.timeouts.poll_interval)
+            self._rest()
 
     def _online_nodes(self) -> dict[int, str]:
         """Return when each online node was activated ("" if unknown), and update the names."""
@@ -392,6 +394,15 @@ class SiteRpc:
         self._grid = self._open_grid()
         self._pending_hellos, self._hello_since, self._hello_after = {}, {}, {}
 
+    def _rest(self) -> None:
+        """Wait until the next poll; the SuperLink serves all sites, and must not serve polls alone.
+
+        A SuperLink spends some milliseconds on each call and on each message that is asked for.
+        """
+        rest = min(MOST_REST, POLL_REST * self._vain_seconds)
+        self._vain_seconds = 0.0
+        self._wait(max(self.timeouts.poll_interval, rest))
+
     def _wait(self, seconds: float) -> None:
         """Sleep, with heartbeats of the run; a stop ends a run that has no grid yet."""
         end = time.monotonic() + seconds
@@ -415,7 +426,9 @@ class SiteRpc:
         while waiting:
             count = max(1, BATCH_BYTES // self._reply_bytes.get(kind, BATCH_BYTES))
             batch, waiting = waiting[:count], waiting[count:]
+            start = self._now()
             replies = self._retry(lambda ids=batch: self.grid.pull_messages(ids))
+            self._vain_seconds += 0.0 if replies else self._now() - start
             replies = [each for each in replies if each.metadata.reply_to_message_id in batch]
             while replies:  # none is kept here while the next one is fetched
                 if size := records.reply_bytes(replies[0], needs_blobs=kind not in WITHOUT_TENSORS):
