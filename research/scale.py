@@ -22,6 +22,8 @@ SITE, SERVER = 100e6 / 8, 10e9 / 8
 """Bytes a second of a site's line, and of the server's."""
 MEMORY = 64e9
 """Bytes of memory that a server is taken to have."""
+LOOK = 3.0
+"""Seconds between two looks of a node for a message."""
 FEW, MANY = "turn-vit-0.2M-1", "turn-minilm-1"
 
 
@@ -145,8 +147,9 @@ def peaks() -> tuple[float, float, float]:
 
 
 def fleet() -> list[dict[str, Any]]:
-    """The rows of research/fleet.py, those with most nodes last."""
-    return sorted(read("fleet"), key=lambda row: row["nodes"])
+    """The rows of research/fleet.py with a round after the first, those with most nodes last."""
+    rows = (row for row in read("fleet") if len(row.get("after each round", ())) > 1)
+    return sorted(rows, key=lambda row: row["nodes"])
 
 
 def spent(row: dict[str, Any]) -> dict[str, float]:
@@ -281,7 +284,22 @@ def sentences() -> Iterator[str]:
     yield f"{did['answers to query.hello']} to the greetings of {most['nodes']} nodes"
     if not any(row["not aggregated"] for row in fleet()):
         yield "All updates were aggregated"
+    yield from waited()
     yield from papers()
+
+
+def waited() -> Iterator[str]:
+    """What the page says of nodes with nothing to do."""
+    row = max((row for row in read("fleet") if "idle" in row), key=lambda row: row["nodes"])
+    count, took = row["nodes"], row["idle"]
+    each = took["cpu_seconds"] / took["calls"]
+    registered = row["link's cpu_seconds to register"]
+    yield f"registration of {count:,} nodes takes {registered:.0f} s of its CPU"
+    yield f"a call of a node with nothing to do {span(each)}"
+    large = max((row for row in read("fleet") if "idle" not in row), key=lambda row: row["nodes"])
+    first = large["after each round"][0]["link"]["cpu_seconds"]
+    yield f"first round of {large['nodes']} nodes, with registration and greetings, {first:.0f} s"
+    yield f"{LOOK / each:.0f} nodes that only wait fill a core, and {count:,} need {count * each / LOOK:.1f} cores"
 
 
 def soaked() -> Iterator[str]:

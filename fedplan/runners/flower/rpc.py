@@ -53,7 +53,7 @@ HELLO_RETRY = 5.0
 BATCH_BYTES = 2**26
 """About the most bytes of replies that are fetched at a time."""
 POLL_REST, MOST_REST = 4, 30.0
-"""Pause after a poll relative to the time for which the poll asked in vain, and the longest one."""
+"""Pause after a poll relative to the time of its pulls without a reply, and the longest pause."""
 WITHOUT_TENSORS = (HELLO, STATISTICS_REQUEST, "query.poll", "evaluate")
 """Kinds of messages whose replies are a header without tensors."""
 ENDED_STATUS = (401, 403)
@@ -121,7 +121,7 @@ class SiteRpc:
         self._gone_since: dict[str, float] = {}
         self.registered_names: Callable[[], Iterable[str]] | None = None
         self.renew_grid: Callable[[], Grid] | None = None
-        self._outage_seconds, self._vain_seconds = 0.0, 0.0
+        self._outage_seconds, self._empty_pull_seconds = 0.0, 0.0
         self.events = EventStream()
         self._reported: dict[str, tuple[str, str]] = {}
 
@@ -399,8 +399,8 @@ class SiteRpc:
 
         A SuperLink spends some milliseconds on each call and on each message that is asked for.
         """
-        rest = min(MOST_REST, POLL_REST * self._vain_seconds)
-        self._vain_seconds = 0.0
+        rest = min(MOST_REST, POLL_REST * self._empty_pull_seconds)
+        self._empty_pull_seconds = 0.0
         self._wait(max(self.timeouts.poll_interval, rest))
 
     def _wait(self, seconds: float) -> None:
@@ -428,7 +428,7 @@ class SiteRpc:
             batch, waiting = waiting[:count], waiting[count:]
             start = self._now()
             replies = self._retry(lambda ids=batch: self.grid.pull_messages(ids))
-            self._vain_seconds += 0.0 if replies else self._now() - start
+            self._empty_pull_seconds += 0.0 if replies else self._now() - start
             replies = [each for each in replies if each.metadata.reply_to_message_id in batch]
             while replies:  # none is kept here while the next one is fetched
                 if size := records.reply_bytes(replies[0], needs_blobs=kind not in WITHOUT_TENSORS):
