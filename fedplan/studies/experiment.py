@@ -51,7 +51,13 @@ from fedplan.studies.model_builder import (
 from fedplan.studies.schema import ConfigError, Study
 from fedplan.studies.sections import DataSection, MethodSection
 from fedplan.tensors.compression import parse_codec
-from fedplan.tensors.devices import eval_mode, fork_rng_state, model_device, to_device
+from fedplan.tensors.devices import (
+    eval_mode,
+    fork_rng_state,
+    model_device,
+    require_undivided,
+    to_device,
+)
 from fedplan.training.client_hooks import get_client_hook
 from fedplan.training.loops import get_training_loop
 from fedplan.training.probes import get_probe
@@ -124,6 +130,7 @@ def build_experiment(
         torch.set_num_threads(study.threads)
         # New layers are drawn from the study's seed, as for a model from a file, to allow resuming.
         with fork_rng_state(seed=seeds.seed(study.name, "model", study.seed)):
+            require_undivided(inputs.model)
             model = pin_packed_layout(copy.deepcopy(inputs.model))
             if inputs.task.kind != CUSTOM_KIND:
                 require_attention_mask(model, inputs.task.kind)
@@ -136,6 +143,7 @@ def build_experiment(
     torch.set_num_threads(study.threads)
     data, method = load_federated_data(study, site_table), make_method(study)
     model = build_model(study, data.task, method)
+    require_undivided(model)
     if note := new_head_note(study.model, data.task):
         data = replace(data, notes=(*data.notes, note))
     experiment = Experiment(data, model, make_agreement(study, describe(model)))

@@ -21,7 +21,13 @@ from fedplan.data.examples import Examples, RowExamples, SeededExamples
 from fedplan.errors import FedplanError, import_extra
 from fedplan.language.canonical import format_call, with_text
 from fedplan.naming import Registry
-from fedplan.tensors.devices import CPU, fork_rng_state, model_device, to_device
+from fedplan.tensors.devices import (
+    CPU,
+    fork_rng_state,
+    model_device,
+    to_device,
+    undivided_error,
+)
 from fedplan.training.fit import Fit, FitResult, Job, adjust_gradients, plain_fit
 from fedplan.training.freezing import TrainableParams, trainable
 from fedplan.training.restoring import (
@@ -63,6 +69,8 @@ def run_trainer(trainer: object, watcher: _StepWatcher) -> float:
             "the Trainer has another model: build it with the model that the loop is given, and "
             "call get_peft_model before the run instead of giving the Trainer a peft_config"
         )
+    if trainer.is_fsdp_enabled:
+        raise undivided_error("the Trainer has an FSDP plugin of accelerate")
     with TemporaryDirectory() as folder:
         _disable_outputs(trainer, folder, job.seed % 2**32)
         args: Any = trainer.args

@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import run, some_digits
 from crews import study_with
 from sites import site_of, study_text
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainingArguments
 
+import fedplan as fp
 from fedplan.errors import FedplanError
 from fedplan.language.predicates import Turn
+from fedplan.methods import Method
 from fedplan.runners.executors import ranks as device_ranks
 from fedplan.runners.executors.executor import PoolConfig
 from fedplan.runners.executors.ranks import ClientDevices
@@ -98,6 +104,55 @@ def test_a_study_that_ranks_cannot_share_is_refused_by_name(
     with pytest.raises(FedplanError, match="a worker of runner pool has one device"):
         Simulation(study, tmp_path / "run", pool_config=PoolConfig(), devices_per_client=2)
     assert not (tmp_path / "run").exists()
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"])
+
+
+def test_a_model_that_fsdp_divides_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the run, or in the turn of a loop that divides it; no turn is stored."""
+
+    def simulated(model: nn.Module, loop: Any = None) -> None:
+        plan = fp.parse("share()")
+        method = replace(Method(plan), loop=loop and attach(loop))
+        train = fp.TrainConfig(rounds=1)
+        options = fp.RunOptions(folder=tmp_path / "run", device="cpu")
+        data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4).long())
+        fp.simulate(method, model, {"a": data}, loss, train=train, options=options)
+
+    def trainer(model: Any, dataset: Any, _: Any) -> Any:
+        arguments = TrainingArguments(str(tmp_path / "trainer"), use_cpu=True, report_to=[])
+        made = Trainer(model, arguments, train_dataset=dataset)
+        made.is_fsdp_enabled = True
+        return made
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        refused = "FSDP divides the tensors .* start fedplan without accelerate launch"
+        for words, divided, loop in (
+            ("the model is a FSDPSequential", fully_shard(small(), mesh=mesh), None),
+            (
+                "0 is a FSDPLinear",
+                small(),
+                lambda m, *_: fully_shard(m[0], mesh=mesh) and 0.0,
+            ),
+            ("the Trainer has an FSDP plugin", small(), trainer),
+        ):
+            with pytest.raises(FedplanError, match=f"{words}.*{refused}"):
+                simulated(divided, loop)
+    finally:
+        dist.destroy_process_group()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(FedplanError, match=f"ACCELERATE_USE_FSDP is 'true'.*{refused}"):
+        simulated(small())
 
 
 def test_each_rank_has_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
