@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import sites
 import torch
 from clients import GUARANTEES, few, loss
+from crews import Begun, Here, files, study_with
 from often import first
 from second_device import NAME, Backend, Mixed
 from there import PACE, Moves, built, federation, one_turn, played, values_of
@@ -163,6 +165,39 @@ def test_a_worker_builds_its_model_on_its_card(
     fields = resolve_paths(study, here).model_dump(mode="json")
     with pytest.raises(Placed, match=f"{NAME}:3"):
         Worker()._begin({"study": fields, "folder": str(here), "number": 11})
+
+
+def test_eight_cards_take_a_client_each(
+    here: Path, counts: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round, and with the bits of one card. The workers are in this process, and place
+    their models on the toy's only card; each message of a wave is answered before the next wave."""
+    taken, cards = list[tuple[str, int]](), list[int | None]()
+
+    class Waves(Here):
+        def send(self, number: int, said: Mapping[str, Any], shared: Any = None) -> None:
+            if said["do"] == "turn":
+                taken.append((said["client"], number))
+            super().send(number, said, shared)
+
+        def receive(self, timeout: float) -> Any:
+            return [super(Waves, self).receive(timeout)[0] for _ in range(len(self.asked))]
+
+    def place(model: nn.Module, device: torch.device) -> nn.Module:
+        cards.append(device.index)
+        return move_model(model, torch.device(NAME))
+
+    study = study_with("prox", data={"num_clients": 8, "alpha": 100.0}, train={"rounds": 2})
+    begun = Begun(study.model_copy(update={"device": NAME}), here)
+    expected = files(begun.alone())
+    monkeypatch.setattr(Backend, "device_count", lambda _: 8)
+    monkeypatch.setattr(worker, "move_model", place)
+    transport = Waves(PoolConfig().worker_count(study.threads, NAME))
+    assert files(begun.by(transport, "pool", monkeypatch)) == expected
+    assert sorted(cards) == list(range(8))
+    for turns in (taken[:8], taken[8:]):
+        clients, workers = zip(*turns, strict=True)
+        assert len(set(clients)) == 8 and sorted(workers) == list(range(8))
 
 
 def test_checksums_are_those_of_the_host(device: torch.device) -> None:
