@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the bench: `python -m research.bench`, all of it or the rows that are named.
 
-A row's file in research/results/bench is written after each repetition. A row that is whole is left
-alone, so that a bench that was stopped goes on with the next; `--again` measures it anew. Engines of a row stand side by side, and
-play in turn, in another order each time. Start-up and each one's first round are told apart; with
-`--quick` all start at once, and their start-up is no figure to go by.
+A row's file in research/results/bench is written after each repetition. A row with all repetitions
+is skipped, so that a stopped bench continues with the next; `--again` measures it anew. The engines
+of a row are separate processes that run in turn, in another order in each repetition. Start-up and
+first round are recorded apart; with `--quick` all engines start at once, and start-up is no figure.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from research.bench.rows import ENGINES, ROWS, Row
 from research.bench.workloads import laid_out
 
 OUT = Path(__file__).parents[1] / "results" / "bench"
-REPETITIONS, QUICK = 5, 2
-"""How often each engine plays, and how often with --quick, but for rows that take long."""
+QUICK = 2
+"""Repetitions with --quick, for rows that do not take long."""
 
 
 def engines_of(row: Row, places: Places, asked: argparse.Namespace) -> list[str]:
-    """Those of a row's engines that are asked for and that are here."""
+    """The engines of a row that are asked for and installed."""
     played = row.quick if asked.quick and row.quick else row.engines
     names = [name for name in played if not asked.engines or name in asked.engines]
     found = list[str]()
     for name in names:
         home = places.environments / ENGINES[name].environment
         if ENGINES[name].environment and not home.is_dir():
-            print(f"  {name}: no {home}: bash research/bench/environments.sh makes it", flush=True)
+            print(f"  {name}: no {home}: run bash research/bench/environments.sh", flush=True)
         elif ENGINES[name].before and places.before is None:
-            print(f"  {name}: say --before FOLDER, a tree of fedplan as it was", flush=True)
+            print(f"  {name}: give --before FOLDER, an older tree of fedplan", flush=True)
         else:
             found.append(name)
     return found
 
 
 def params_of(row: Row, places: Places) -> int:
-    """How many numbers a workload's model holds."""
-    return json.loads((laid_out(row.workload, places.work) / "said.json").read_text())["params"]
+    """Number of values of a workload's model."""
+    return json.loads((laid_out(row.workload, places.work) / "workload.json").read_text())["params"]
 
 
 def begun(
     row: Row, names: list[str], rounds: int, places: Places, *, together: bool
 ) -> dict[str, Running]:
-    """The engines of a row, side by side; who does not begin is left out, and it is said why."""
+    """The engines of a row; one that does not start is left out, and its log printed."""
     folder = laid_out(row.workload, places.work)
 
     def begin(name: str) -> Running | None:
@@ -62,7 +62,7 @@ def begun(
         except EngineFault as error:
             print(f"  left out: {error}", flush=True)
             return None
-        print(f"  {name}: stands after {made.startup:.1f} s", flush=True)
+        print(f"  {name}: ready after {made.startup:.1f} s", flush=True)
         return made
 
     with ThreadPoolExecutor(len(names) if together else 1) as pool:
@@ -71,13 +71,13 @@ def begun(
 
 
 def times(row: Row, asked: argparse.Namespace) -> int:
-    """How often each engine of a row plays."""
-    usual = (1 if row.quick else QUICK) if asked.quick else REPETITIONS
+    """Repetitions of each engine of a row."""
+    usual = (1 if row.quick else QUICK) if asked.quick else row.repetitions
     return asked.repetitions or usual
 
 
 def measure(name: str, names: list[str], often: int, places: Places, *, quick: bool) -> None:
-    """Play a row's repetitions, and write each down."""
+    """Run a row's repetitions, and write the result file after each."""
     row = ROWS[name]
     each = max(1, row.each // 2) if quick else row.each
     command = f"python -m research.bench {name}" + (" --quick" if quick else "")
@@ -156,7 +156,7 @@ def main() -> None:
         print(f"{name}: {row.text()} ({so_far:.0f} s so far)", flush=True)
         engines, often = engines_of(row, places, asked), times(row, asked)
         if whole(name, engines, often) and not asked.again:
-            print("  is there", flush=True)
+            print("  has all repetitions", flush=True)
         else:
             measure(name, engines, often, places, quick=asked.quick)
     from research.bench.table import write

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: what the bench measures: a workload, the engines that do it, and how often."""
+"""Rows of the bench: a workload, its engines, and the number of rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENGINES = {
 class Row:
     """One row: `each` rounds make a repetition, so that a short round is measured well too.
 
-    Of a row that takes long, `quick` are the engines that play when it is to be quick, and once.
+    A row that takes long has fewer `repetitions`; with --quick, only its engines `quick` run, once.
     """
 
     workload: Workload
@@ -42,33 +42,45 @@ class Row:
     each: int
     base: str
     quick: tuple[str, ...] = ()
+    repetitions: int = 5
 
     def text(self) -> str:
-        """What it is, in words."""
+        """The workload in words."""
         work = self.workload
         who = f"{work.cohort} of {work.clients:,}" if work.asked else f"{work.clients}"
         steps = "1 step" if work.steps == 1 else f"{work.steps} steps"
-        return f"{work.model}, {who} clients, {steps} of {work.batch}"
+        model = f"{work.model} with LoRA of rank {work.rank}" if work.rank else work.model
+        return f"{model}, {who} clients, {steps} of {work.batch}"
 
 
 TURN = ("bare", "before", "local", "pfl")
 CREW = ("before", "local", "pool", "ray", "pfl 2", "flower")
+LORA = ("bare", "before", "local")
 SHORT = ("bare", "local", "pfl")
 ROWS = {
     "turn-vit-0.2M-1": Row(Workload("ViT 0.2 M", 10, 1, 4), TURN, 16, "bare"),
     "turn-vit-0.2M-4": Row(Workload("ViT 0.2 M", 10, 4, 8), TURN, 8, "bare"),
     "turn-vit-0.2M-16": Row(Workload("ViT 0.2 M", 10, 16, 8), TURN, 2, "bare"),
-    "turn-vit-2.7M-4": Row(Workload("ViT 2.7 M", 4, 4, 16), TURN, 1, "bare"),
+    "turn-vit-2.7M-4": Row(Workload("ViT 2.7 M", 4, 4, 16), TURN, 1, "bare", repetitions=3),
     "turn-minilm-1": Row(Workload("MiniLM 22.7 M", 4, 1, 16), TURN, 1, "bare"),
     "turn-minilm-4": Row(Workload("MiniLM 22.7 M", 4, 4, 16), TURN, 1, "bare", SHORT),
-    "turn-minilm-16": Row(Workload("MiniLM 22.7 M", 2, 16, 16), TURN, 1, "bare", SHORT[:2]),
-    "crew-vit-0.2M": Row(Workload("ViT 0.2 M", 100, 4, 8), CREW, 1, "local"),
-    "crew-vit-2.7M": Row(Workload("ViT 2.7 M", 8, 4, 16), CREW, 1, "local", CREW[1:]),
-    "crew-minilm": Row(Workload("MiniLM 22.7 M", 8, 4, 16), CREW, 1, "local", CREW[1:]),
+    "turn-minilm-16": Row(
+        Workload("MiniLM 22.7 M", 2, 16, 16), TURN, 1, "bare", SHORT[:2], repetitions=2
+    ),
+    "turn-lora-1": Row(Workload("MiniLM 22.7 M", 4, 1, 16, rank=8), LORA, 2, "bare"),
+    "turn-lora-4": Row(Workload("MiniLM 22.7 M", 4, 4, 16, rank=8), LORA, 1, "bare", LORA[:2]),
+    "crew-vit-0.2M": Row(Workload("ViT 0.2 M", 100, 4, 8), CREW, 1, "local", repetitions=3),
+    "crew-vit-2.7M": Row(
+        Workload("ViT 2.7 M", 8, 4, 16), CREW[1:], 1, "local", CREW[1:], repetitions=2
+    ),
+    "crew-minilm": Row(
+        Workload("MiniLM 22.7 M", 8, 4, 16), CREW[1:], 1, "local", CREW[1:], repetitions=2
+    ),
     "flute-lr-mnist": Row(
         Workload("LR 7,850", 1000, 6, 10, asked=10),
         ("bare", "before", "local", "pfl", "flower"),
         20,
         "bare",
+        repetitions=3,
     ),
 }

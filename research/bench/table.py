@@ -97,10 +97,14 @@ def _facts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _alike(row: dict[str, Any]) -> str:
-    """Whether all engines did the same work: how far apart the ways are that their models went."""
+    """Whether all engines did the same work: the distance from the start, and the trained values."""
     ways = [told["moved"] for told in row["told"].values()]
-    apart = 100 * (max(ways) / min(ways) - 1) if ways else 0.0
-    return f"the models' ways differ by {apart:.2f} %" if ways else "not whole"
+    if not ways:
+        return "repetitions are missing"
+    counts = {told["trained"] for told in row["told"].values() if "trained" in told}
+    trained = " or ".join(f"{count:,}" for count in sorted(counts)) or "unknown"
+    apart = 100 * (max(ways) / min(ways) - 1)
+    return f"distances from the start differ by {apart:.2f} %; trained values: {trained}"
 
 
 def _turns(rows: dict[str, dict[str, Any]]) -> Iterator[str]:

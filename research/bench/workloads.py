@@ -49,46 +49,50 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What all engines do alike: a round asks some of the clients for so many steps of SGD each."""
+    """The work of a round, equal for all engines: so many clients do so many steps of SGD each.
+
+    With a `rank`, the model has a LoRA adapter on query and value, and nothing else is trained.
+    """
 
     model: str
     clients: int
     steps: int
     batch: int
     asked: int = 0
+    rank: int = 0
 
     @property
     def cohort(self) -> int:
-        """How many take part in a round."""
+        """Number of clients of a round."""
         return self.asked or self.clients
 
     @property
     def rows(self) -> int:
-        """How many rows each client has: its steps go over them once."""
+        """Number of rows of each client: its steps go over them once."""
         return self.steps * self.batch
 
     @property
     def name(self) -> str:
-        """Names its folder."""
-        words = self.model.split()[:2]
+        """Name of its folder."""
+        words = [*self.model.split()[:2], *([f"lora{self.rank}"] if self.rank else [])]
         return "-".join((*words, str(self.clients), str(self.steps), str(self.batch))).lower()
 
 
 def laid_out(workload: Workload, place: Path) -> Path:
-    """The workload's folder: model/, rows.npz, for fedplan a table, and said.json once it is whole."""
+    """The workload's folder: model/, adapter/, rows.npz and a table; workload.json is written last."""
     folder = place / workload.name.replace(",", "")
-    if not (folder / "said.json").exists():
+    if not (folder / "workload.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         kind, settings = MODELS[workload.model]
-        params = _model(kind, settings, folder / "model")
+        params = _model(kind, settings, folder / "model", workload.rank)
         _rows(kind, workload, folder)
-        said = asdict(workload) | {"kind": kind, "cohort": workload.cohort, "params": params}
-        (folder / "said.json").write_text(json.dumps(said))
+        spec = asdict(workload) | {"kind": kind, "cohort": workload.cohort, "params": params}
+        (folder / "workload.json").write_text(json.dumps(spec))
     return folder
 
 
-def _model(kind: str, settings: dict[str, Any], folder: Path) -> int:
-    """Write the model; how many numbers it holds."""
+def _model(kind: str, settings: dict[str, Any], folder: Path, rank: int) -> int:
+    """Write the model and its adapter, and return the number of values of the model."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -106,11 +110,19 @@ def _model(kind: str, settings: dict[str, Any], folder: Path) -> int:
         made = transformers.BertForSequenceClassification(transformers.BertConfig(**settings))
         made.save_pretrained(folder)
         _tokenizer(folder)
-    return sum(p.numel() for p in made.parameters())
+    count = sum(p.numel() for p in made.parameters())
+    if rank:
+        import peft
+
+        settings = {"r": rank, "lora_alpha": rank, "target_modules": ["query", "value"]}
+        peft.get_peft_model(made, peft.LoraConfig(**settings)).save_pretrained(
+            folder.parent / "adapter"
+        )
+    return count
 
 
 def _tokenizer(folder: Path) -> None:
-    """Words w4, w5, ... that are their own numbers: peers take the numbers as they are."""
+    """Words w4, w5, ... with the ids 4, 5, ...: the other engines read the ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -128,7 +140,7 @@ def _tokenizer(folder: Path) -> None:
 
 
 def _rows(kind: str, workload: Workload, folder: Path) -> None:
-    """Random rows: what is timed does not depend on what they show."""
+    """Random rows: their content does not change the time of a step."""
     import numpy as np
     from datasets import Dataset, disable_progress_bars
 

@@ -7,21 +7,21 @@ import random
 
 import torch
 from gate import Gate
-from work import asked, far
+from work import asked, moved
 
 
 def main() -> None:
     work = asked()
     model, draw = work.model(), random.Random(0)
-    start = {k: v.detach().clone() for k, v in model.named_parameters()}
-    world = {k: v.clone() for k, v in start.items()}
-    live, cohort = dict(model.named_parameters()), work.said["cohort"]
+    live = {k: v for k, v in model.named_parameters() if v.requires_grad}
+    start = {k: v.detach().clone() for k, v in live.items()}
+    world, cohort = start, work.spec["cohort"]
     _ = work.rows
     gate = Gate(work.line, work.rounds)
     gate.ready()
     for _ in range(work.rounds):
         mean = {k: torch.zeros_like(v) for k, v in world.items()}
-        for number in draw.sample(range(work.said["clients"]), cohort):
+        for number in draw.sample(range(work.spec["clients"]), cohort):
             with torch.no_grad():
                 for key, value in world.items():
                     live[key].copy_(value)
@@ -30,7 +30,7 @@ def main() -> None:
                 for key, value in live.items():
                     mean[key].add_(value, alpha=1 / cohort)
         world = mean
-        gate.closed(lambda now=mean: {"moved": far(now, start)})
+        gate.closed(lambda now=mean: moved(now, start))
 
 
 if __name__ == "__main__":

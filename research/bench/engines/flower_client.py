@@ -32,7 +32,7 @@ def app_of(asked: str) -> ClientApp:
         work, model = built(asked)
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         loss = work.fit(model, int(context.node_config["partition-id"]))
-        told = MetricRecord({"loss": loss, "num-examples": work.said["steps"]})
+        told = MetricRecord({"loss": loss, "num-examples": work.spec["steps"]})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": told})
         return Message(content, reply_to=message)
 

@@ -11,9 +11,25 @@ from typing import Any
 
 from gate import Gate
 from torch import Tensor, nn
-from work import RATE, Work, asked, far
+from work import RATE, Work, asked, moved
 
 import fedplan as fp
+from fedplan.studies import schema
+
+OLDER = {
+    "batch_size": "batch",
+    "optimizer": "optimiser",
+    "lr": "rate",
+    "partition": "by",
+    "partition_column": "column",
+    "num_clients": "clients",
+    "holdout_fraction": "own_test",
+    "min_examples": "least",
+    "fraction": "share",
+}
+"""Fields of a study by their names in November 2026, for a tree of `--before`."""
+BEFORE = "study_of" in vars(schema)
+"""Whether the tree has these older names."""
 
 
 class Rows:
@@ -33,63 +49,72 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["rows"]), batch["labels"])
 
 
+def section(**values: Any) -> dict[str, Any]:
+    return {OLDER.get(name, name): each for name, each in values.items()} if BEFORE else values
+
+
 def train_of(work: Work) -> dict[str, Any]:
-    return {
-        "steps": work.said["steps"],
-        "batch_size": work.said["batch"],
-        "optimizer": "sgd",
-        "lr": RATE,
-        "rounds": work.rounds,
-    }
+    return section(
+        steps=work.spec["steps"],
+        batch_size=work.spec["batch"],
+        optimizer="sgd",
+        lr=RATE,
+        rounds=work.rounds,
+    )
 
 
-def study_values(work: Work) -> dict[str, Any]:
+def study_of(work: Work) -> Any:
     """The study of a workload's files; nothing is tested, as no other engine tests."""
-    vision = work.said["kind"] == "vit"
+    vision = work.spec["kind"] == "vit"
     table = "table.npz" if vision else "table.parquet"
     pictures = {"kind": "image-classification", "input": "image", "image_size": 32}
     task = pictures if vision else {"kind": "text-classification", "max_length": 64}
-    return {
+    adapter = {"adapter": {"path": str(work.folder / "adapter")}} if work.spec["rank"] else {}
+    adapted = {"plan": "chain(freeze(), share(adapter))"}
+    values = {
         "name": "bench",
         "threads": 1,
-        "model": {"path": str(work.folder / "model")},
+        "model": {"path": str(work.folder / "model")} | adapter,
         "task": task | {"label": "label"},
-        "data": {
-            "path": str(work.folder / table),
-            "partition": "column",
-            "partition_column": "client",
-            "num_clients": 0,
-            "holdout_fraction": 0.0,
-            "min_examples": 1,
-        },
-        "method": {"name": "fedavg"},
+        "data": section(
+            path=str(work.folder / table),
+            partition="column",
+            partition_column="client",
+            num_clients=0,
+            holdout_fraction=0.0,
+            min_examples=1,
+        ),
+        "method": adapted if adapter else {"name": "fedavg"},
         "train": train_of(work),
-        "clients": {"fraction": work.said["cohort"] / work.said["clients"]},
+        "clients": section(fraction=work.spec["cohort"] / work.spec["clients"]),
     }
+    return vars(schema)["study_of" if BEFORE else "study_from_dict"](values)
 
 
 def opened(work: Work, callback: Any, folder: Path) -> Any:
-    """The simulation of one process, before its first round."""
+    """The simulation in one process, before its first round."""
     from fedplan.runners.simulation import Simulation
-    from fedplan.studies.schema import study_from_dict
 
-    if work.said["kind"] == "linear":
-        clients = {f"c{i:05}": Rows(*work.client(i)) for i in range(work.said["clients"])}
-        share = work.said["cohort"] / work.said["clients"]
-        return fp.simulate(
-            fp.methods.fedavg(), work.model(), clients, loss, train=fp.TrainConfig(**train_of(work)),
-            participation=fp.ClientsConfig(fraction=share), callbacks=[callback],
-            options=fp.RunOptions(folder=folder, start=False),
-        ).simulation  # fmt: skip
-    return Simulation(study_from_dict(study_values(work)), folder, callbacks=[callback])
+    if work.spec["kind"] != "linear":
+        return Simulation(study_of(work), folder, callbacks=[callback])
+    clients = {f"c{i:05}": Rows(*work.client(i)) for i in range(work.spec["clients"])}
+    share, train = work.spec["cohort"] / work.spec["clients"], train_of(work)
+    settings: dict[str, Any] = {"callbacks": [callback]}
+    if BEFORE:
+        settings |= {"train": train, "share": share, "folder": folder, "run": False}
+        return fp.simulate(fp.methods.fedavg(), work.model(), clients, loss, **settings)
+    settings |= {
+        "train": fp.TrainConfig(**train),
+        "participation": fp.ClientsConfig(fraction=share),
+        "options": fp.RunOptions(folder=folder, start=False),
+    }
+    return fp.simulate(fp.methods.fedavg(), work.model(), clients, loss, **settings).simulation
 
 
-def hired(work: Work, callback: Any, folder: Path) -> None:
-    """Play it by several processes: they start within the first round."""
-    from fedplan.studies.schema import study_from_dict
-
+def run_workers(work: Work, callback: Any, folder: Path) -> None:
+    """Run all rounds in several processes: they start within the first round."""
     crew: dict[str, Any] = {"runner": work.engine, "workers": work.workers}
-    fp.run_study(study_from_dict(study_values(work)), folder, callbacks=[callback], **crew)
+    fp.run_study(study_of(work), folder, callbacks=[callback], **crew)
 
 
 def main() -> None:
@@ -99,17 +124,21 @@ def main() -> None:
     gate = Gate(work.line, work.rounds)
 
     def told() -> dict[str, float]:
-        now, turns = fp.open_run(folder).global_values(), work.rounds * work.said["cohort"]
+        run: Any = fp.open_run(folder)
+        now, turns = (
+            run.world.values if BEFORE else run.global_values(),
+            work.rounds * work.spec["cohort"],
+        )
         start = {k: v.detach() for k, v in work.model().named_parameters() if k in now}
         ledger = sum(file.stat().st_size for file in folder.glob("ledger*"))
-        return {"moved": far(now, start), "ledger": ledger / turns}
+        return moved(now, start) | {"ledger": ledger / turns}
 
     def callback(closed: Any) -> None:
         gate.closed(told)
 
     if work.workers > 1:
         gate.ready()
-        hired(work, callback, folder)
+        run_workers(work, callback, folder)
     else:
         simulation = opened(work, callback, folder)
         gate.ready()

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from gate import Gate
-from work import asked, far
+from work import asked, moved
 
 
 def main() -> None:
@@ -24,19 +24,19 @@ def main() -> None:
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         if number:
-            gate.closed(lambda: {"moved": far(arrays.to_torch_state_dict(), start)})
+            gate.closed(lambda: moved(arrays.to_torch_state_dict(), start))
         else:
             gate.ready()
         return None
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
-        share = work.said["cohort"] / work.said["clients"]
+        share = work.spec["cohort"] / work.spec["clients"]
         strategy = FedAvg(
             fraction_train=share,
             fraction_evaluate=0.0,
-            min_train_nodes=work.said["cohort"],
-            min_available_nodes=work.said["clients"],
+            min_train_nodes=work.spec["cohort"],
+            min_available_nodes=work.spec["clients"],
         )
         strategy.start(
             grid=grid,
@@ -49,7 +49,7 @@ def main() -> None:
     resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 2}}
     client = flower_client.app_of(sys.argv[1])
     try:
-        run_simulation(server, client, work.said["clients"], backend_config=resources)
+        run_simulation(server, client, work.spec["clients"], backend_config=resources)
     except Exception:  # the thread of the server would wait at the gate for ever
         traceback.print_exc()
         os._exit(1)

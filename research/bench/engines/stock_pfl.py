@@ -19,7 +19,7 @@ from pfl.internal.ops import pytorch_ops
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
-from work import RATE, Work, asked, far
+from work import RATE, Work, asked, moved
 
 
 class Lossy(nn.Module):
@@ -55,7 +55,7 @@ class Between(TrainingProcessCallback):
     ) -> tuple[bool, Metrics]:
         if self.gate:
             now = dict(model.pytorch_model.named_parameters())
-            self.gate.closed(lambda: {"moved": far(now, self.start)})
+            self.gate.closed(lambda: moved(now, self.start))
         together()
         return False, Metrics()
 
@@ -70,7 +70,7 @@ def main() -> None:
     first = pytorch_ops.distributed.global_rank == 0
     model = Lossy(work)
     start = {k: v.detach().clone() for k, v in model.named_parameters()}
-    users = [str(i) for i in range(work.said["clients"])]
+    users = [str(i) for i in range(work.spec["clients"])]
     data = FederatedDataset(
         lambda user: Dataset(work.client(int(user)), user_id=user),
         get_user_sampler("minimize_reuse", users),
@@ -78,13 +78,13 @@ def main() -> None:
     params = NNAlgorithmParams(
         central_num_iterations=work.rounds,
         evaluation_frequency=10**9,  # it tests in the first round, which is not counted
-        train_cohort_size=work.said["cohort"],
+        train_cohort_size=work.spec["cohort"],
         val_cohort_size=None,
     )
     pace = NNTrainHyperParams(
         local_num_epochs=1,
         local_learning_rate=RATE,
-        local_batch_size=work.said["batch"],
+        local_batch_size=work.spec["batch"],
     )
     gate = Gate(work.line, work.rounds) if first else None
     FederatedAveraging().run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,29 +29,29 @@ class Work:
     workers: int = 1
 
     @cached_property
-    def said(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, Any]:
         """The workload's numbers."""
-        return json.loads((self.folder / "said.json").read_text())
+        return json.loads((self.folder / "workload.json").read_text())
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
         """The rows of all clients, one after the other, and their labels."""
         with np.load(self.folder / "rows.npz") as file:
             rows, labels = file["rows"], torch.from_numpy(file["labels"])
-        if self.said["kind"] == "vit":
+        if self.spec["kind"] == "vit":
             pixels = torch.from_numpy(rows).permute(0, 3, 1, 2).float()
             return ((pixels / 255 - 0.5) / 0.5).contiguous(), labels
         return torch.from_numpy(rows), labels
 
     def client(self, number: int) -> tuple[Tensor, Tensor]:
         """The rows of one client."""
-        each = self.said["steps"] * self.said["batch"]
+        each = self.spec["steps"] * self.spec["batch"]
         part = slice(number * each, (number + 1) * each)
         return self.rows[0][part], self.rows[1][part]
 
     def model(self) -> nn.Module:
         """The model with its start values."""
-        if self.said["kind"] == "linear":
+        if self.spec["kind"] == "linear":
             from safetensors.torch import load_file
 
             made = nn.Linear(784, 10)
@@ -58,13 +59,18 @@ class Work:
             return made
         import transformers
 
-        name = {"vit": "ImageClassification", "bert": "SequenceClassification"}[self.said["kind"]]
+        name = {"vit": "ImageClassification", "bert": "SequenceClassification"}[self.spec["kind"]]
         built = getattr(transformers, f"AutoModelFor{name}")
-        return built.from_pretrained(self.folder / "model", local_files_only=True)
+        model = built.from_pretrained(self.folder / "model", local_files_only=True)
+        if not self.spec["rank"]:
+            return model
+        import peft
+
+        return peft.PeftModel.from_pretrained(model, self.folder / "adapter", is_trainable=True)
 
     def loss(self, model: Any, rows: Tensor, labels: Tensor) -> Tensor:
         """The loss of one batch."""
-        kind = self.said["kind"]
+        kind = self.spec["kind"]
         if kind == "linear":
             logits = model(rows)
         elif kind == "vit":
@@ -75,8 +81,8 @@ class Work:
 
     def fit(self, model: nn.Module, number: int) -> float:
         """One client's steps, in a fresh order; its mean loss."""
-        (rows, labels), batch = self.client(number), self.said["batch"]
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        (rows, labels), batch = self.client(number), self.spec["batch"]
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         model.train()
         losses = list[float]()
         for indices in torch.randperm(len(rows)).split(batch):
@@ -95,6 +101,8 @@ def asked() -> Work:
     return Work(**said | {"folder": Path(said["folder"])})
 
 
-def far(now: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """How long the way between two states is, over all params."""
-    return sum(float((now[k].double() - start[k].double()).square().sum()) for k in start) ** 0.5
+def moved(now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, float]:
+    """Distance of two states, and `trained`: the numbers of the tensors that differ."""
+    differ = [k for k in start if not torch.equal(now[k], start[k])]
+    distance = sum(float((now[k].double() - start[k].double()).square().sum()) for k in differ)
+    return {"moved": distance**0.5, "trained": sum(start[k].numel() for k in differ)}
