@@ -271,13 +271,14 @@ def turns(name: str, steps: int) -> dict[str, Any]:
         pairs = rounds_of(name, steps, Path(folder))
         next(pairs)[0]()
         counts[0] = 0
-        for _ in range(5 * work.rounds):
+        for _ in range(2 * work.rounds):
             began = time.monotonic(), time.process_time()
             next(pairs)[0]()
             times.append((time.monotonic() - began[0], time.process_time() - began[1]))
     wall, cpu = (1e3 * statistics.median(each) / work.clients for each in zip(*times, strict=True))
     fsyncs = counts[0] / len(times) / work.clients
     what = f"a turn, {name}, steps: {steps}, clients: {work.clients}"
+    print(what, f"{cpu:.1f} ms", flush=True)
     return {
         "what": what,
         "fsyncs": round(fsyncs, 2),
@@ -334,7 +335,6 @@ def commands(folder: Path) -> Iterator[dict[str, Any]]:
 def show() -> None:
     """Write the syncs, wall and CPU time of turns and of commands."""
     rows = [turns(name, steps) for name, steps in (("vit", 1), ("vit", 4), ("minilm", 1))]
-    print(*rows, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         rows += commands(Path(folder))
     found = {"command": "python research/turn_cost.py --shown", "facts": FACTS, "rows": rows}
