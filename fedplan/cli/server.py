@@ -49,7 +49,9 @@ def federation_command(
     folder: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     site: SitesOption = None,
     host: Annotated[str, typer.Option(help="Host name or address of the server.")] = "localhost",
-    port: Annotated[int, typer.Option(help="Port of the server for the sites.")] = 9100,
+    port: Annotated[
+        int, typer.Option(help="Port for the sites; 0: one from 9100 on, by the folder's name.")
+    ] = 0,
     inner: Annotated[
         int, typer.Option(help="Internal port of the SuperLink; 0: the next after --port.")
     ] = 0,

@@ -365,7 +365,10 @@ def test_replies_that_a_broken_link_loses_are_no_failures_of_sites(
     assert not [each for each in driven.heard if each.event == "site failed"]
 
 
+LIMIT = 2**20
+"""Bytes of a reply that are fetched."""
 MALFORMED = {
+    "too large": f"is larger than {LIMIT} bytes",
     "bad json": "cannot be read: JSONDecodeError",
     "wrong type": "cannot be read: MessageInitializationError",
     "bad proto": "cannot be read: DecodeError",
@@ -391,6 +394,7 @@ def forge(reply: FlowerMessage, how: str) -> list[bytes]:
         return [error.deflate()]
     children = {
         "bad json": flower_object("RecordDict", "", b"not json"),
+        "too large": flower_object("RecordDict", "", b"{}".ljust(LIMIT)),
         "wrong type": flower_object("ArrayChunk", "", b"chunk"),
         "bad proto": flower_object("ConfigRecord", "", b"\xff\xff\xff"),
     }
@@ -427,6 +431,7 @@ class Wire(InProcess):
             trees.append(tree)
         grid = ReplyGrid(token="token")
         grid.set_run(Run.create_empty(1))
+        grid.reply_limit = LIMIT
         grid._client = SimpleNamespace(
             PullMessages=lambda _: SimpleNamespace(
                 messages_list=protos, message_object_trees=trees

@@ -12,8 +12,10 @@ and of their attributes, which that file names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from math import inf
+from threading import Lock
 from typing import Any
 
 from flwr.app import Error, Message, Metadata  # public: replies, and errors in their place
@@ -52,7 +54,10 @@ from flwr.proto.runtime_pb2 import (
     SendTaskHeartbeatRequest,  # runtime API: one heartbeat of a task
 )
 from flwr.supercore.auth.typing import AccountInfo  # the account that the plugin returns
-from flwr.supercore.constant import TaskType  # which tasks are taken: of a server or a client
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,  # the header with the node key of who sends a request
+    TaskType,  # which tasks are taken: of a server or a client
+)
 from flwr.supercore.control import ControlHttpClient  # client of the control API
 from flwr.supercore.error import ApiErrorCode  # tells a registered key from an unknown one
 from flwr.supercore.fab import Fab  # the empty app
@@ -81,7 +86,9 @@ from flwr.supercore.run import RunNotRunningException  # Flower has ended its ru
 from flwr.supercore.runtime import RuntimeHttpClient  # client of the runtime API
 from flwr.supercore.task_identity import TaskIdentity  # the server task in the grid's messages
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin  # base of the plugin for the operator
+from flwr.superlink.dependencies.linkstate import get_linkstate  # which node keys are registered
 from flwr.superlink.grid.http_grid import HttpGrid  # the grid of a server task
+from flwr.superlink.routers.fleet.node_auth import authenticate_node  # checks a signature
 from flwr.supernode.fleet_http_client import FleetHttpClient  # client of the fleet API
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  # signs by the key
 from flwr.supernode.runtime.run_clientapp import (
@@ -89,24 +96,29 @@ from flwr.supernode.runtime.run_clientapp import (
     push_message,  # the reply to it
     push_task_output,  # the end of a client task
 )
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp
 
 LOST_CODES = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """Codes of the SuperLink's error replies for a request or reply that it no longer has."""
 
 
 class ReplyGrid(HttpGrid):
-    """The grid of a server task, on which a malformed reply fails alone.
+    """The grid of a server task, on which a malformed reply, or a too large one, fails alone.
 
     Flower's own raises the error of one malformed reply for all that are pulled together, and takes
     the request that a reply answers from the reply's body, which the SuperLink does not verify.
     """
 
+    reply_limit: float = inf
+    """Most bytes of a reply; the rest of a larger one is not fetched."""
+
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that have arrived to these messages.
 
-        A reply that is incomplete, cannot be read, or names another request or sender than the
-        SuperLink verified, becomes an error reply. If a call raises, replies given out by then are
-        lost.
+        A reply that is incomplete, too large, cannot be read, or names another request or sender
+        than the SuperLink verified, becomes an error reply. If a call raises, replies given out by
+        then are lost.
         """
         request = PullAppMessagesRequest(message_ids=message_ids)
         response = self._runtime_client.PullMessages(request)
@@ -116,18 +128,30 @@ class ReplyGrid(HttpGrid):
     def _fetch(self, verified: Metadata, tree: ObjectTree) -> Message:
         """Return the message of an object tree, or an error reply by its verified metadata."""
         client, run = self._runtime_client, self.run.run_id
+        pull = make_pull_object_fn_protobuf(client.PullObject, self.node, run)
+        lock, room = Lock(), self.reply_limit
+
+        def pull_within_limit(object_id: str) -> bytes:
+            nonlocal room
+            content = pull(object_id)
+            with lock:  # several threads pull
+                room -= len(content)
+            if room < 0:
+                raise ObjectPullError(object_id, "the reply is too large")
+            return content
+
+        error, contents, number = None, dict[str, bytes](), verified.message_id
         try:
-            contents = pull_objects(
-                [each.object_id for each in iterate_object_tree(tree)],
-                make_pull_object_fn_protobuf(client.PullObject, self.node, run),
-            )
+            ids = [each.object_id for each in iterate_object_tree(tree)]
+            contents = pull_objects(ids, pull_within_limit)
         except ObjectPullError:
-            return _error_reply(verified, "the reply is incomplete")
-        number = verified.message_id
+            if room >= 0:
+                return _error_reply(verified, "the reply is incomplete")
+            error = f"the reply is larger than {self.reply_limit} bytes"
         client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=number)
         )
-        return read_reply(verified, contents)
+        return read_reply(verified, contents) if error is None else _error_reply(verified, error)
 
 
 def read_reply(verified: Metadata, contents: dict[str, bytes]) -> Message:
@@ -160,10 +184,19 @@ def _error_reply(verified: Metadata, reason: str) -> Message:
     return make_message(verified, error=Error(ErrorCode.UNKNOWN, reason))
 
 
-def run_flower_superlink(plugin: NoOpControlAuthnPlugin, arguments: Sequence[str]) -> None:
-    """Run flower-superlink with `plugin` for its control API, in this process; sets `sys.argv`."""
+def run_flower_superlink(
+    plugin: NoOpControlAuthnPlugin,
+    middleware: Callable[[ASGIApp], ASGIApp],
+    arguments: Sequence[str],
+) -> None:
+    """Run flower-superlink with `plugin` for its control API, in this process; sets `sys.argv`.
+
+    `middleware` makes the outermost application, which gets each request before Flower.
+    """
     # The package exports a function of the same name, which hides the module.
     module: Any = import_module("flwr.superlink.cli.flower_superlink")
     module.load_control_authn_plugin = lambda: plugin
+    extensions: Any = import_module("flwr.superlink.extensions")
+    extensions.get_middleware = lambda: (Middleware(middleware),)
     sys.argv = ["flower-superlink", *arguments]
     module.flower_superlink()

@@ -28,7 +28,7 @@ from fedplan.federation.ledger.status import SiteState, site_state_from_reason
 from fedplan.federation.ledger.stream import EventStream, StopRequested
 from fedplan.federation.participation import Timeouts
 from fedplan.runners.flower import records
-from fedplan.runners.flower._internals import LOST_CODES, RunNotRunningException
+from fedplan.runners.flower._internals import LOST_CODES, ReplyGrid, RunNotRunningException
 from fedplan.tensors.message import Message
 from fedplan.tensors.serialization import pack_message
 
@@ -98,7 +98,8 @@ class SiteRpc:
     the name in the reply is accepted. `wait_for_sites` waits for no other site than
     `registered_names()`, if set. `renew_grid`, if set, starts a Flower run and returns its grid:
     the first, if `grid` is None, and another after Flower ended one. A SuperLink that does not
-    answer is waited for without limit, and that time counts in no timeout.
+    answer is waited for without limit, and that time counts in no timeout. A reply of more than
+    `reply_limit` bytes is a failure of its site, and not fetched whole.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class SiteRpc:
         self.sites: dict[str, records.ConnectedSite] = {}
         self.refusals: dict[str, str] = {}
         self.sent, self._reply_bytes = set[str](), dict[str, int]()
+        self.reply_limit = BATCH_BYTES
         self._hello_since: dict[int, str] = {}
         self._hello_after: dict[int, float] = {}
         self._node_names: dict[int, str] = {}
@@ -423,6 +425,8 @@ class SiteRpc:
         before the first one of full size (see `reply_bytes`), for one.
         """
         waiting = list(message_ids)
+        if waiting and isinstance(self.grid, ReplyGrid):
+            self.grid.reply_limit = self.reply_limit
         while waiting:
             count = max(1, BATCH_BYTES // self._reply_bytes.get(kind, BATCH_BYTES))
             batch, waiting = waiting[:count], waiting[count:]

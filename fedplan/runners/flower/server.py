@@ -100,6 +100,7 @@ class ServerLoop:
         self.edges, self._edge_of = participation.edges, participation.edge_of
         names = [*self.edges, *(name for name in server.roster if name not in self._edge_of)]
         self.rpc = SiteRpc(grid, names, timeouts or Timeouts(), self._hello())
+        self.rpc.reply_limit = sum_limit(server)
         self.events = self.rpc.events = events or EventStream()
         self.events.callbacks = tuple(callbacks)
         self.faults, self.late = faults or Faults(), set[str]()

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from zlib import crc32
 
 from fedplan.errors import FedplanError
 from fedplan.runners.flower.keys import (
@@ -36,7 +37,7 @@ def new_federation(
     sites: Sequence[str],
     *,
     host: str = "localhost",
-    port: int = 9100,
+    port: int = 0,
     inner: int = 0,
     insecure: bool = False,
     keys: bool = True,
@@ -44,18 +45,16 @@ def new_federation(
     """Write the folder of a new federation: files of the server, and of each site in FOLDER/sites.
 
     Sites reach `host` at `port`, where a proxy passes only their requests on to the port `inner`
-    (0: the next port). `insecure` is for one machine only: no proxy, no TLS, no keys. A site's keys
-    are made at the site. Raises FedplanError for invalid arguments, or if the folder is not empty
-    or cannot be written.
+    (0: the next port). A `port` of 0 is one from 9100 to 9998 by the folder's name, so that two
+    federations can share a machine. `insecure` is for one machine only: no proxy, no TLS, no keys.
+    A site's keys are made at the site. Raises FedplanError for invalid arguments, or if the folder
+    is not empty or cannot be written.
     """
-    folder, inner = folder.absolute(), port if insecure else inner or port + 1
+    folder = folder.absolute()
+    port = port or 9100 + 2 * (crc32(_service(folder).encode()) % 450)
+    inner = port if insecure else inner or port + 1
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FedplanError(f"{folder} is not empty: name another folder")
-    # The path is used in scripts, units and a TOML file, each with its own quotes.
-    if not str(folder).isprintable() or set(str(folder)) & set("\"'\\%$`"):
-        raise FedplanError(
-            f"{str(folder)!r} has a quote or another shell character: give another folder"
-        )
     if (port == inner and not insecure) or not all(0 < each < 65536 for each in (port, inner)):
         raise FedplanError(f"the ports {port} and {inner} must differ, and be below 65536")
     if not sites:
@@ -74,7 +73,8 @@ def new_federation(
         for name, template in files.items():
             is_left_out = insecure and (name in PROXY or name.startswith("units/"))
             if not name.startswith("site/") and not is_left_out:
-                _write_template(template, folder / name, values)
+                target = folder / name.replace("units/", f"units/{values['service']}-")
+                _write_template(template, target, values)
         for site in sites:
             _write_site(folder, site, values["address"], insecure=insecure)
     except OSError as error:
@@ -101,6 +101,7 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
     """Write the folder FOLDER/sites/NAME of a site, with the federation's CA certificate."""
     values = {
         "site": name,
+        "service": _service(folder, name),
         "address": address,
         "data": "data",
         "key": "" if insecure else 'encryption_key = "state.key" # encrypts the state folder',
@@ -113,11 +114,18 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
     site_folder = folder / "sites" / name
     for file, template in _files_below(TEMPLATES / "federation" / "site").items():
         if not (insecure and file.startswith(SERVICE_FILES)):
-            _write_template(template, site_folder / file, values)
+            target = site_folder / file.replace("units/site", f"units/{values['service']}")
+            _write_template(template, target, values)
     for file in ("keep.sh", "environment.sh"):
         _write_template(TEMPLATES / "federation" / file, site_folder / file, {})
     if (folder / "ca.crt").exists():
         shutil.copy(folder / "ca.crt", site_folder / "ca.crt")
+
+
+def _service(folder: Path, site: str = "") -> str:
+    """Return the name of a federation's units, or of a site's, and of their folder in /srv."""
+    name = "-".join(filter(None, (folder.name.lower().removeprefix("fedplan-"), site.lower())))
+    return f"fedplan-{re.sub('[^a-z0-9_-]', '-', name)}"
 
 
 def _template_values(
@@ -133,8 +141,8 @@ def _template_values(
         listen = f"[{address if address.is_loopback else '::'}]:{port}"
     tls = 'ca = "../ca.crt"\ncertificate = "../server.crt"\nkey = "../server.key"'
     return {
-        "folder": str(folder),
-        "path": f"{Path(sys.executable).parent}:{PATH}",
+        "service": _service(folder),
+        "system": PATH,
         "host": host,
         "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "listen": listen,

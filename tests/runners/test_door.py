@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has no key of a site cannot make a server hold memory; sites pass meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from deployment import Deployment
+from flwr.supercore.date import now
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+from starlette.types import Message, Receive, Scope, Send
+from stranger import memory, posts
+from test_deployment import (
+    MORE,
+    SITES,
+    require_same,
+    require_same_homes,
+    rows_of,
+    study_from_dict,
+    whole,
+)
+from test_sockets import SIZE
+
+from fedplan.runners.flower.door import SMALL_BODY, Door
+
+KEY, OTHER = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+
+
+def signed(key: ec.EllipticCurvePrivateKey, time: str = "", by: object = None) -> dict[str, str]:
+    """The headers of a node, by which Flower knows it."""
+    said = time or now().isoformat()
+    signature = sign_message(by or key, said.encode())  # pyright: ignore
+    public = public_key_to_bytes(key.public_key())
+    texts = {"flwr-public-key": public, "flwr-signature": signature}
+    return {"flwr-timestamp": said, **{k: b64encode(v).decode() for k, v in texts.items()}}
+
+
+def knock(path: str, headers: dict[str, str]) -> int:
+    """The status of the door's answer to a request, 200 if it passes; its body is never read."""
+    answers = list[Message]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        raise AssertionError("the door reads a body")
+
+    async def send(message: Message) -> None:
+        answers.append(message)
+
+    ids = {public_key_to_bytes(KEY.public_key()): 7}
+    state = SimpleNamespace(get_node_id_by_public_key=ids.get)
+    factory = SimpleNamespace(linkstate_factory=SimpleNamespace(state=lambda: state))
+    scope: Scope = {
+        "type": "http", "path": path, "method": "POST", "app": SimpleNamespace(state=factory),
+        "headers": [(k.encode(), v.encode()) for k, v in headers.items()], "query_string": b"",
+    }  # fmt: skip
+    asyncio.run(Door(app)(scope, receive, send))
+    return answers[0]["status"]
+
+
+LARGE = {"content-length": str(SMALL_BODY + 1)}
+OLD = "2020-01-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"content-length": str(SMALL_BODY)}, 200),
+        (LARGE, 401),
+        ({"content-length": "-1"}, 401),
+        ({"transfer-encoding": "chunked"}, 401),
+        ({"transfer-encoding": "chunked", "content-length": "1"}, 401),
+        ({**LARGE, **signed(KEY)}, 200),
+        ({"transfer-encoding": "chunked", **signed(KEY)}, 200),
+        ({**LARGE, **signed(OTHER)}, 401),
+        ({**LARGE, **signed(KEY, by=OTHER)}, 401),
+        ({**LARGE, **signed(KEY, OLD)}, 401),
+        ({**LARGE, **signed(KEY), "flwr-public-key": "?"}, 401),
+        ({**LARGE, **signed(KEY), "flwr-signature": ""}, 401),
+    ],
+)
+def test_a_large_request_is_read_only_of_a_registered_site(
+    headers: dict[str, str], status: int
+) -> None:
+    assert knock("/v1/fleet/push-object", headers) == status
+    assert knock("/v1/runtime/push-object", headers) == 200
+
+
+@pytest.mark.nightly
+def test_sites_finish_with_the_same_bits_and_1000_posts_of_a_stranger_hold_no_memory(
+    here: Path,
+) -> None:
+    """Writes the MB that the SuperLink and nginx hold, before 1,000 posts and after, to door.txt."""
+    study = study_from_dict(here, "fedper", rounds=2)
+    old = next(line for line in study.splitlines() if line.startswith("config = { im"))
+    study = study.replace(old, SIZE)
+    with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as fed:
+        knock_on = partial(posts, fed.port, fed.folder / "ca.crt")
+        with ThreadPoolExecutor(1) as pool:
+            begun = fed.begin(study)
+            meanwhile = pool.submit(knock_on, 200)
+            out = fed.finish(begun, "run", seconds=1500.0)
+            statuses = meanwhile.result()
+        sizes = [_memory(fed)]
+        statuses += knock_on(1000)
+        sizes.append(_memory(fed))
+        (here / "door.txt").write_text(f"{sizes} {dict(statuses)}\n")
+        require_same(out, whole(here, study, "fedper"))
+        require_same_homes(here / "fed", here, "fedper")
+    assert statuses.total() == 1200 and statuses.keys() <= {0, 401, 413, 502, 503}
+    assert all(after - before < 64 for before, after in zip(*map(dict.values, sizes), strict=True))
+
+
+def _memory(fed: Deployment) -> dict[str, int]:
+    return {name: round(sum(map(memory, fed.pids(name)))) for name in ("link", "proxy")}
