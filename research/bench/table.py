@@ -212,9 +212,9 @@ def draw(rows: dict[str, dict[str, Any]]) -> None:
                 axis.plot([x, x], [min(found), max(found)], color="black", linewidth=1)
                 axis.text(x, max(found), f"{middle:.2f}", ha="center", va="bottom", fontsize=7)
         axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(held)), [r["text"].replace(", ", "\n") for r in held], fontsize=7)
+        labels = [row["text"].replace(", ", "\n").replace(" with ", "\n") for row in held]
+        axis.set_xticks(range(len(held)), labels, fontsize=7)
         axis.set_title(title, fontsize=10)
-        axis.set_yscale("log" if clock == "wall" else "linear")
         axis.spines[["top", "right"]].set_visible(False)
         told = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.legend(told.values(), told.keys(), frameon=False, fontsize=8)
