@@ -195,7 +195,7 @@ def read_sum(message: Message, limit: int) -> TensorsAndJson:
 
 
 def sum_limit(server: Server) -> int:
-    """Return the most bytes of a sum of the server's round: two words for each number."""
+    """Return the most bytes of a reply of the server's round: two words for each number."""
     numbers = sum(value.numel() for value in server.global_state.values.values())
     numbers += sum(layer.numel for layer in server.agreement.layers)
     return 16 * numbers + 2**26

@@ -18,8 +18,8 @@ from fedplan.storage.files import checkpoint_numbers, write_atomic
 RUN_FILE, STUDY, GLOBAL_FOLDER = "run.json", "study.json", "global"
 """In a run's folder: the files of its identity and study, and its global model's checkpoints."""
 
-CHECKSUM = "sha256"
-"""Field of RUN_FILE with the digest of all others; files of older versions lack it."""
+DIGEST_FIELD = "sha256"
+"""Field of RUN_FILE with the SHA-256 of all other fields; absent in files of older versions."""
 
 _ID = re.compile("[0-9a-f]{16}")
 
@@ -62,7 +62,7 @@ def load_or_create_identity(folder: Path, expected: RunIdentity) -> RunIdentity:
     if not file.exists():
         identity = replace(expected, id=expected.id or token_hex(8))
         fields = asdict(identity)
-        text = json.dumps(fields | {CHECKSUM: _checksum(fields)}, sort_keys=True)
+        text = json.dumps(fields | {DIGEST_FIELD: _digest(fields)}, sort_keys=True)
         write_atomic(file, text + "\n")
     identity = read_identity(folder)
     if identity.study != expected.study:
@@ -91,8 +91,8 @@ def read_identity(folder: Path) -> RunIdentity:
     file = folder / RUN_FILE
     try:
         fields = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
-        if fields.pop(CHECKSUM, "") not in ("", _checksum(fields)):
-            raise ValueError("its digest is another one")
+        if fields.pop(DIGEST_FIELD, "") not in ("", _digest(fields)):
+            raise ValueError(f"{DIGEST_FIELD} is the digest of other fields; restore a copy of it")
         unknown = fields.keys() - RunIdentity.__annotations__
         if RunIdentity.__annotations__.keys() - fields and unknown:
             raise FedplanError(
@@ -110,7 +110,7 @@ def read_identity(folder: Path) -> RunIdentity:
     return identity
 
 
-def _checksum(fields: Mapping[str, Any]) -> str:
+def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

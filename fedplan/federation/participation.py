@@ -50,7 +50,7 @@ class Timeouts:
     `sites`: wait for sites to connect, and for a SuperLink that rejects every call.
     `updates`: wait for the updates of a round.
     `reconnect`: time after which a site that disappeared is no longer waited for.
-    `poll_interval`: shortest interval between two checks for replies.
+    `poll_interval`: shortest pause between two checks for replies; longer after slow checks.
     `tries`: attempts per request to a site that fails.
     `evaluations`: wait for the evaluation scores of a round; later ones are left out.
     """

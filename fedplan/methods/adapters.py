@@ -87,9 +87,10 @@ def flexlora(
     Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
     Resources, 2024. A client whose trait `trait` is a lower rank trains only the first directions,
     those with the largest singular values; with an empty `trait` all clients train the full rank.
-    Differences from the paper: each factor gets the square root of each singular value, a client of
-    lower rank sends zeros for the rest, and mean factors whose product is that mean already, as
-    after a round of one client, are kept. `rank`, `target`, `with_head`: as in fedit.
+    Differences from the paper: each factor gets the square root of each singular value; a client of
+    lower rank sends zeros for the rest; and if the product of the mean factors is the mean of the
+    products, as after a round of one client, these factors are kept. `rank`, `target`, `with_head`:
+    as in fedit.
     """
     method = _lora(share, adapter, with_head, _adapt(rank, target), by_svd())
     return replace(method, client_hooks=(train_at_client_rank(trait),) if trait else ())

@@ -47,7 +47,7 @@ def scaffold() -> Method:
 
     Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging, 2020 (option II). A control
     variate is sent with each shared param, which doubles the traffic. Derived for plain SGD. The
-    global model is the mean weighed by examples; the paper weighs clients alike.
+    mean weighs clients by their examples; in the paper they weigh alike.
     """
     return Method(share(), client_hooks=(control_variates,), aux=(CONTROL,))
 

@@ -55,7 +55,7 @@ from fedplan.tensors.devices import (
     eval_mode,
     fork_rng_state,
     model_device,
-    require_undivided,
+    require_unsharded,
     to_device,
 )
 from fedplan.training.client_hooks import get_client_hook
@@ -130,7 +130,7 @@ def build_experiment(
         torch.set_num_threads(study.threads)
         # New layers are drawn from the study's seed, as for a model from a file, to allow resuming.
         with fork_rng_state(seed=seeds.seed(study.name, "model", study.seed)):
-            require_undivided(inputs.model)
+            require_unsharded(inputs.model)
             model = pin_packed_layout(copy.deepcopy(inputs.model))
             if inputs.task.kind != CUSTOM_KIND:
                 require_attention_mask(model, inputs.task.kind)
@@ -143,7 +143,7 @@ def build_experiment(
     torch.set_num_threads(study.threads)
     data, method = load_federated_data(study, site_table), make_method(study)
     model = build_model(study, data.task, method)
-    require_undivided(model)
+    require_unsharded(model)
     if note := new_head_note(study.model, data.task):
         data = replace(data, notes=(*data.notes, note))
     experiment = Experiment(data, model, make_agreement(study, describe(model)))

@@ -94,7 +94,7 @@ class TimeoutsSection(Section):
     reconnect: Annotated[float, Field(ge=0)] = Timeouts.reconnect
     """Seconds to wait for a site that disconnected during a round."""
     poll_interval: Annotated[float, Field(gt=0)] = Timeouts.poll_interval
-    """Seconds between two checks for new messages, at least; more if the checks take long."""
+    """Shortest pause between two checks for new messages, in seconds; longer after slow checks."""
     evaluations: Annotated[float, Field(gt=0)] = Timeouts.evaluations
     """Seconds to wait for the evaluation metrics of a round."""
 

@@ -22,13 +22,13 @@ from .devices import (
     rank_device,
     read_floats,
     read_ints,
-    require_undivided,
+    require_unsharded,
     resolve_device,
     rng_state,
+    sharded_model_error,
     sum_dtype,
     tensor_float32,
     to_device,
-    undivided_error,
     worker_device,
 )
 from .message import BrokenMessage, Message

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 AUTO = "auto"
 """Device name for the first available accelerator (cuda, xpu, mps), else the CPU."""
 _ACCELERATORS = ("cuda", "xpu", "mps")
-_DIVIDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
-"""Modules of torch whose classes hold parts of tensors."""
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
+"""Packages of torch whose classes hold shards of tensors."""
 _EXAMPLES = "auto, cpu, cuda, cuda:1, mps, xpu"
 
 
@@ -103,31 +103,31 @@ def device_count(kind: str) -> int:
     return int(module.device_count()) if module.is_available() else 0
 
 
-def require_undivided(model: nn.Module) -> None:
-    """Raise DeviceError if FSDP or tensor parallelism divides the model.
+def require_unsharded(model: nn.Module) -> None:
+    """Raise DeviceError if FSDP or tensor parallelism shards the model.
 
-    Also if ACCELERATE_USE_FSDP is set, as by `accelerate launch` with FSDP.
+    Also if ACCELERATE_USE_FSDP is true, which `accelerate launch` sets for FSDP.
     """
     parts = cast("Iterable[tuple[str, object]]", model.named_modules())
-    divided = [
+    sharded = [
         f"{name or 'the model'} is a {type(each).__name__}"
         for name, each in (*parts, *model.named_parameters())
-        if any(cls.__module__.startswith(_DIVIDING) for cls in type(each).__mro__)
+        if any(cls.__module__.startswith(_SHARDING) for cls in type(each).__mro__)
     ]
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "on", "t", "true", "y", "yes"):
-        divided.insert(0, f"ACCELERATE_USE_FSDP is {os.environ['ACCELERATE_USE_FSDP']!r}")
-    if divided:
-        raise undivided_error(divided[0])
+        sharded.insert(0, f"ACCELERATE_USE_FSDP is {os.environ['ACCELERATE_USE_FSDP']!r}")
+    if sharded:
+        raise sharded_model_error(sharded[0])
 
 
-def undivided_error(found: str) -> DeviceError:
-    """Return the error that a model is divided among processes, as `found` says."""
+def sharded_model_error(evidence: str) -> DeviceError:
+    """Return the error for a sharded model. `evidence`: how it is known, as "0 is a FSDPLinear"."""
     return DeviceError(
-        f"{found}: FSDP divides the tensors of a model among processes, and roles, frozen slices "
-        "of fused tensors, digests and clipping need whole tensors. Use no FSDP, and start fedplan "
-        "without accelerate launch; devices_per_client trains one model on several devices that "
-        "each hold the whole model; a model that is too large for one device can be trained with "
-        "adapters, bfloat16 or 4-bit weights"
+        f"{evidence}: FSDP and tensor parallelism divide the tensors of a model among processes; "
+        "roles, frozen slices of fused tensors, digests and clipping need whole tensors. Use "
+        "neither, and start fedplan without accelerate launch; devices_per_client trains one model "
+        "on several devices that each hold the whole model; a model that is too large for one "
+        "device can be trained with adapters, bfloat16 or 4-bit weights"
     )
 
 

@@ -25,8 +25,8 @@ from fedplan.tensors.devices import (
     CPU,
     fork_rng_state,
     model_device,
+    sharded_model_error,
     to_device,
-    undivided_error,
 )
 from fedplan.training.fit import Fit, FitResult, Job, adjust_gradients, plain_fit
 from fedplan.training.freezing import TrainableParams, trainable
@@ -70,7 +70,7 @@ def run_trainer(trainer: object, watcher: _StepWatcher) -> float:
             "call get_peft_model before the run instead of giving the Trainer a peft_config"
         )
     if trainer.is_fsdp_enabled:
-        raise undivided_error("the Trainer has an FSDP plugin of accelerate")
+        raise sharded_model_error("the Trainer has an FSDP plugin of accelerate")
     with TemporaryDirectory() as folder:
         _disable_outputs(trainer, folder, job.seed % 2**32)
         args: Any = trainer.args

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedplan.errors import FedplanError
-from fedplan.tensors.devices import require_undivided
+from fedplan.tensors.devices import require_unsharded
 from fedplan.training.fit import Job
 
 
@@ -155,8 +155,8 @@ def all_named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_same_params(model: nn.Module, params_before: Mapping[str, nn.Parameter]) -> None:
-    """Raise FedplanError if a param of before is missing or replaced, or the model is divided."""
-    require_undivided(model)
+    """Raise FedplanError if a loop removed or replaced a param, or sharded the model."""
+    require_unsharded(model)
     params = all_named_parameters(model)
     if changed := [n for n, tensor in params_before.items() if params.get(n) is not tensor]:
         raise FedplanError(

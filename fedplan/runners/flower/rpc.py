@@ -52,8 +52,8 @@ HELLO_RETRY = 5.0
 """Seconds after which a node that refused gets another hello."""
 BATCH_BYTES = 2**26
 """About the most bytes of replies that are fetched at a time."""
-POLL_REST, MOST_REST = 4, 30.0
-"""Pause after a poll relative to the time of its pulls without a reply, and the longest pause."""
+PAUSE_RATIO, MAX_PAUSE = 4, 30.0
+"""Seconds of pause after a second of pulls without a reply, and the longest pause."""
 WITHOUT_TENSORS = (HELLO, STATISTICS_REQUEST, "query.poll", "evaluate")
 """Kinds of messages whose replies are a header without tensors."""
 ENDED_STATUS = (401, 403)
@@ -99,7 +99,7 @@ class SiteRpc:
     `registered_names()`, if set. `renew_grid`, if set, starts a Flower run and returns its grid:
     the first, if `grid` is None, and another after Flower ended one. A SuperLink that does not
     answer is waited for without limit, and that time counts in no timeout. A reply of more than
-    `reply_limit` bytes is a failure of its site, and not fetched whole.
+    `reply_limit` bytes counts as a failure of its site, and is not fetched whole.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SiteRpc:
                         f"after {self.timeouts.sites:.0f} s these sites are not connected: "
                         + "; ".join(f"{n} {self.refusals.get(n, '')}".strip() for n in missing)
                     )
-            self._rest()
+            self._pause()
 
     def poll_nodes(self) -> dict[int, str]:
         """Send a hello to new nodes, and take the replies to earlier hellos that have arrived.
@@ -274,7 +274,7 @@ class SiteRpc:
                     f"too few sites have answered in time, and not {missing}: start the run again "
                     "to go on with this round"
                 )
-            self._rest()
+            self._pause()
 
     def _online_nodes(self) -> dict[int, str]:
         """Return when each online node was activated ("" if unknown), and update the names."""
@@ -396,14 +396,14 @@ class SiteRpc:
         self._grid = self._open_grid()
         self._pending_hellos, self._hello_since, self._hello_after = {}, {}, {}
 
-    def _rest(self) -> None:
-        """Wait until the next poll; the SuperLink serves all sites, and must not serve polls alone.
+    def _pause(self) -> None:
+        """Wait until the next poll: longer after a slow one, so that the SuperLink can serve sites.
 
-        A SuperLink spends some milliseconds on each call and on each message that is asked for.
+        The SuperLink spends some milliseconds on each call and on each message that it looks up.
         """
-        rest = min(MOST_REST, POLL_REST * self._empty_pull_seconds)
+        pause = min(MAX_PAUSE, PAUSE_RATIO * self._empty_pull_seconds)
         self._empty_pull_seconds = 0.0
-        self._wait(max(self.timeouts.poll_interval, rest))
+        self._wait(max(self.timeouts.poll_interval, pause))
 
     def _wait(self, seconds: float) -> None:
         """Sleep, with heartbeats of the run; a stop ends a run that has no grid yet."""
