@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has no key of a site cannot make a server hold memory; sites pass meanwhile."""
+"""A stranger without a node key cannot fill the memory of a server; sites work meanwhile."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from test_deployment import (
 )
 from test_sockets import SIZE
 
-from fedplan.runners.flower.door import SMALL_BODY, Door
+from fedplan.runners.flower.key_check import UNCHECKED_BYTES, NodeKeyCheck
 
 KEY, OTHER = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
 
 
 def signed(key: ec.EllipticCurvePrivateKey, time: str = "", by: object = None) -> dict[str, str]:
-    """The headers of a node, by which Flower knows it."""
+    """The headers by which Flower authenticates a node."""
     said = time or now().isoformat()
     signature = sign_message(by or key, said.encode())  # pyright: ignore
     public = public_key_to_bytes(key.public_key())
@@ -42,15 +42,15 @@ def signed(key: ec.EllipticCurvePrivateKey, time: str = "", by: object = None) -
     return {"flwr-timestamp": said, **{k: b64encode(v).decode() for k, v in texts.items()}}
 
 
-def knock(path: str, headers: dict[str, str]) -> int:
-    """The status of the door's answer to a request, 200 if it passes; its body is never read."""
+def status_of(path: str, headers: dict[str, str]) -> int:
+    """The status of the answer to a request, 200 if it is passed on; its body is never read."""
     answers = list[Message]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def receive() -> Message:
-        raise AssertionError("the door reads a body")
+        raise AssertionError("the check reads a body")
 
     async def send(message: Message) -> None:
         answers.append(message)
@@ -62,11 +62,11 @@ def knock(path: str, headers: dict[str, str]) -> int:
         "type": "http", "path": path, "method": "POST", "app": SimpleNamespace(state=factory),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()], "query_string": b"",
     }  # fmt: skip
-    asyncio.run(Door(app)(scope, receive, send))
+    asyncio.run(NodeKeyCheck(app)(scope, receive, send))
     return answers[0]["status"]
 
 
-LARGE = {"content-length": str(SMALL_BODY + 1)}
+LARGE = {"content-length": str(UNCHECKED_BYTES + 1)}
 OLD = "2020-01-01T00:00:00+00:00"
 
 
@@ -74,7 +74,7 @@ OLD = "2020-01-01T00:00:00+00:00"
     ("headers", "status"),
     [
         ({}, 200),
-        ({"content-length": str(SMALL_BODY)}, 200),
+        ({"content-length": str(UNCHECKED_BYTES)}, 200),
         (LARGE, 401),
         ({"content-length": "-1"}, 401),
         ({"transfer-encoding": "chunked"}, 401),
@@ -91,8 +91,8 @@ OLD = "2020-01-01T00:00:00+00:00"
 def test_a_large_request_is_read_only_of_a_registered_site(
     headers: dict[str, str], status: int
 ) -> None:
-    assert knock("/v1/fleet/push-object", headers) == status
-    assert knock("/v1/runtime/push-object", headers) == 200
+    assert status_of("/v1/fleet/push-object", headers) == status
+    assert status_of("/v1/runtime/push-object", headers) == 200
 
 
 @pytest.mark.nightly
@@ -104,14 +104,14 @@ def test_sites_finish_with_the_same_bits_and_1000_posts_of_a_stranger_hold_no_me
     old = next(line for line in study.splitlines() if line.startswith("config = { im"))
     study = study.replace(old, SIZE)
     with Deployment(here / "fed", SITES, rows_of(here), more=MORE) as fed:
-        knock_on = partial(posts, fed.port, fed.folder / "ca.crt")
+        post_many = partial(posts, fed.port, fed.folder / "ca.crt")
         with ThreadPoolExecutor(1) as pool:
             begun = fed.begin(study)
-            meanwhile = pool.submit(knock_on, 200)
+            meanwhile = pool.submit(post_many, 200)
             out = fed.finish(begun, "run", seconds=1500.0)
             statuses = meanwhile.result()
         sizes = [_memory(fed)]
-        statuses += knock_on(1000)
+        statuses += post_many(1000)
         sizes.append(_memory(fed))
         (here / "door.txt").write_text(f"{sizes} {dict(statuses)}\n")
         require_same(out, whole(here, study, "fedper"))

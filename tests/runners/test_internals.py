@@ -55,7 +55,7 @@ ATTRIBUTES = {
     "TaskType.SERVER_APP": "tasks of a server",
     "flwr.superlink.cli.flower_superlink.flower_superlink": "the program flower-superlink",
     "flwr.superlink.cli.flower_superlink.load_control_authn_plugin": "replaced by the operator's",
-    "flwr.superlink.extensions.get_middleware": "replaced by the one that gives the door",
+    "flwr.superlink.extensions.get_middleware": "replaced by the check of node keys",
 }
 """Attributes of these names that fedplan uses, with their purposes."""
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy")

@@ -104,14 +104,14 @@ LOST_CODES = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE
 
 
 class ReplyGrid(HttpGrid):
-    """The grid of a server task, on which a malformed reply, or a too large one, fails alone.
+    """The grid of a server task, where a malformed or too large reply fails alone.
 
     Flower's own raises the error of one malformed reply for all that are pulled together, and takes
     the request that a reply answers from the reply's body, which the SuperLink does not verify.
     """
 
     reply_limit: float = inf
-    """Most bytes of a reply; the rest of a larger one is not fetched."""
+    """Most bytes of a reply. Of a larger reply the rest is not fetched."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that have arrived to these messages.
@@ -191,7 +191,7 @@ def run_flower_superlink(
 ) -> None:
     """Run flower-superlink with `plugin` for its control API, in this process; sets `sys.argv`.
 
-    `middleware` makes the outermost application, which gets each request before Flower.
+    `middleware` wraps the ASGI application: it gets each request before Flower does.
     """
     # The package exports a function of the same name, which hides the module.
     module: Any = import_module("flwr.superlink.cli.flower_superlink")

@@ -29,7 +29,7 @@ from fedplan.errors import FedplanError
 from fedplan.federation.ledger.stream import EventStream
 from fedplan.runners.flower import _internals as internals
 from fedplan.runners.flower.apps import run_server
-from fedplan.runners.flower.door import Door
+from fedplan.runners.flower.key_check import NodeKeyCheck
 from fedplan.runners.flower.rpc import LinkUnreachable
 from fedplan.runners.flower.supernode import (
     FLOWER_ENVIRONMENT,
@@ -208,7 +208,7 @@ def run_superlink(folder: Path) -> None:
         ca, certificate, key = map(str, link.tls)
         arguments += ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
         arguments += ["--enable-supernode-auth"]
-    internals.run_flower_superlink(OperatorAuthPlugin(token), Door, arguments)
+    internals.run_flower_superlink(OperatorAuthPlugin(token), NodeKeyCheck, arguments)
 
 
 class OperatorAuthPlugin(internals.NoOpControlAuthnPlugin):
