@@ -50,7 +50,7 @@ def federation_command(
     site: SitesOption = None,
     host: Annotated[str, typer.Option(help="Host name or address of the server.")] = "localhost",
     port: Annotated[
-        int, typer.Option(help="Port for the sites; 0: one from 9100 on, by the folder's name.")
+        int, typer.Option(help="Port for the sites; 0: from 9100 to 9998, by the folder's name.")
     ] = 0,
     inner: Annotated[
         int, typer.Option(help="Internal port of the SuperLink; 0: the next after --port.")

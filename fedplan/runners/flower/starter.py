@@ -45,18 +45,20 @@ def new_federation(
     """Write the folder of a new federation: files of the server, and of each site in FOLDER/sites.
 
     Sites reach `host` at `port`, where a proxy passes only their requests on to the port `inner`
-    (0: the next port). A `port` of 0 is one from 9100 to 9998 by the folder's name, so that two
-    federations can share a machine. `insecure` is for one machine only: no proxy, no TLS, no keys.
+    (0: the next port). `port` 0 follows from the name of the folder, between 9100 and 9998, so that
+    two federations seldom have the same. `insecure` is for one machine only: no proxy, TLS or keys.
     A site's keys are made at the site. Raises FedplanError for invalid arguments, or if the folder
     is not empty or cannot be written.
     """
     folder = folder.absolute()
-    port = port or 9100 + 2 * (crc32(_service(folder).encode()) % 450)
+    port = port or 9100 + 2 * (crc32(_service_name(folder).encode()) % 450)
     inner = port if insecure else inner or port + 1
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FedplanError(f"{folder} is not empty: name another folder")
     if (port == inner and not insecure) or not all(0 < each < 65536 for each in (port, inner)):
-        raise FedplanError(f"the ports {port} and {inner} must differ, and be below 65536")
+        raise FedplanError(
+            f"the ports {port} and {inner} must differ and be below 65536: change --port or --inner"
+        )
     if not sites:
         raise FedplanError("a federation needs sites: give --site NAME for each")
     require_sites(sites)
@@ -101,7 +103,7 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
     """Write the folder FOLDER/sites/NAME of a site, with the federation's CA certificate."""
     values = {
         "site": name,
-        "service": _service(folder, name),
+        "service": _service_name(folder, name),
         "address": address,
         "data": "data",
         "key": "" if insecure else 'encryption_key = "state.key" # encrypts the state folder',
@@ -122,8 +124,8 @@ def _write_site(folder: Path, name: str, address: str, *, insecure: bool) -> Non
         shutil.copy(folder / "ca.crt", site_folder / "ca.crt")
 
 
-def _service(folder: Path, site: str = "") -> str:
-    """Return the name of a federation's units, or of a site's, and of their folder in /srv."""
+def _service_name(folder: Path, site: str = "") -> str:
+    """Return the name of the folder of a federation or site in /srv; its units begin with it."""
     name = "-".join(filter(None, (folder.name.lower().removeprefix("fedplan-"), site.lower())))
     return f"fedplan-{re.sub('[^a-z0-9_-]', '-', name)}"
 
@@ -141,7 +143,7 @@ def _template_values(
         listen = f"[{address if address.is_loopback else '::'}]:{port}"
     tls = 'ca = "../ca.crt"\ncertificate = "../server.crt"\nkey = "../server.key"'
     return {
-        "service": _service(folder),
+        "service": _service_name(folder),
         "system": PATH,
         "host": host,
         "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
