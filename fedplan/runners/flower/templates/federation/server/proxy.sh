@@ -1,5 +1,5 @@
 #!/bin/sh
-# The proxy is what the sites reach. NGINX_BINARY names another than the one found.
+# Sites connect to this proxy. NGINX_BINARY names another nginx than the one on PATH.
 set -eu
 umask 077
 cd "$(dirname "$0")"

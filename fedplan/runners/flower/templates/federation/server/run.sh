@@ -1,5 +1,5 @@
 #!/bin/sh
-# The run of study.toml, in run/: begun if nothing is there, gone on with if something is.
+# Runs study.toml in run/; continues the run if there is one.
 set -eu
 umask 077
 cd "$(dirname "$0")/.."
