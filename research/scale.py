@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a federation of any size would cost: unit costs from the result files, and one formula each.
+"""Costs of federations of any size, computed from the unit costs in the result files.
 
 `python research/scale.py` prints the tables of research/pages/scale.md; `--write` puts them there,
-and `--sentences` prints the numbers that docs/explanation/scale.md has to have.
+and `--sentences` prints texts that docs/explanation/scale.md must contain.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "pages" / "scale.md"
 SITE, SERVER = 100e6 / 8, 10e9 / 8
-"""Bytes a second of a site's line, and of the server's."""
+"""Bytes a second of a site's network, and of the server's."""
 MEMORY = 64e9
-"""Bytes of memory that a server is taken to have."""
-LOOK = 3.0
-"""Seconds between two looks of a node for a message."""
+"""Bytes of memory of a server, as assumed."""
+POLL = 3.0
+"""Seconds between two calls of a node that ask for a message."""
 FEW, MANY = "turn-vit-0.2M-1", "turn-minilm-1"
 
 
 @dataclass(frozen=True)
 class Units:
-    """What one thing costs: a turn, a byte of it, a client that was heard, a registered one.
+    """Costs of a turn, of a byte, of a client that ever answered, and of a registered client.
 
-    Seconds are of one core, of both ends together; training is not in them. Peaks are of memory, as
+    Seconds are CPU seconds of client and server together, without training. Peaks are of memory, as
     multiples of the model: all of it trained in float32 and in bf16, and LoRA. `link` is what the
-    SuperLink spends on a turn of about 1 MB, its looks for messages counted in.
+    SuperLink spends on a turn of about 1 MB, with the calls of nodes that find no message.
     """
 
     turn: float
@@ -62,11 +62,11 @@ class Case:
         return self.shared * self.width
 
     def site_line(self) -> float:
-        """Seconds of a site's line, down and up."""
+        """Seconds of a site's network, down and up."""
         return 2 * self.update / SITE
 
     def server_line(self) -> float:
-        """Seconds of the server's line: all that comes, while as much goes."""
+        """Seconds of the server's network: all that comes, while as much goes."""
         return self.asked * self.update / SERVER
 
     def cpu(self, units: Units) -> float:
@@ -74,24 +74,24 @@ class Case:
         return self.asked * (units.turn + units.byte * self.update)
 
     def memory(self, units: Units) -> float:
-        """Bytes: the peak of such a plan times the model, and the clients heard."""
+        """Bytes: the peak of such a plan times the model, and those of each registered client."""
         whole, half, lora = units.peaks
         peak = lora if self.shared < self.base else whole if self.width == 4 else half
         return peak * self.base * self.width + units.heard * self.registered
 
-    def walls(self, units: Units) -> dict[str, float]:
-        """What a round waits for, in seconds."""
+    def limits(self, units: Units) -> dict[str, float]:
+        """Seconds of a round by the resource that it waits for."""
         return {
-            "a site's line": self.site_line(),
-            "the server's line": self.server_line(),
+            "a site's network": self.site_line(),
+            "the server's network": self.server_line(),
             "the server's CPU": self.cpu(units),
             "the SuperLink's CPU": self.asked * units.link,
         }
 
-    def wall(self, units: Units) -> str:
-        """What a round waits for longest; memory, if there is not enough."""
-        found = self.walls(units)
-        return "memory" if self.memory(units) > MEMORY else max(found, key=lambda w: found[w])
+    def limit(self, units: Units) -> str:
+        """The resource that a round waits for longest; memory, if there is too little."""
+        found = self.limits(units)
+        return "memory" if self.memory(units) > MEMORY else max(found, key=lambda name: found[name])
 
 
 LORA = 32 * 2 * 16 * (4096 + 4096)
@@ -165,8 +165,8 @@ def spent(row: dict[str, Any]) -> dict[str, float]:
 def fleets() -> str:
     """The table of the fleets that were run."""
     lines = [
-        "| nodes | update | rounds a minute | CPU of a turn: SuperLink, driver, node "
-        "| calls of a turn | peak memory: SuperLink, driver | updates not aggregated |",
+        "| nodes | update | rounds a minute | CPU of a turn: SuperLink, server, node "
+        "| calls of a node in a turn | peak memory: SuperLink, server | updates not aggregated |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in fleet():
@@ -190,20 +190,20 @@ def crowds() -> list[dict[str, Any]]:
 
 
 def said(amount: float, steps: tuple[tuple[float, str], ...]) -> str:
-    """An amount in the largest unit that it fills."""
+    """An amount in its largest unit."""
     size, word = next(((s, w) for s, w in steps if amount >= s), steps[-1])
     return f"{amount / size:.3g} {word}" if amount / size < 1000 else f"{amount / size:,.0f} {word}"
 
 
 def span(amount: float) -> str:
-    """Seconds, as one says them."""
+    """Seconds as text with a unit."""
     return said(
         amount, ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
     )
 
 
 def size(amount: float) -> str:
-    """Bytes, as one says them."""
+    """Bytes as text with a unit."""
     return said(amount, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
 
 
@@ -217,25 +217,25 @@ def tables() -> Iterator[str]:
         "",
         "| unit | cost | from `research/results/` |",
         "|---|---|---|",
-        f"| a turn of a small model, but for training | {span(found.turn)} of CPU | {where} |",
+        f"| a turn of a small model, without training | {span(found.turn)} of CPU | {where} |",
         f"| a byte of an update | {span(1e6 * found.byte)} of CPU a MB | the same two |",
         f"| a turn in the ledger | {size(found.ledger)} | {rest} |",
         "| peak memory, all of a model in float32, in bf16, and LoRA "
         f"| {' x, '.join(f'{peak:.2f}' for peak in found.peaks)} x the model | `memory-peaks.json` |",
-        *([f"| a client that was heard, in a checkpoint | {size(found.heard)} | {rest} |",
+        *([f"| a client that ever answered, in a checkpoint | {size(found.heard)} | {rest} |",
            f"| a registered client, when a run is opened | {span(found.registered)} of CPU | {rest} |"]
           if crowds() else []),
-        f"| a turn of 1 MB at a SuperLink, with its looks for messages | {span(found.link)} of CPU | `fleet.json` |",
+        f"| a turn of 1 MB at a SuperLink, with the node's calls that find no message | {span(found.link)} of CPU | `fleet.json` |",
     ])  # fmt: skip
     yield "\n".join([
         f"### A round of {len(CASES)} federations",
         "",
-        "| | a client sends | a site's line | the server's line | the server's CPU | the SuperLink's CPU, at least | its memory | ledger | first wall |",
+        "| | a client sends | a site's network | the server's network | the server's CPU | the SuperLink's CPU, at least | its memory | ledger | limit |",
         "|---|---|---|---|---|---|---|---|---|",
         *(
             f"| {case.text} | {size(case.update)} | {span(case.site_line())} | {span(case.server_line())} "
             f"| {span(case.cpu(found))} | {span(case.asked * found.link)} | {size(case.memory(found))} | {size(case.asked * found.ledger)} "
-            f"| {case.wall(found)} |"
+            f"| {case.limit(found)} |"
             for case in CASES
         ),
     ])  # fmt: skip
@@ -278,7 +278,7 @@ def sentences() -> Iterator[str]:
     most = fleet()[-1]
     did, turns = most["nodes did"], most["nodes"] * most["rounds"]
     driver = spent(most)["driver"]
-    yield f"spends {span(found.link)} of CPU on a turn, the driver {span(driver)}"
+    yield f"spends {span(found.link)} of CPU on a turn, the server {span(driver)}"
     yield f"{1000 * found.link / 60:.0f} minutes of one core for a round of 1,000 sites"
     yield f"{did['answers to train']} answers came for {turns} turns"
     yield f"{did['answers to query.hello']} to the greetings of {most['nodes']} nodes"
@@ -289,21 +289,23 @@ def sentences() -> Iterator[str]:
 
 
 def waited() -> Iterator[str]:
-    """What the page says of nodes with nothing to do."""
+    """Texts about nodes with nothing to do."""
     row = max((row for row in read("fleet") if "idle" in row), key=lambda row: row["nodes"])
     count, took = row["nodes"], row["idle"]
     each = took["cpu_seconds"] / took["calls"]
     registered = row["link's cpu_seconds to register"]
     yield f"registration of {count:,} nodes takes {registered:.0f} s of its CPU"
-    yield f"a call of a node with nothing to do {span(each)}"
     large = max((row for row in read("fleet") if "idle" not in row), key=lambda row: row["nodes"])
     first = large["after each round"][0]["link"]["cpu_seconds"]
     yield f"first round of {large['nodes']} nodes, with registration and greetings, {first:.0f} s"
-    yield f"{LOOK / each:.0f} nodes that only wait fill a core, and {count:,} need {count * each / LOOK:.1f} cores"
+    yield (
+        f"At {span(each)} of CPU a call, {POLL / each:.0f} nodes that only wait fill a core, and "
+        f"{count:,} need {count * each / POLL:.1f} cores"
+    )
 
 
 def soaked() -> Iterator[str]:
-    """What the page says of the long run."""
+    """Texts about the long run."""
     long = read("soak")
     growth, rows = long["growth a round, last half"], long["samples"]
     minutes = (rows[-1]["time"] - rows[0]["time"]) / 60
@@ -311,7 +313,7 @@ def soaked() -> Iterator[str]:
     yield f"the last {rows[-1]['round'] - rows[0]['round']} took {minutes:.0f} minutes"
     yield f"| run folder | {growth['run: bytes'] / 1e3:.1f} kB"
     yield f"| state folder of a site | {growth['site client-00: bytes'] / 1e3:.1f} kB"
-    yield f"| memory of the driver | {1e3 * growth['driver: mb']:.0f} kB"
+    yield f"| memory of the server | {1e3 * growth['driver: mb']:.0f} kB"
     sites = [1e3 * growth[f"site client-0{place}: mb"] for place in range(3)]
     yield f"| memory of a site's process | {statistics.median(sites):.0f} kB"
     yield f"| memory of the SuperLink | {1e3 * growth['superlink: mb']:.0f} kB |"
@@ -322,13 +324,13 @@ def soaked() -> Iterator[str]:
     cpu = long["CPU seconds a round"]
     both = cpu["site client-00"] + cpu["node client-00"]
     yield (
-        f"The SuperLink spends {cpu['superlink']:.1f} s of CPU per round, the driver "
+        f"The SuperLink spends {cpu['superlink']:.1f} s of CPU per round, the server "
         f"{cpu['driver']:.1f} s, and a site with its node {both:.1f} s"
     )
 
 
 def papers() -> Iterator[str]:
-    """What the page says of the two federations that are far beyond this engine."""
+    """Texts about two federations that are too large for fedplan."""
     found, (sites, devices) = units(), CASES[-2:]
     edges = 100
     summed = edges * sites.shared * 8 / SERVER
@@ -344,7 +346,7 @@ def papers() -> Iterator[str]:
 
 
 def written(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with new tables."""
     for table in tables():
         title = re.escape(table.splitlines()[0])
         page = re.sub(rf"{title}\n\n(\|.*\n)*", lambda _, t=table: f"{t}\n", page)
