@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the memory of a SuperLink and its proxy under the posts of a stranger.
+"""Measure the memory of a SuperLink and its proxy under large requests without a registered key.
 
     python research/door.py 30 1000 >> research/results/door.txt
 
-Starts the server of `fedplan new federation`, and prints the MB that its processes hold at first and
-after so many posts of tests/kit/stranger.py. An earlier fedplan in PYTHONPATH is measured as well.
+Starts the server of `fedplan new federation`, and prints the MB of its processes at the start and
+after each number of posts (tests/kit/stranger.py). PYTHONPATH can name an earlier fedplan.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deployment import Deployment
 from stranger import memory, posts
 
 
-def held(server: Deployment) -> str:
-    """The MB of both, in words."""
+def memories(server: Deployment) -> str:
+    """The MB of SuperLink and proxy, as text."""
     mb = {name: round(sum(map(memory, server.pids(name)))) for name in ("link", "proxy")}
     return f"SuperLink {mb['link']} MB, nginx {mb['proxy']} MB"
 
@@ -30,10 +30,10 @@ def main(counts: list[int]) -> None:
         server = Deployment(Path(folder) / "fed", ["north"], {"north": Path("rows")})
         try:
             server.start_server()
-            print(f"at first {held(server)}", flush=True)
+            print(f"at first {memories(server)}", flush=True)
             for count in counts:
                 statuses = posts(server.port, server.folder / "ca.crt", count)
-                print(f"after {count} posts {held(server)}, answers {dict(statuses)}", flush=True)
+                print(f"after {count} posts {memories(server)}, answers {dict(statuses)}", flush=True)
         finally:
             server.end()
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a real SuperLink and a real driver with many nodes of one process, and see what a round costs.
+"""Measure a round of a real SuperLink and a real server with many nodes in one process.
 
     python research/fleet.py 100 --rounds 3 --width 64
 
-Each node has a key and a connection of its own, speaks Flower's fleet API, looks for a message every
-three seconds as a SuperNode does, and answers by the endpoint of a site. The model is a ViT; widths
-64 and 288 make updates of about 1 and 20 MB. Adds a row to research/results/fleet.json.
-With --train SECONDS each node holds its update for so long; the driver and the nodes wait. With
---idle SECONDS no driver runs: the row says what registered nodes with nothing to do cost. With
---minutes the driver is stopped after that time, and the row has the rounds that were closed.
-With --profile PY_SPY it samples SuperLink and driver after the first round, and the row has the ten
+Each node has a key and a connection of its own, speaks Flower's fleet API, asks for a message
+every three seconds as a SuperNode does, and answers with the endpoint of a site. The model is a
+ViT; widths 64 and 288 make updates of about 1 and 20 MB. Adds a row to research/results/fleet.json.
+With --train SECONDS each node sends its update so much later, as if it trained for so long. With
+--idle SECONDS no server runs: the row has the cost of registered nodes with nothing to do. With
+--minutes the server is stopped after that time, and the row has the rounds that were closed.
+With --profile PY_SPY it samples SuperLink and server after the first round, and the row has the ten
 functions of each that hold the interpreter's lock most.
 """
 
@@ -77,10 +77,10 @@ from fedplan.studies.schema import read_study
 
 RESULT = LAB / "results" / "fleet.json"
 TRAINED = "answers to train"
-LOOK_SECONDS = 3.0
-"""Between two looks of a node for a message, as of a SuperNode."""
-MOST_LOOKS = 50
-"""Looks of nodes between two glances at the clock."""
+POLL_SECONDS = 3.0
+"""Between two calls of a node that ask for a message, as of a SuperNode."""
+MAX_POLLS = 50
+"""Nodes that ask for a message before the clock is read again."""
 STUDY = """
 name = "fleet"
 threads = 1
@@ -129,7 +129,7 @@ class Counted:
 
 @dataclass
 class Fleet:
-    """All nodes: the runtime of the first site, of which the others are copies, and counts."""
+    """All nodes: the runtime of the first site, which the others copy, and counts of calls."""
 
     address: str
     base: SiteRuntime
@@ -139,7 +139,7 @@ class Fleet:
     train: float = 0.0
 
     def node(self, name: str) -> Node:
-        """A registered and active node of a site."""
+        """Register and activate the node of a site."""
         runtime = copy.copy(self.base)
         state = self.folder / name
         runtime.site = self.base.site.model_copy(update={"name": name, "state": str(state)})
@@ -164,19 +164,19 @@ class Fleet:
 
 @dataclass
 class Node:
-    """A node of the fleet; `look` once in LOOK_SECONDS, and `pulse` when it is due."""
+    """A node of the fleet. Call `poll` every POLL_SECONDS, and `send_heartbeat` when it is due."""
 
     fleet: Fleet
     runtime: SiteRuntime
     client: FleetHttpClient
     proto: NodeProto
-    due: float = 0.0
-    beat: float = 0.0
-    held: tuple[float, FlowerMessage] | None = None
-    """The message that is answered after a time."""
+    poll_due: float = 0.0
+    heartbeat_due: float = 0.0
+    pending: tuple[float, FlowerMessage] | None = None
+    """A message, and when it is to be answered."""
 
-    def look(self) -> None:
-        """Take the next message, if there is one, and answer it after its time."""
+    def poll(self) -> None:
+        """Ask for the next message, and answer the pending message if its time has come."""
         counts = self.fleet.counts
         try:
             counts["looks"] += 1
@@ -185,17 +185,17 @@ class Node:
                 message = self._fetch(response.messages_list[0], response.message_object_trees[0])
                 is_train = message.metadata.message_type == "train"
                 wait = self.fleet.train if is_train else 0.0
-                self.held = time.monotonic() + wait, message
-            if self.held and time.monotonic() >= self.held[0]:
-                message, self.held = self.held[1], None
+                self.pending = time.monotonic() + wait, message
+            if self.pending and time.monotonic() >= self.pending[0]:
+                message, self.pending = self.pending[1], None
                 self._answer(message)
         except Exception as error:
             counts[f"{type(error).__name__}: {str(error)[:80]}"] += 1
-        self.due = time.monotonic() + LOOK_SECONDS
+        self.poll_due = time.monotonic() + POLL_SECONDS
 
-    def pulse(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat, as a SuperNode does from a thread of its own."""
-        self.beat = time.monotonic() + HEARTBEAT_DEFAULT_INTERVAL / 2
+        self.heartbeat_due = time.monotonic() + HEARTBEAT_DEFAULT_INTERVAL / 2
         try:
             self.client.SendNodeHeartbeat(
                 SendNodeHeartbeatRequest(
@@ -220,7 +220,7 @@ class Node:
 
     def _answer(self, message: FlowerMessage) -> None:
         run_id = message.metadata.run_id
-        with self.fleet.lock:  # there is one model
+        with self.fleet.lock:  # all nodes share one model
             reply = make_reply(message, self.runtime.answer)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         pushed = self.client.PushMessages(
@@ -242,14 +242,15 @@ class Node:
 
 
 @contextmanager
-def heartbeats(crew: list[Node], threads: int) -> Iterator[None]:
+def heartbeats(members: list[Node], threads: int) -> Iterator[None]:
     """Send the heartbeats of all nodes during the body."""
     is_over = threading.Event()
 
     def beat() -> None:
         with ThreadPoolExecutor(threads) as pool:
             while not is_over.wait(0.05):
-                list(pool.map(Node.pulse, [n for n in crew if n.beat <= time.monotonic()]))
+                now = time.monotonic()
+                list(pool.map(Node.send_heartbeat, [n for n in members if n.heartbeat_due <= now]))
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -261,7 +262,7 @@ def heartbeats(crew: list[Node], threads: int) -> Iterator[None]:
 
 
 def write_study(folder: Path, nodes: int, rounds: int, width: int) -> Path:
-    """The study of a ViT of a width, with two examples for each node."""
+    """Write the study of a ViT of a width, with two examples for each node."""
     draw, count = np.random.default_rng(0), 2 * nodes
     images = draw.integers(0, 255, (count, 16, 16), dtype=np.uint8)
     names = [f"site-{place // 2:04}" for place in range(count)]
@@ -273,7 +274,7 @@ def write_study(folder: Path, nodes: int, rounds: int, width: int) -> Path:
 
 
 def sample(processes: dict[str, int], server: Path, calls: int) -> dict[str, Any]:
-    """CPU seconds and MB of each process so far, MB of the SuperLink's folder, and calls to it."""
+    """CPU seconds and MB of each process so far, MB of the SuperLink's folder, and calls."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     found: dict[str, Any] = {
         "nodes": {"cpu_seconds": round(own.ru_utime + own.ru_stime, 1), "mb": peak_mb(os.getpid())}
@@ -293,7 +294,7 @@ def peak_mb(pid: int) -> float:
     return round(next(int(line.split()[1]) for line in lines if "VmHWM" in line) / 1e3, 1)
 
 
-def top(file: Path) -> list[str]:
+def top_functions(file: Path) -> list[str]:
     """The ten functions that held the interpreter's lock most, by the samples of py-spy."""
     spent, total = Counter[str](), 0
     for line in file.read_text().splitlines():
@@ -306,20 +307,23 @@ def top(file: Path) -> list[str]:
     return [f"{count / total:.1%} {name}" for name, count in spent.most_common(10)]
 
 
-def list_due(crew: list[Node]) -> list[Node]:
-    """The nodes whose look is due, those that wait longest, and not too many."""
+def list_due(members: list[Node]) -> list[Node]:
+    """The nodes that are due to poll, longest due first, at most MAX_POLLS."""
     now = time.monotonic()
-    return sorted((n for n in crew if n.due <= now), key=lambda node: node.due)[:MOST_LOOKS]
+    due = (node for node in members if node.poll_due <= now)
+    return sorted(due, key=lambda node: node.poll_due)[:MAX_POLLS]
 
 
-def idled(crew: list[Node], pool: ThreadPoolExecutor, pid: int, seconds: float) -> dict[str, Any]:
-    """Let all nodes look for messages that do not come, and return what that takes."""
-    counts = crew[0].fleet.counts
+def measure_idle(
+    members: list[Node], pool: ThreadPoolExecutor, pid: int, seconds: float
+) -> dict[str, Any]:
+    """Let all nodes ask for messages that do not come, and return the cost."""
+    counts = members[0].fleet.counts
     before, looks, calls = process_sample([pid]), counts["looks"], counts["calls"]
     began = time.monotonic()
     while time.monotonic() < began + seconds:
-        due = list_due(crew)
-        list(pool.map(Node.look, due))
+        due = list_due(members)
+        list(pool.map(Node.poll, due))
         if not due:
             time.sleep(0.02)
     spent = process_sample([pid])["cpu_seconds"] - before["cpu_seconds"]
@@ -331,7 +335,7 @@ def idled(crew: list[Node], pool: ThreadPoolExecutor, pid: int, seconds: float) 
     }
 
 
-def sailed(
+def run_fleet(
     nodes: int,
     rounds: int,
     width: int,
@@ -342,7 +346,7 @@ def sailed(
     idle: float,
     minutes: float,
 ) -> dict[str, Any]:
-    """Run the federation, and return what it took."""
+    """Run the federation, and return its row of the result file."""
     torch.set_num_threads(1)
     (port,) = free_ports(1)
     server, file = folder / "server", write_study(folder, nodes, rounds, width)
@@ -367,7 +371,7 @@ def sailed(
         names = list(base.experiment.data.train)
         fresh = process_sample([link.pid])["cpu_seconds"]
         with ThreadPoolExecutor(threads) as pool, ExitStack() as stack:
-            crew = list(pool.map(fleet.node, names))
+            members = list(pool.map(fleet.node, names))
             registered = {
                 "seconds to register": round(time.monotonic() - began, 1),
                 "link's cpu_seconds to register": round(
@@ -375,11 +379,11 @@ def sailed(
                 ),
             }
             print(registered, file=sys.stderr)
-            stack.enter_context(heartbeats(crew, threads))
-            for place, node in enumerate(crew):
-                node.due = time.monotonic() + LOOK_SECONDS * place / nodes
+            stack.enter_context(heartbeats(members, threads))
+            for place, node in enumerate(members):
+                node.poll_due = time.monotonic() + POLL_SECONDS * place / nodes
             if idle:
-                waited = idled(crew, pool, link.pid, idle)
+                waited = measure_idle(members, pool, link.pid, idle)
                 return {**FACTS, "nodes": nodes, "exit": 0, **registered, "idle": waited}
             driver = start(
                 1, *("run", str(file), "--runner", "flower", "--server", str(server)),
@@ -391,8 +395,8 @@ def sailed(
             pids, spies = {"link": link.pid, "driver": driver.pid}, list[subprocess.Popen[bytes]]()
             did = dict(fleet.counts)
             while driver.poll() is None and time.monotonic() < started + 60 * minutes:
-                due = list_due(crew)
-                list(pool.map(Node.look, due))
+                due = list_due(members)
+                list(pool.map(Node.poll, due))
                 if not trained and fleet.counts[TRAINED]:
                     trained = time.monotonic()
                     before = sample(pids, server, fleet.counts["calls"])
@@ -439,19 +443,19 @@ def sailed(
         "after each round": samples,
         "nodes did": did,
         "not aggregated": sum(map(len, rejected(folder / "run"))),
-        "profile": {name: top(file) for name, file in raw.items() if file.exists()},
+        "profile": {name: top_functions(file) for name, file in raw.items() if file.exists()},
     }
 
 
 def rejected(run: Path) -> list[dict[str, str]]:
-    """Of each committed round, the sites whose update is not in it, each with the reason."""
+    """By committed round, the sites whose update was not aggregated, with the reasons."""
     lines = (file.read_text().splitlines() for file in run.glob("ledger*.jsonl"))
     records = [json.loads(line) for line in chain.from_iterable(lines)]
     return [record["rejected"] for record in records if record.get("kind") == "round"]
 
 
 def rounds_closed(run: Path) -> int:
-    """How many rounds the driver has closed."""
+    """Number of rounds that the server has closed."""
     file = run / "status.json"
     return int(json.loads(file.read_text())["round"]) if file.exists() else 0
 
@@ -463,17 +467,17 @@ def main() -> None:
     parser.add_argument("nodes", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=4, help="nodes that look at a time")
+    parser.add_argument("--threads", type=int, default=4, help="nodes that poll at the same time")
     parser.add_argument("--train", type=float, default=0.0, help="seconds until a node answers")
-    parser.add_argument("--idle", type=float, default=0.0, help="seconds without a driver")
-    parser.add_argument("--minutes", type=float, default=600.0, help="stop the driver after them")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds without a server")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop the server after them")
     parser.add_argument("--profile", default="", metavar="PY_SPY", help="the program of py-spy")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its processes would outlive it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end the processes, too
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        row = sailed(
+        row = run_fleet(
             *(args.nodes, args.rounds, args.width, args.threads, folder, args.profile),
             *(args.train, args.idle, args.minutes),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger at the port of a federation: posts more than anybody should read, without a site's key."""
+"""A stranger, who has no registered node key, posts large requests to the port of a federation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = {"whole": 946, "chunked": 946, "allowed": 120}
 
 
 def post(port: int, ca: Path, form: str) -> int:
-    """Post all blocks of a form; the status of the answer, 0 if the server just hangs up."""
+    """Post all blocks of a form; return the status of the answer, 0 if the server only closes."""
     length = f"content-length: {BLOCKS[form] * len(BLOCK)}"
     heads = ["POST /v1/fleet/push-object HTTP/1.1", "host: localhost", *_signature()]
     heads += ["content-type: application/protobuf", "connection: close"]
@@ -47,14 +47,14 @@ def post(port: int, ca: Path, form: str) -> int:
 
 
 def posts(port: int, ca: Path, count: int, at_a_time: int = 16) -> Counter[int]:
-    """How often each status was the answer to so many posts of all forms."""
+    """Post `count` requests of all forms; return how often each status was the answer."""
     forms = [list(BLOCKS)[number % len(BLOCKS)] for number in range(count)]
     with ThreadPoolExecutor(at_a_time) as pool:
         return Counter(pool.map(lambda form: post(port, ca, form), forms))
 
 
 def _signature() -> list[str]:
-    """The headers of a node whose key nobody has registered."""
+    """The headers of a node whose key is not registered."""
     key = ec.generate_private_key(ec.SECP384R1())
     said = datetime.now(UTC).isoformat()
     public, signed = public_key_to_bytes(key.public_key()), sign_message(key, said.encode())
@@ -63,7 +63,7 @@ def _signature() -> list[str]:
 
 
 def memory(session: int) -> float:
-    """The MB that the processes of a session hold."""
+    """MB of the processes of a session."""
     pages = 0
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger without a node key cannot fill the memory of a server; sites work meanwhile."""
+"""A stranger without a registered key cannot fill the memory of a server; sites work meanwhile."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_large_request_is_read_only_of_a_registered_site(
 def test_sites_finish_with_the_same_bits_and_1000_posts_of_a_stranger_hold_no_memory(
     here: Path,
 ) -> None:
-    """Writes the MB that the SuperLink and nginx hold, before 1,000 posts and after, to door.txt."""
+    """Writes MB of SuperLink and nginx before 1,000 posts, and after them, to door.txt."""
     study = study_from_dict(here, "fedper", rounds=2)
     old = next(line for line in study.splitlines() if line.startswith("config = { im"))
     study = study.replace(old, SIZE)
