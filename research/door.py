@@ -19,7 +19,7 @@ from deployment import Deployment
 from stranger import memory, posts
 
 
-def memories(server: Deployment) -> str:
+def sizes(server: Deployment) -> str:
     """The MB of SuperLink and proxy, as text."""
     mb = {name: round(sum(map(memory, server.pids(name)))) for name in ("link", "proxy")}
     return f"SuperLink {mb['link']} MB, nginx {mb['proxy']} MB"
@@ -30,10 +30,10 @@ def main(counts: list[int]) -> None:
         server = Deployment(Path(folder) / "fed", ["north"], {"north": Path("rows")})
         try:
             server.start_server()
-            print(f"at first {memories(server)}", flush=True)
+            print(f"at first {sizes(server)}", flush=True)
             for count in counts:
                 statuses = posts(server.port, server.folder / "ca.crt", count)
-                print(f"after {count} posts {memories(server)}, answers {dict(statuses)}", flush=True)
+                print(f"after {count} posts {sizes(server)}, answers {dict(statuses)}", flush=True)
         finally:
             server.end()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method against a naive version of its own: a few lines each, in float64, by its paper.
+"""Every method equals a naive version of a few lines, written from its paper, in float64.
 
-The mean of the clients is weighed by their examples, also where a paper weighs clients alike, as
-SCAFFOLD and FedAdam do.
+The mean weighs clients by their examples, also for methods whose papers weigh clients alike:
+SCAFFOLD, FedAdam and FedYogi.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fedplan.training import TrainArguments, adamw, sgd
 
 SIZES = {"a": 3, "b": 5, "c": 8}
 COHORTS = ("abc", "b", "ac")
-"""The clients of each round: some miss a round and come back."""
+"""The clients of each round; some miss a round."""
 STEPS, LR, ADAMW_LR, DECAY = 2, 0.1, 0.01, 0.1
 SGD: dict[str, Any] = {"optimizer": sgd(), "lr": LR, "epochs": STEPS, "batch_size": 100}
 """Whole batches, so that the order of examples does not matter."""
 ADAMW: dict[str, Any] = {**SGD, "optimizer": adamw(weight_decay=DECAY), "lr": ADAMW_LR}
 EXACT = 1e-12
-"""Values may differ by so much: exact sums have a grid of 2**-47."""
+"""Largest difference of two values: exact sums are rounded to multiples of 2**-47."""
 BY_ADAMW = 1e-10
-"""A bias of keys has no gradient but rounding, which AdamW divides by its eps of 1e-8."""
+"""The gradient of a bias of keys is only rounding, which AdamW divides by its eps of 1e-8."""
 FLOAT32 = 1e-8
-"""The server keeps the state of its optimizer in float32."""
+"""The state of the server optimizer is float32."""
 
 Values = dict[str, Tensor]
 Result = tuple[Values, dict[str, Values]]
@@ -48,7 +48,7 @@ Result = tuple[Values, dict[str, Values]]
 
 
 class Rows:
-    """Examples of one client, of which texts have padding."""
+    """Examples of one client; texts have padding."""
 
     def __init__(self, seed: int, count: int, images: bool) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -71,18 +71,18 @@ def rows_of(images: bool) -> dict[str, Rows]:
     return {name: Rows(i, count, images) for i, (name, count) in enumerate(SIZES.items())}
 
 
-# Two models: `module` is for fedplan, and `loss` is the same of values by name.
+# Two models: fedplan trains `module`; `loss` is the same function of values by name.
 
 
 class Texts:
-    """A BERT of two blocks; the product of LoRA's factors is added to a weight beforehand."""
+    """A BERT of two blocks; `loss` adds the product of LoRA factors to their weight."""
 
     rows = rows_of(images=False)
 
     def __init__(self, method: Method) -> None:
         self.plain, module = self.bert("eager"), self.bert("sdpa")
         self.module = (method.adapt(module) if method.adapt else module).double()
-        with torch.no_grad():  # B is 0 at first, and A would have no gradient
+        with torch.no_grad():  # B is 0 at first, so that A would have no gradient
             for name, parameter in self.module.named_parameters():
                 if "lora" in name:
                     parameter.add_(0.3 * torch.randn_like(parameter))
@@ -95,7 +95,7 @@ class Texts:
         still: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         config = hf.BertConfig(**sizes, **still, attn_implementation=attention)
         model = hf.BertForSequenceClassification(config).double()
-        with torch.no_grad():  # the attention of new blocks is nearly uniform
+        with torch.no_grad():  # without this, attention is nearly uniform
             for parameter in model.bert.encoder.parameters():
                 parameter.add_(0.5 * torch.randn_like(parameter))
         return model
@@ -113,14 +113,14 @@ class Texts:
 
     @torch.no_grad()
     def attention(self, values: Values, client: str) -> Tensor:
-        """By block, the mean over examples of the attention to [CLS], of all heads and tokens."""
+        """By block, attention to [CLS] summed over heads and tokens, and averaged over examples."""
         real = self.rows[client].inputs["attention_mask"][:, None]
         maps = self.answer(values, client, output_attentions=True).attentions
         return torch.stack([(each[..., 0] * real).sum() / len(real) for each in maps])
 
 
 class Images:
-    """A CLIP with prompts after its first token: among words in their place, among patches more."""
+    """A CLIP with prompts after its first token: they replace words, and are added to patches."""
 
     rows = rows_of(images=True)
 
@@ -162,7 +162,7 @@ class Images:
 
 
 def fedplan_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The loss by the module itself."""
+    """The loss of the module that fedplan trains."""
     if "pixel_values" in batch:
         return cross_entropy(model(batch["pixel_values"]), batch["labels"])
     return model(**batch).loss
@@ -173,7 +173,7 @@ def fedplan_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass
 class Turn:
-    """One client in one round, and the values at which it begins."""
+    """One client in one round, with its initial values."""
 
     model: Any
     number: int
@@ -185,9 +185,9 @@ class Turn:
 Names = Callable[[Turn], Collection[str]]
 """The names of the values that a client shares, or keeps, in a turn."""
 Local = Callable[[Turn, list[str]], Values]
-"""Trains the values of these names, and returns all."""
+"""Trains the values of these names, and returns all values."""
 Serve = Callable[[Values, dict[str, Values]], Values]
-"""From the global values, and those that each client sent: the next global values."""
+"""Returns new global values from the global values and the values that each client sent."""
 
 
 def start_of(model: Any) -> Values:
@@ -211,7 +211,7 @@ def descend(
     pull: Callable[[str, Tensor], Tensor | float] = lambda name, value: 0.0,
     clip: float = 0.0,
 ) -> Values:
-    """Steps on the whole batch, with `pull` added to the gradient, or its norm at most `clip`."""
+    """SGD on the whole batch. `pull` is added to the gradient; `clip` is its largest norm."""
     values = dict(turn.start)
     for _ in range(steps):
         free = {name: values[name].detach().requires_grad_() for name in trained}
@@ -225,7 +225,7 @@ def descend(
 
 
 def mean(sent: Mapping[str, Values]) -> Values:
-    """By name, the mean over the clients that sent it, weighed by their examples."""
+    """By name, the mean over the clients that sent it, weighted by their examples."""
     means = Values()
     for name in {name for values in sent.values() for name in values}:
         senders = [client for client in sent if name in sent[client]]
@@ -242,7 +242,7 @@ def federate(
     local: Local = descend,
     serve: Serve = lambda common, sent: mean(sent),
 ) -> Result:
-    """Play all rounds. By default clients train and share everything; the server takes the mean."""
+    """Run all rounds. By default clients train and share everything, and the server averages."""
     common, own = start_of(model), {client: Values() for client in SIZES}
     for number, cohort in enumerate(COHORTS, 1):
         sent = dict[str, Values]()
@@ -264,7 +264,7 @@ BASE = named("", but=HEADS)
 
 
 def proximal(turn: Turn, trained: list[str]) -> Values:
-    """FedProx: pulled to the global model."""
+    """FedProx: the gradient pulls to the global model."""
     return descend(turn, trained, pull=lambda n, value: MU * (value - turn.start[n]))
 
 
@@ -290,7 +290,7 @@ def scaffold(model: Any) -> Result:
 
 
 def serve_by(rule: Callable[..., Tensor]) -> Callable[..., Result]:
-    """The server moves by a rule of the mean change, with a memory of each value."""
+    """The server adds a function of the mean change and of its state of each value."""
 
     def version(model: Any) -> Result:
         memory: dict[str, dict[str, Any]] = {name: {} for name in start_of(model)}
@@ -326,16 +326,16 @@ def later(first: Names, then: Names, rounds: int = 2) -> Names:
 
 
 def one_block(turn: Turn) -> Collection[str]:
-    """FedPart: one block after the other."""
+    """FedPart: one block in each round, and the head."""
     return named(f"layer.{(turn.number - 1) % 2}.", *HEADS)(turn)
 
 
 def best(
     k: int, *also: str, joint: bool = False, part: str = "", but: Any = (), whole: int = -1
 ) -> Names:
-    """SAFL: the `k` blocks with most attention (`joint`: at all clients), and `also`.
+    """SAFL: the `k` blocks with the most attention (`joint`: of all clients), and `also`.
 
-    Of the blocks only names with `part` and none of `but`; only the first `whole` have their MLP.
+    Of these blocks only names with `part` and none of `but`, and the MLP only of the first `whole`.
     """
 
     def names(turn: Turn) -> list[str]:
@@ -351,13 +351,13 @@ def best(
 
 
 def as_unchanged(common: Values, sent: dict[str, Values]) -> Values:
-    """SAFL's other mean, in which a client that did not send a value has not changed it."""
+    """SAFL's other mean: a client that did not send a value counts with the global value."""
     names = {name for values in sent.values() for name in values}
     return mean({c: {n: each.get(n, common[n]) for n in names} for c, each in sent.items()})
 
 
 def by_product(rule: Callable[..., Values]) -> Serve:
-    """Means, but for LoRA's factors A and B by a rule of the mean of their products."""
+    """Means; for LoRA factors A and B a function of the mean of their products."""
 
     def serve(common: Values, sent: dict[str, Values]) -> Values:
         means = mean(sent)
@@ -371,9 +371,9 @@ def by_product(rule: Callable[..., Values]) -> Serve:
 
 
 def truncated(common: Values, means: Values, product: Tensor, a: str, b: str) -> Values:
-    """FlexLoRA: the SVD of the mean; ours takes the root of each singular value in both factors.
+    """FlexLoRA: the SVD of the mean. In fedplan both factors get the root of each singular value.
 
-    The signs are free. Ours keeps factors whose product is the mean, as after one client's round.
+    Signs are arbitrary. Factors whose product is the mean, as after one client's round, are kept.
     """
     if torch.allclose(product, means[b] @ means[a], rtol=0, atol=EXACT):
         return {}
@@ -384,7 +384,7 @@ def truncated(common: Values, means: Values, product: Tensor, a: str, b: str) ->
 
 
 def residual(common: Values, means: Values, product: Tensor, a: str, b: str) -> Values:
-    """FedEx-LoRA: what the product of the means lacks goes to the frozen weight."""
+    """FedEx-LoRA adds mean of products minus product of means to the frozen weight."""
     host = a.partition(".lora_A")[0] + ".base_layer.weight"
     return {host: common[host] + product - means[b] @ means[a]}
 
@@ -454,7 +454,7 @@ CASES = [
     case("fedper-safl", best(1), HEAD, k=1),
     case("safl-lora", best(1, *HEADS, part="lora"), k=1, rank=2),
 ]
-"""All methods: how near their naive version is, how clients train, and the method's settings."""
+"""Each method with its naive version, tolerance, training arguments and settings."""
 
 
 class Given(Participation):
@@ -464,7 +464,7 @@ class Given(Participation):
         return [*COHORTS[number - 1]]
 
 
-def apart(ours: Mapping[str, Tensor], naive: Values) -> float:
+def max_difference(ours: Mapping[str, Tensor], naive: Values) -> float:
     return max(float((value - naive[name]).abs().max()) for name, value in ours.items())
 
 
@@ -485,22 +485,22 @@ def test_a_method_is_its_naive_version(
         round_state = fed.run_round()
         assert not round_state.rejected
         fed.commit(round_state)
-    assert apart(fed.global_values(), common) < near
+    assert max_difference(fed.global_values(), common) < near
     for client in SIZES:
         ours, naive = fed.personal_values(client), personal[client]
-        assert apart(ours, naive) < near < 1e-3 < apart(ours, start)
+        assert max_difference(ours, naive) < near < 1e-3 < max_difference(ours, start)
         assert all(n in ours or torch.equal(naive[n], start[n]) for n in naive)
 
 
 def test_every_method_has_a_naive_version() -> None:
-    """Here, or as a loop of its own beside the method's other tests."""
+    """In this file, or as a test of its own in test_drift_and_copies.py."""
     beside = (Path(__file__).parent / "test_drift_and_copies.py").read_text()
     there = {name for name in METHODS if f"def test_{name}_is_the_loop_of_the_paper(" in beside}
     assert there | {each.values[0] for each in CASES} == METHODS.keys()
 
 
 def test_clients_choose_different_blocks() -> None:
-    """Else a joint choice would pass as one of each client."""
+    """Otherwise the test of a joint choice would pass with separate choices."""
     model = Texts(method_by_name("safl"))
     scores = torch.stack([model.attention(start_of(model), client) for client in SIZES])
     leads = scores[:, 0] - scores[:, 1]

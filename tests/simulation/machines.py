@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines of a simulated federation: their processes, their files, and a site's operator.
+"""The machines of a simulated federation: their processes and files, and the operator of a site.
 
-A site is the real gateway, approvals, endpoint and files. Only the building of model and data from
+Gateway, approvals, endpoint and files of a site are real. Only the building of model and data from
 a study is replaced.
 """
 
@@ -77,7 +77,7 @@ SERVER_POINTS = ("store", "log", "round", "secagg")
 
 
 class Broken(BaseException):
-    """A promise is broken."""
+    """A guarantee is broken."""
 
 
 class DamageNoticed(BaseException):
@@ -85,11 +85,11 @@ class DamageNoticed(BaseException):
 
 
 class Machine:
-    """A folder, which processes write.
+    """A machine: a folder, into which its processes write.
 
-    `damaged` has each damaged file, its content and the new; `copies` an older copy of the folder,
-    and while that is in use also the newest. `lost`: whether a checkpoint was deleted.
-    `full_until`: when its disk has space again. `updates`: how many it has sent.
+    `damaged`: each damaged file, its old and new content. `copies`: an older copy of the folder,
+    and, while the older copy is in use, also the newest. `lost`: whether a checkpoint was deleted.
+    `full_until`: when its disk has space again. `updates`: number of updates that it sent.
     """
 
     points = SERVER_POINTS
@@ -106,7 +106,7 @@ class Machine:
     def process(self, kill: float) -> Iterator[Process]:
         """Run the body as a process of this machine; it may die, or its disk may fail.
 
-        Yields the process. Raises Killed, after which the files are as the death left them.
+        Yields the process. Raises Killed; then the files are as the kill left them.
         """
         trial, armed, named = self.trial, self.draw_fault(kill), ""
         old_counts, storage_files._reached = storage_files._reached, Counter()
@@ -152,16 +152,16 @@ class Machine:
         return Process(act, rng.randrange(1, rng.choice((20, 80, 300))))
 
     def files(self) -> list[Path]:
-        """Files that may be damaged: not those of people, and no secret that is not used yet.
+        """Files that may be damaged: not the TOML files, and no secret that is not used yet.
 
-        Nor a log whose writer died before the head counted the last line: nobody relies on it yet.
+        Nor a log whose writer died before its head counted the last line: nothing reads it yet.
         """
         files = sorted(f for f in self.place.rglob("*") if f.is_file() and f.suffix != ".toml")
         files = [f for f in files if is_counted(f)]
         return [f for f in files if f.name not in (SECRET_FILE, KEY) or self.uses(f)]
 
     def uses(self, secret: Path) -> bool:
-        """Whether results depend on a secret, so that another one would be noticed."""
+        """Whether results depend on a secret, so that a changed secret must be noticed."""
         return (secret.parent / CHARGES_FILE).exists()
 
     def harm(self, only: tuple[str, ...] = ()) -> None:
@@ -215,10 +215,10 @@ class Machine:
         return bool(self.damaged) or len(self.copies) > 1
 
     def restore(self, reason: str = "") -> None:
-        """Mend the files of a machine whose damage was noticed, as from a backup of that moment.
+        """Restore the files of a machine whose damage was noticed, as from a backup of that moment.
 
-        `reason`: what its process said; "" if nobody has read the files again. An older copy stays
-        with which the machine has come further than it was: as it sent nothing else, it did no harm.
+        `reason`: the error of its process; "" if no process has read the files again. An older copy
+        from which the machine has come further than the newest copy stays: it sent nothing else.
         """
         if reason:
             self.trial.noticed.append((reason, self.updates))
@@ -233,14 +233,14 @@ class Machine:
         lost = {file for file, _, damaged in self.damaged if damaged is None}
         for file, whole, damaged in reversed(self.damaged):
             present = file.read_bytes() if file.exists() else None
-            # A log that is lost with its head begins anew, with the refusal to work without it.
+            # A log that is lost with its head begins again, with the refusal to work without it.
             log = file.with_suffix("") if file.suffix == ".head" else file
             is_anew = {log, head_file(log)} <= lost
             if present == damaged or not (present or damaged) or is_anew:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(whole)
                 file.chmod(0o600)
-            elif damaged and present and present.startswith(damaged):  # a log that went on
+            elif damaged and present and present.startswith(damaged):  # a log that grew since
                 file.write_bytes(whole + present[len(damaged) :])
         self.damaged.clear()
         self.trial.disk.settle(self.place)
@@ -255,7 +255,7 @@ def newest_number(files: Iterable[Path]) -> int:
 
 
 def is_counted(file: Path) -> bool:
-    """Whether a file is no chained log, or its head counts the last line, so that it has a digest."""
+    """Whether a file is not a chained log, or is one whose head counts its last line."""
     if file.suffix != ".jsonl" or b'"before": ' not in (content := file.read_bytes()):
         return True
     try:
@@ -270,7 +270,7 @@ def kind_of(file: Path) -> str:
 
 
 class Runtime:
-    """What a gateway asks of a site's runtime: the endpoint, opened when it is needed."""
+    """The runtime of a site for its gateway: the endpoint, opened when it is needed."""
 
     def __init__(self, machine: SiteMachine) -> None:
         self.machine, self.opened = machine, None
@@ -297,7 +297,7 @@ class Gateway(SiteGateway):
 
 
 class SiteMachine(Machine):
-    """A site: its gateway while it is on, and whether its operator allows the study.
+    """A site: its gateway while it runs, and whether its operator allows the study.
 
     `allowed`: None while an act of the operator is not finished. `encryption`: of its files.
     """
@@ -328,13 +328,13 @@ class SiteMachine(Machine):
         return has_personal and any(secret.parent.glob("*.json"))
 
     def write_policy(self, *, allow: bool = True) -> None:
-        """Write the site's policy: just as many answers as the study needs, or too few."""
+        """Write the site's policy: exactly as many answers as the study needs, or too few."""
         by_rule = str(self.trial.plan is None or not self.trial.plan.asks).lower()
         rounds = self.trial.setting.rounds if allow else 1
         write_atomic(self.policy_file, POLICY.format(by_rule, rounds))
 
     def open_gateway(self) -> Gateway:
-        """The site as it starts."""
+        """The gateway of the site at its start."""
         key = str(self.key_file) if self.encryption else ""
         policy, state = str(self.policy_file), str(self.state)
         site = Site(name=self.name, state=state, policy=policy, encryption_key=key)
@@ -347,7 +347,7 @@ class SiteMachine(Machine):
         return Approvals(self.state, self.policy_file)
 
     def open_endpoint(self) -> Endpoint:
-        """The site's end of the run, from its disk alone."""
+        """The site's endpoint of the run, from its disk alone."""
         setting, agreement, model = (
             self.trial.setting,
             agreement_of(self.trial.setting),
@@ -409,7 +409,7 @@ class SiteMachine(Machine):
         return reply
 
     def checked_answer(self, kind: str, message: Message) -> Message:
-        """The gateway's answer, which must keep the promises."""
+        """The gateway's answer, after a check of the guarantees."""
         assert self.gateway is not None
         reply = self.gateway.answer(kind, message)
         fields = reply_fields(reply)
@@ -461,16 +461,16 @@ class SiteMachine(Machine):
             raw = [value.numpy().tobytes() for value in state.values()]
             self.checked = newest, [value for value in raw if len(value) >= 32]
         content = b"".join((reply.header, *map(bytes, reply.blobs)))
-        assert not any(value in content for value in self.checked[1]), f"{self.name} tells a value"
+        assert not any(value in content for value in self.checked[1]), f"{self.name} sends values"
 
     def restart(self, seconds: float) -> None:
-        """Let the site be away for some time, and start again with what is on its disk."""
+        """Disconnect the site for some time; it starts again from its disk."""
         self.gateway = None
         gc.collect(0)
         self.disconnect(seconds)
 
     def disconnect(self, seconds: float) -> None:
-        """Let the site's network be away for some time."""
+        """Disconnect the site for some time."""
         network = self.trial.network
         network.down.add(self.name)
 
@@ -483,9 +483,9 @@ class SiteMachine(Machine):
     # -- the operator
 
     def decide(self, act: str) -> None:
-        """Let the operator do one of DECISIONS: allow the study, or forbid it for a while.
+        """Let the operator allow the study, or forbid it for a while: one of DECISIONS.
 
-        The process of the act may die: then the operator looks, and repeats it if it is not done.
+        The process of the act may die: then the operator checks, and repeats it if it is not done.
         """
         trial, self.allowed, self.deciding = self.trial, None, True
         digest = study_of(trial.setting.rounds).full_digest
@@ -508,15 +508,15 @@ class SiteMachine(Machine):
             self.decide_later("allow" if act == "policy" else "approve")
 
     def decide_later(self, act: str) -> None:
-        """Let the operator do one of DECISIONS after seconds, an hour or a day."""
+        """Let the operator do one of DECISIONS in some seconds, an hour or a day."""
         self.deciding = True
         seconds = self.trial.rng.choice((10.0, 3000.0, 90000.0))
         self.trial.clock.at(seconds, lambda: self.decide(act))
 
-    # -- what it has at the end
+    # -- at the end
 
     def outcome(self) -> dict[str, Any]:
-        """All of the site that must be as in the undisturbed run."""
+        """Everything of the site that must equal the undisturbed run."""
         journal = open_journal(self.run_folder, self.encryption, reading=True)
         found: dict[str, Any] = {
             f"{self.name} {k}": v.numpy().tobytes() for k, v in journal.client_state()[0].items()
@@ -529,7 +529,7 @@ class SiteMachine(Machine):
         return found
 
     def check_limit(self, answers: int) -> None:
-        """Assert that the site remembers all its answers: if it may give no more, it gives none."""
+        """Assert that the site has counted all its answers: at the limit it gives no more."""
         account = Account(self.account, Limits(rounds=answers), encryption=self.encryption)
         try:
             account.charge(Answer("update", "one more", "one more", 1))

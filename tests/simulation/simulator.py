@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation under faults that one seed draws, in virtual time; it must end as an undisturbed one.
+"""A federation under faults drawn from a seed, in virtual time; it must end as an undisturbed one.
 
-The server loop, the sites' gateways and endpoints and all their files are the real ones. Drawn are
-the study, the network, deaths of processes and failures of disks at any storage call, power cuts,
-damaged files, lost keys, sites and links that are away, jumps of the clock, and operators who stop
-and start the server, and withdraw, refuse and approve the study late. Faults end after a while.
+Server loop, gateways and endpoints of sites, and all files are real. A seed draws the study, the
+network, kills of processes, failures of disks at any storage call, power cuts, damaged files, lost
+keys, sites and SuperLinks that are away, jumps of the clock, and operators who stop and start the
+server, and withdraw, refuse and approve the study late. Faults end after FAULTY_ACTS chances.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from fedplan.storage.append_log import read_json_lines
 
 PATIENCE = Timeouts(sites=600.0, updates=1e6, reconnect=1e9, poll_interval=5.0, tries=1000)
 FAULTY_ACTS = 40
-"""Drawn faults end after so many acts of the federation."""
+"""Chances of a fault after which none happens any more."""
 STARTS = 80
-"""An operator starts a server at most so often: then the federation makes no progress."""
+"""Starts of a server after which the trial fails, since the federation makes no progress."""
 MEMORY = Path("/dev/shm")
-"""Where folders of trials are quick, if there is such a place."""
+"""Folder in memory for trials, if it exists."""
 ABOUT_SITES = ("start the run again", "sites are not connected")
-"""Texts of errors of a server that tell of sites, and of no file of its own."""
+"""Texts in errors of a server that are about sites, not about its own files."""
 UNEQUAL = {"download_bytes", "full", "missed", "rejected", "warnings", "secagg"}
-"""Fields of the ledger that tell of disturbances."""
+"""Fields of the ledger that disturbances may change."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How likely each fault is, drawn once for a trial.
+    """Probability of each fault, drawn once for a trial.
 
-    `asks`: sites approve the study by a person, not by a rule. `encrypted`: they have a key.
-    `confused`: after the first round the server's operator offers another study once.
+    `asks`: a person at each site approves the study, not a rule. `encrypted`: state is encrypted.
+    `confused`: after the first round the operator starts the server with another study, once.
     """
 
     weather: Weather
@@ -84,7 +84,7 @@ class Plan:
 
     @staticmethod
     def draw(rng: Random, seed: int = 0) -> Plan:
-        """Draw trials with few and with many faults. `seed`: of draws that move no others."""
+        """Draw a plan with few or many faults. `seed`: of draws that do not move those of `rng`."""
         rough = rng.choice((0.1, 0.3))
         weather = Weather(rng.choice((0.0, 0.05)), rng.choice((0.0, 0.2)), rng.choice((0.1, 60.0)))
         each = [rng.choice((0.0, rough, 2 * rough)) for _ in range(6)]
@@ -94,11 +94,11 @@ class Plan:
 
 @dataclass
 class Trial:
-    """One federation in a folder, which goes on if it exists. Without `plan` nothing disturbs it.
+    """One federation in a folder; continues an existing one. Without `plan` nothing disturbs it.
 
     `faults`, `codes`: how often each fault and each error code occurred. `reached`: failpoints.
-    `running`: name of the machine whose process runs. `stops`: by machine the named failpoint where
-    it dies, once. `noticed`: why machines refused to work with damaged files, each with the number
+    `running`: name of the machine whose process runs. `stops`: by machine, the failpoint at which
+    it dies once. `noticed`: why machines refused to work with damaged files, with the number
     of updates that it had sent before.
     """
 
@@ -129,12 +129,12 @@ class Trial:
         self.agreement, self.mistaken = agreement_of(self.setting), False
 
     def draws(self, probability: float) -> bool:
-        """Whether a fault of a probability happens at this act."""
+        """Whether a fault with this probability happens now."""
         self.acts += 1
         return self.acts < FAULTY_ACTS and self.rng.random() < probability
 
     def disturb(self, site: SiteMachine) -> None:
-        """Perhaps let something happen outside of processes, as an act of an operator."""
+        """Perhaps let a fault happen outside of processes, such as an act of an operator."""
         assert self.plan is not None
         if not self.draws(self.plan.disturb / 4):
             return None
@@ -160,7 +160,7 @@ class Trial:
                 site.harm(("key", "key.hex", "secret"))
                 site.restart(seconds)
             case "older copy":
-                if not self.setting.secure:  # a secure sum that is forgotten may be revealed twice
+                if not self.setting.secure:  # a forgotten masked sum may be revealed twice
                     site.restart(seconds)
                     site.go_back()
             case "older copy of the server":
@@ -173,7 +173,7 @@ class Trial:
     # -- the run
 
     def open_server(self, rounds: int) -> Server:
-        """The server as it starts."""
+        """The server at its start."""
         fraction = self.setting.fraction
         return Server(
             self.agreement,
@@ -185,9 +185,9 @@ class Trial:
         )
 
     def run(self) -> Trial:
-        """Run to the end, as an operator does who starts a server again after each death or error.
+        """Run to the end: start the server again after each kill or error, as an operator does.
 
-        Raises AssertionError if there is no progress, or an error is not one for people.
+        Raises AssertionError if there is no progress, or if an error has no text for operators.
         """
         with virtual_machine(self):
             if self.plan is not None:
@@ -214,7 +214,7 @@ class Trial:
         self.mistaken = False
 
     def run_to_stop(self) -> None:
-        """Run until the server dies where `stops` says; then all machines are off."""
+        """Run until the server dies at its failpoint in `stops`; then all machines are off."""
         with virtual_machine(self):
             self.serve_once(self.setting.rounds, self.setting.quorum)
         assert not self.stops, "the server did not reach the point where it stops"
@@ -223,7 +223,7 @@ class Trial:
         gc.collect(0)
 
     def serve(self, rounds: int, quorum: int) -> None:
-        """Start servers until one has committed so many rounds."""
+        """Start servers until one has committed all `rounds`."""
         for _ in range(STARTS):
             if self.acts >= FAULTY_ACTS:
                 self.network.weather = Weather()
@@ -272,7 +272,7 @@ class Trial:
     # -- what must hold at the end
 
     def outcome(self) -> dict[str, Any]:
-        """All that must be as in the undisturbed run."""
+        """Everything that must equal the undisturbed run."""
         place, server = self.server.place, self.open_server(self.setting.rounds)
         state, files = server.global_state, server._files
         lines = [json.loads(line) for line in segments.ledger_lines(place, files)]
@@ -284,7 +284,7 @@ class Trial:
         found |= {f"global {k}": v.numpy().tobytes() for k, v in state.values.items()}
         for line in lines:
             kept = {k: v for k, v in line.items() if k not in UNEQUAL}
-            if self.setting.secure:  # a second attempt sends its masked input again
+            if self.setting.secure:  # a repeated attempt sends its masked input again
                 kept.pop("upload_bytes", None)
             found[f"line {line['round']} {line.get('client', '')}"] = kept
         for line in read_json_lines(place / "metrics.jsonl"):
@@ -308,11 +308,11 @@ DISTURBANCES = (
     *("older copy of the server", "older copy of the server"),
 )
 FORBIDDEN = ("withdraw", "refuse", "policy")
-"""Acts of a site's operator who does not allow the study for a while."""
+"""Acts by which the operator of a site forbids the study for a while."""
 
 
 def virtual_datetime(clock: VirtualClock) -> type[datetime]:
-    """The class `datetime` with the time of a clock."""
+    """A class `datetime` that reads a virtual clock."""
 
     class VirtualDatetime(datetime):
         @classmethod
@@ -323,7 +323,7 @@ def virtual_datetime(clock: VirtualClock) -> type[datetime]:
 
 
 class SecretOf:
-    """`os`, with random bytes that follow from who asks: equal secrets draw equal noise."""
+    """`os` with random bytes made from the running machine: equal secrets draw equal noise."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -335,7 +335,7 @@ class SecretOf:
 
 @contextmanager
 def virtual_machine(trial: Trial) -> Iterator[None]:
-    """Let time, storage and deaths be those of the trial."""
+    """Replace time, storage calls and kills by those of the trial."""
     clock, numbers = trial.clock, count()
 
     def die(*_: object) -> None:
@@ -352,7 +352,7 @@ def virtual_machine(trial: Trial) -> Iterator[None]:
         patch.setattr(faults, "MAX_LOG_BYTES", 2000)
         patch.setattr(os, "kill", die)
         patch.setattr(noise, "os", SecretOf(trial))
-        for module in (storage_files, store):  # so that a seed is the same each time
+        for module in (storage_files, store):  # so that a seed gives the same trial each time
             patch.setattr(module, "token_hex", lambda n: f"{next(numbers):0{2 * n}x}")
         patch.setattr(tempfile, "_name_sequence", map("{:08}".format, count()))
         yield
@@ -369,7 +369,7 @@ def undisturbed(setting: Setting, root: Path) -> dict[str, Any]:
 
 
 def try_seed(seed: int, root: Path) -> Trial:
-    """Run the trial of a seed and return it. Raises AssertionError if a promise broke."""
+    """Run the trial of a seed and return it. Raises AssertionError if a guarantee is broken."""
     rng = Random(seed)
     setting = Setting.draw(rng)
     plan, expected = Plan.draw(rng, seed), undisturbed(setting, root)
@@ -387,21 +387,21 @@ def try_seed(seed: int, root: Path) -> Trial:
 
 
 def compare(trial: Trial, expected: dict[str, Any]) -> None:
-    """Assert that a trial ended as the undisturbed one of its setting."""
+    """Assert that a trial ended as the undisturbed trial of its setting."""
     for machine in (trial.server, *trial.sites.values()):
         if machine.wrong:
             machine.restore()
     setting, outcome = trial.setting, trial.outcome()
     names = expected.keys() | outcome.keys()
     if outcome["aggregated"] != expected["aggregated"]:
-        # A secure sum goes on without a site that dropped out, a hidden round without any site. The
-        # round of a checkpoint that was deleted is repeated, with a site that has joined since.
+        # A masked sum goes on without a site that dropped out, a hidden round without any site. The
+        # round of a deleted checkpoint is repeated, with a site that has joined since.
         repeated = bool(setting.joins) and trial.server.lost
         hidden = setting.secure or setting.unit == "client"
         assert hidden or repeated, (setting, outcome["aggregated"])
         trial.faults["other participants"] += 1
         names = set[str]()
-    elif setting.secure and setting.unit:  # each attempt at a secure sum has noise of its own
+    elif setting.secure and setting.unit:  # each attempt of secure aggregation draws noise
         names = {name for name in names if name.endswith("charges")}
     # A site that is away while a round is evaluated has no scores of it. One that joins later has
     # scores of an earlier round, if the server was stopped before it evaluated that round.
