@@ -214,10 +214,10 @@ def told(found: dict[str, list[float]]) -> str:
 def drawn() -> str:
     """The bench's MiniLM, and its tokenizer."""
     from research.bench.rows import ROWS
-    from research.bench.workloads import laid_out
+    from research.bench.workloads import write_workload
 
     place = Path(tempfile.gettempdir()) / "fedplan-bench"
-    return str(laid_out(ROWS["turn-minilm-1"].workload, place) / "model")
+    return str(write_workload(ROWS["turn-minilm-1"].workload, place) / "model")
 
 
 def main() -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench: rounds of fedplan beside bare torch, pfl and stock Flower, on the same work."""
+"""The benchmark: rounds of fedplan, bare torch, pfl and stock Flower on the same work."""

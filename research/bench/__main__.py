@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the bench: `python -m research.bench`, all of it or the rows that are named.
+"""Run the benchmark: `python -m research.bench`, all rows or the named ones.
 
-A row's file in research/results/bench is written after each repetition. A row with all repetitions
-is skipped, so that a stopped bench continues with the next; `--again` measures it anew. The engines
-of a row are separate processes that run in turn, in another order in each repetition. Start-up and
-first round are recorded apart; with `--quick` all engines start at once, and start-up is no figure.
+The file of a row in research/results/bench is written after each repetition. A row with all
+repetitions is skipped, so that a stopped benchmark continues with the next row; `--again` measures
+it again. The engines of a row are separate processes that take turns, in another order in each
+repetition. Start-up and first round are measured separately; with `--quick` all engines start at
+once, so that start-up times say little.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from typing import Any
 from research.bench.facts import facts_of
 from research.bench.measure import EngineFault, Places, Running
 from research.bench.rows import ENGINES, ROWS, Row
-from research.bench.workloads import laid_out
+from research.bench.workloads import write_workload
 
 OUT = Path(__file__).parents[1] / "results" / "bench"
 QUICK = 2
-"""Repetitions with --quick, for rows that do not take long."""
+"""Repetitions of short rows with --quick."""
 
 
-def engines_of(row: Row, places: Places, asked: argparse.Namespace) -> list[str]:
-    """The engines of a row that are asked for and installed."""
-    played = row.quick if asked.quick and row.quick else row.engines
-    names = [name for name in played if not asked.engines or name in asked.engines]
+def engines_of(row: Row, places: Places, args: argparse.Namespace) -> list[str]:
+    """The engines of a row that are selected and installed."""
+    usual = row.quick if args.quick and row.quick else row.engines
+    names = [name for name in usual if not args.engines or name in args.engines]
     found = list[str]()
     for name in names:
         home = places.environments / ENGINES[name].environment
@@ -47,33 +48,34 @@ def engines_of(row: Row, places: Places, asked: argparse.Namespace) -> list[str]
 
 def params_of(row: Row, places: Places) -> int:
     """Number of values of a workload's model."""
-    return json.loads((laid_out(row.workload, places.work) / "workload.json").read_text())["params"]
+    folder = write_workload(row.workload, places.work)
+    return json.loads((folder / "workload.json").read_text())["params"]
 
 
-def begun(
+def start_engines(
     row: Row, names: list[str], rounds: int, places: Places, *, together: bool
 ) -> dict[str, Running]:
-    """The engines of a row; one that does not start is left out, and its log printed."""
-    folder = laid_out(row.workload, places.work)
+    """Start the engines of a row; leave out an engine that does not start, and print its log."""
+    folder = write_workload(row.workload, places.work)
 
     def begin(name: str) -> Running | None:
         try:
-            made = Running(name, rounds, folder, places)
+            engine = Running(name, rounds, folder, places)
         except EngineFault as error:
             print(f"  left out: {error}", flush=True)
             return None
-        print(f"  {name}: ready after {made.startup:.1f} s", flush=True)
-        return made
+        print(f"  {name}: ready after {engine.startup:.1f} s", flush=True)
+        return engine
 
     with ThreadPoolExecutor(len(names) if together else 1) as pool:
         found = zip(names, pool.map(begin, names), strict=True)
         return {name: engine for name, engine in found if engine is not None}
 
 
-def times(row: Row, asked: argparse.Namespace) -> int:
+def times(row: Row, args: argparse.Namespace) -> int:
     """Repetitions of each engine of a row."""
-    usual = (1 if row.quick else QUICK) if asked.quick else row.repetitions
-    return asked.repetitions or usual
+    usual = (1 if row.quick else QUICK) if args.quick else row.repetitions
+    return args.repetitions or usual
 
 
 def measure(name: str, names: list[str], often: int, places: Places, *, quick: bool) -> None:
@@ -81,7 +83,7 @@ def measure(name: str, names: list[str], often: int, places: Places, *, quick: b
     row = ROWS[name]
     each = max(1, row.each // 2) if quick else row.each
     command = f"python -m research.bench {name}" + (" --quick" if quick else "")
-    running = begun(row, names, 1 + each * often, places, together=quick)
+    running = start_engines(row, names, 1 + each * often, places, together=quick)
     trees = {"local": places.tree} | ({"before": places.before} if places.before else {})
     result: dict[str, Any] = {
         "row": name,
@@ -102,7 +104,7 @@ def measure(name: str, names: list[str], often: int, places: Places, *, quick: b
             order = sorted(running)[turn % len(running) :] + sorted(running)[: turn % len(running)]
             for engine in order:
                 try:
-                    took = running[engine].play(each if turn else 1)
+                    took = running[engine].run_rounds(each if turn else 1)
                 except EngineFault as error:
                     print(f"  left out: {error}", flush=True)
                     running.pop(engine).end()
@@ -114,51 +116,51 @@ def measure(name: str, names: list[str], often: int, places: Places, *, quick: b
                     result["first"][engine] = took
                 print(f"  {turn} {engine}: {took}", flush=True)
             (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        result["told"] = {name: running[name].told() for name in running}
+        result["told"] = {name: running[name].final_state() for name in running}
         (OUT / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     finally:
         for engine in running.values():
             engine.end()
 
 
-def whole(name: str, engines: list[str], repetitions: int) -> bool:
-    """Whether a row's file has all repetitions of these engines."""
+def has_all(name: str, engines: list[str], repetitions: int) -> bool:
+    """Whether the file of a row has all repetitions of these engines."""
     file = OUT / f"{name}.json"
     row = json.loads(file.read_text()) if file.exists() else {"told": {}, "seconds": {}}
     return all(n in row["told"] and len(row["seconds"][n]) >= repetitions for n in engines)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; without any, all")
-    ask.add_argument("--engines", nargs="+", choices=sorted(ENGINES))
-    ask.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
-    ask.add_argument("--before", type=Path, help="another tree of fedplan, measured beside it")
-    ask.add_argument("--environments", type=Path, default=Path("/opt"))
-    ask.add_argument("--work", type=Path, default=Path(gettempdir()) / "fedplan-bench")
-    ask.add_argument("--repetitions", type=int, default=0)
-    ask.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; without any, all")
+    parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES))
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
+    parser.add_argument("--before", type=Path, help="another tree of fedplan, measured beside it")
+    parser.add_argument("--environments", type=Path, default=Path("/opt"))
+    parser.add_argument("--work", type=Path, default=Path(gettempdir()) / "fedplan-bench")
+    parser.add_argument("--repetitions", type=int, default=0)
+    parser.add_argument(
         "--quick",
         action="store_true",
         help="two repetitions of fewer rounds; engines start at once",
     )
-    ask.add_argument("--again", action="store_true", help="measure rows that are whole, too")
-    asked = ask.parse_args()
-    if strange := set(asked.rows) - ROWS.keys():
-        ask.error(f"there is no row {min(strange)!r}; there are {', '.join(ROWS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its engines would outlive it
+    parser.add_argument("--again", action="store_true", help="measure complete rows, too")
+    args = parser.parse_args()
+    if unknown := set(args.rows) - ROWS.keys():
+        parser.error(f"there is no row {min(unknown)!r}; there are {', '.join(ROWS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end the engines, too
     OUT.mkdir(parents=True, exist_ok=True)
-    before = asked.before.resolve() if asked.before else None
-    places = Places(asked.tree.resolve(), before, asked.environments, asked.work)
+    before = args.before.resolve() if args.before else None
+    places = Places(args.tree.resolve(), before, args.environments, args.work)
     started = time.monotonic()
-    for name in asked.rows or ROWS:
+    for name in args.rows or ROWS:
         row, so_far = ROWS[name], time.monotonic() - started
         print(f"{name}: {row.text()} ({so_far:.0f} s so far)", flush=True)
-        engines, often = engines_of(row, places, asked), times(row, asked)
-        if whole(name, engines, often) and not asked.again:
+        engines, often = engines_of(row, places, args), times(row, args)
+        if has_all(name, engines, often) and not args.again:
             print("  has all repetitions", flush=True)
         else:
-            measure(name, engines, often, places, quick=asked.quick)
+            measure(name, engines, often, places, quick=args.quick)
     from research.bench.table import write
 
     write()

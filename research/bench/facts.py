@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts: where a result comes from."""
+"""Facts about a measurement: commit, versions and machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 def facts_of(tree: Path) -> dict[str, object]:
-    """The commit of a tree of fedplan, with its studies; the machine, and what it is measured with."""
+    """Commit of a tree of fedplan and of its studies, versions of packages, and the machine."""
     git = ("git", "-C", str(tree))
-    commit = _said(*git, "rev-parse", "--short", "HEAD")
-    changed = _said(*git, "status", "--porcelain", "fedplan", "research/studies")
+    commit = _output(*git, "rev-parse", "--short", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "fedplan", "research/studies")
     return {
         "commit": commit + ("+changes" if changed else ""),
         "torch": version("torch"),
@@ -27,5 +27,5 @@ def facts_of(tree: Path) -> dict[str, object]:
     }
 
 
-def _said(*command: str) -> str:
+def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

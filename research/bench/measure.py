@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring: engines that stand side by side and play in turn, by wall and by CPU time."""
+"""Wall and CPU time of engines that run side by side and take turns."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from research.bench.rows import ENGINES
 HERE = Path(__file__).parent
 TICK = os.sysconf("SC_CLK_TCK")
 PATIENCE = 900.0
-"""Seconds that the bench waits for one answer of an engine."""
+"""Seconds to wait for one answer of an engine."""
 
 
 class EngineFault(Exception):
-    """An engine that ended, or that said nothing for too long: with the end of its log."""
+    """An engine ended, or did not answer in time; the text has the end of its log."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where things are: the trees of fedplan, the peers' environments, the workloads."""
+    """Folders of fedplan, of the environments of other engines, and of the workloads."""
 
     tree: Path
     before: Path | None
@@ -39,68 +39,69 @@ class Places:
 
 
 class Running:
-    """An engine's process, and the line to it."""
+    """The process of an engine, and the connection to it."""
 
     def __init__(self, name: str, rounds: int, folder: Path, places: Places) -> None:
         engine, self.name = ENGINES[name], name
-        desk = places.work / "desks" / name.replace(" ", "")
-        desk.mkdir(parents=True, exist_ok=True)
-        self.log, place = desk / "log", desk / "line"
+        own_folder = places.work / "engines" / name.replace(" ", "")
+        own_folder.mkdir(parents=True, exist_ok=True)
+        self.log, place = own_folder / "log", own_folder / "line"
         place.unlink(missing_ok=True)
-        asked = {"folder": str(folder), "rounds": rounds, "line": str(place), "engine": name}
-        (desk / "asked.json").write_text(json.dumps(asked | {"workers": engine.workers}))
+        request = {"folder": str(folder), "rounds": rounds, "line": str(place), "engine": name}
+        (own_folder / "request.json").write_text(json.dumps(request | {"workers": engine.workers}))
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(place))
         listening.listen(1)
         tree = places.before if engine.before and places.before else places.tree
         home = places.environments / engine.environment / "bin" / "python"
         python = str(home) if engine.environment else sys.executable
-        crew = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={engine.workers}"]
+        count = f"--nproc-per-node={engine.workers}"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", count]
         many = engine.program == "stock_pfl" and engine.workers > 1
-        words = [python, *(crew if many else []), HERE / "engines" / f"{engine.program}.py"]
+        words = [python, *(torchrun if many else []), HERE / "engines" / f"{engine.program}.py"]
         self.begun = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*map(str, words), str(desk / "asked.json")],
-                env=surroundings(tree),
-                cwd=desk,
+                [*map(str, words), str(own_folder / "request.json")],
+                env=environment_of(tree),
+                cwd=own_folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
         listening.settimeout(1.0)
-        self.file = self._met(listening).makefile("rw", encoding="utf-8")
+        self.file = self._accept(listening).makefile("rw", encoding="utf-8")
         listening.close()
-        self._heard("ready")
+        self._receive("ready")
         self.startup = time.monotonic() - self.begun
 
-    def _met(self, listening: socket.socket) -> socket.socket:
+    def _accept(self, listening: socket.socket) -> socket.socket:
         while time.monotonic() - self.begun < PATIENCE:
             try:
                 line, _ = listening.accept()
             except TimeoutError:
                 if self.process.poll() is not None:
-                    raise self._fault("ended before it began") from None
+                    raise self._fault("ended before it was ready") from None
                 continue
             line.settimeout(PATIENCE)
             return line
-        raise self._fault("does not begin")
+        raise self._fault("is not ready in time")
 
-    def play(self, rounds: int) -> dict[str, float]:
-        """Seconds of so many rounds: by the wall, and of all its processes' CPUs."""
+    def run_rounds(self, rounds: int) -> dict[str, float]:
+        """Run rounds, and return wall and CPU seconds of a round, of all processes."""
         cpu, wall = spent(self.process.pid), time.perf_counter()
         self.file.write(json.dumps({"go": rounds}) + "\n")
         self.file.flush()
-        self._heard("done")
+        self._receive("done")
         wall = time.perf_counter() - wall
         return {"wall": wall / rounds, "cpu": (spent(self.process.pid) - cpu) / rounds}
 
-    def told(self) -> dict[str, float]:
-        """How far its model went, and what else it tells, once its last round is over."""
-        return self._heard("told")
+    def final_state(self) -> dict[str, float]:
+        """After the last round: how far the model moved, and other measurements of the engine."""
+        return self._receive("told")
 
     def end(self) -> None:
-        """Give it time to end, and end what is left of it."""
+        """Wait for the engine to end, and kill the rest of its processes."""
         self.file.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
@@ -112,13 +113,13 @@ class Running:
                 break
         self.process.wait()
 
-    def _heard(self, word: str) -> Any:
+    def _receive(self, word: str) -> Any:
         try:
             line = self.file.readline()
         except TimeoutError:
             line = ""
         if not line:
-            raise self._fault(f"said no {word!r}")
+            raise self._fault(f"did not answer {word!r}")
         return json.loads(line)[word]
 
     def _fault(self, what: str) -> EngineFault:
@@ -126,17 +127,17 @@ class Running:
         return EngineFault(f"{self.name} {what}; the end of {self.log}:\n{end}")
 
 
-def surroundings(tree: Path) -> dict[str, str]:
-    """The same for every engine: one thread, no network, and the tree of fedplan that is asked for."""
+def environment_of(tree: Path) -> dict[str, str]:
+    """The environment of an engine: one thread, no network, and a tree of fedplan."""
     quiet = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     ones = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *quiet)
-    told = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    off = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
     path = f"{tree}:{HERE / 'engines'}"
-    return {**os.environ, **dict.fromkeys(ones, "1"), **told, "PYTHONPATH": path}
+    return {**os.environ, **dict.fromkeys(ones, "1"), **off, "PYTHONPATH": path}
 
 
 def spent(root: int) -> float:
-    """CPU seconds of a process and of all that it started, as far as they live."""
+    """CPU seconds of a process and of its living descendants."""
     parents, used = dict[int, int](), dict[int, int]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the bench: a workload, its engines, and the number of rounds."""
+"""Rows of the benchmark: a workload, its engines, and the number of rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from research.bench.workloads import Workload
 
 @dataclass(frozen=True)
 class Engine:
-    """A program of research/bench/engines, the environment that it runs in, and its processes."""
+    """A program of research/bench/engines, its environment, and its number of processes."""
 
     program: str
     environment: str = ""
@@ -32,9 +32,9 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row: `each` rounds make a repetition, so that a short round is measured well too.
+    """One row. A repetition is `each` rounds, so that short rounds are measured well, too.
 
-    A row that takes long has fewer `repetitions`; with --quick, only its engines `quick` run, once.
+    A long row has fewer `repetitions`; with --quick only its engines in `quick` run, once.
     """
 
     workload: Workload
@@ -45,7 +45,7 @@ class Row:
     repetitions: int = 5
 
     def text(self) -> str:
-        """The workload in words."""
+        """The workload as text."""
         work = self.workload
         who = f"{work.cohort} of {work.clients:,}" if work.asked else f"{work.clients}"
         steps = "1 step" if work.steps == 1 else f"{work.steps} steps"
@@ -53,28 +53,28 @@ class Row:
         return f"{model}, {who} clients, {steps} of {work.batch}"
 
 
-TURN = ("bare", "before", "local", "pfl")
-CREW = ("before", "local", "pool", "ray", "pfl 2", "flower")
+ONE_PROCESS = ("bare", "before", "local", "pfl")
+WORKERS = ("before", "local", "pool", "ray", "pfl 2", "flower")
 LORA = ("bare", "before", "local")
-SHORT = ("bare", "local", "pfl")
+QUICK = ("bare", "local", "pfl")
 ROWS = {
-    "turn-vit-0.2M-1": Row(Workload("ViT 0.2 M", 10, 1, 4), TURN, 16, "bare"),
-    "turn-vit-0.2M-4": Row(Workload("ViT 0.2 M", 10, 4, 8), TURN, 8, "bare"),
-    "turn-vit-0.2M-16": Row(Workload("ViT 0.2 M", 10, 16, 8), TURN, 2, "bare"),
-    "turn-vit-2.7M-4": Row(Workload("ViT 2.7 M", 4, 4, 16), TURN, 1, "bare", repetitions=3),
-    "turn-minilm-1": Row(Workload("MiniLM 22.7 M", 4, 1, 16), TURN, 1, "bare"),
-    "turn-minilm-4": Row(Workload("MiniLM 22.7 M", 4, 4, 16), TURN, 1, "bare", SHORT),
+    "turn-vit-0.2M-1": Row(Workload("ViT 0.2 M", 10, 1, 4), ONE_PROCESS, 16, "bare"),
+    "turn-vit-0.2M-4": Row(Workload("ViT 0.2 M", 10, 4, 8), ONE_PROCESS, 8, "bare"),
+    "turn-vit-0.2M-16": Row(Workload("ViT 0.2 M", 10, 16, 8), ONE_PROCESS, 2, "bare"),
+    "turn-vit-2.7M-4": Row(Workload("ViT 2.7 M", 4, 4, 16), ONE_PROCESS, 1, "bare", repetitions=3),
+    "turn-minilm-1": Row(Workload("MiniLM 22.7 M", 4, 1, 16), ONE_PROCESS, 1, "bare"),
+    "turn-minilm-4": Row(Workload("MiniLM 22.7 M", 4, 4, 16), ONE_PROCESS, 1, "bare", QUICK),
     "turn-minilm-16": Row(
-        Workload("MiniLM 22.7 M", 2, 16, 16), TURN, 1, "bare", SHORT[:2], repetitions=2
+        Workload("MiniLM 22.7 M", 2, 16, 16), ONE_PROCESS, 1, "bare", QUICK[:2], repetitions=2
     ),
     "turn-lora-1": Row(Workload("MiniLM 22.7 M", 4, 1, 16, rank=8), LORA, 2, "bare"),
     "turn-lora-4": Row(Workload("MiniLM 22.7 M", 4, 4, 16, rank=8), LORA, 1, "bare", LORA[:2]),
-    "crew-vit-0.2M": Row(Workload("ViT 0.2 M", 100, 4, 8), CREW, 1, "local", repetitions=3),
+    "crew-vit-0.2M": Row(Workload("ViT 0.2 M", 100, 4, 8), WORKERS, 1, "local", repetitions=3),
     "crew-vit-2.7M": Row(
-        Workload("ViT 2.7 M", 8, 4, 16), CREW[1:], 1, "local", CREW[1:], repetitions=2
+        Workload("ViT 2.7 M", 8, 4, 16), WORKERS[1:], 1, "local", WORKERS[1:], repetitions=2
     ),
     "crew-minilm": Row(
-        Workload("MiniLM 22.7 M", 8, 4, 16), CREW[1:], 1, "local", CREW[1:], repetitions=2
+        Workload("MiniLM 22.7 M", 8, 4, 16), WORKERS[1:], 1, "local", WORKERS[1:], repetitions=2
     ),
     "flute-lr-mnist": Row(
         Workload("LR 7,850", 1000, 6, 10, asked=10),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench's table and figure, from its result files: `python -m research.bench.table`."""
+"""Table and figure of the benchmark, from its result files: `python -m research.bench.table`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ FURTHER = {
     "memory-peaks": "Peak memory",
     "prefix-cost": "Frozen prefixes",
 }
-"""Files that other programs of research write, and what they are about."""
+"""Result files of other programs of research, with the titles of their tables."""
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """The rows that have a file, in the bench's order."""
+    """The rows that have a file, in the order of the benchmark."""
     files = {name: RESULTS / "bench" / f"{name}.json" for name in ROWS}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
@@ -56,13 +56,13 @@ def seconds(row: dict[str, Any], engine: str, clock: str) -> list[float]:
 
 
 def ratios(row: dict[str, Any], engine: str, clock: str) -> list[float]:
-    """How many times as long as the row's base, repetition by repetition."""
+    """Seconds of an engine divided by those of the row's base, for each repetition."""
     pairs = zip(seconds(row, engine, clock), seconds(row, row["base"], clock), strict=False)
     return [one / other for one, other in pairs if other]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and from where to where."""
+    """The median, smallest and largest value as text."""
     if not values:
         return "-"
     low, high = min(values), max(values)
@@ -70,12 +70,12 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def table() -> str:
-    """All tables, as Markdown: those of the bench, and those of other programs."""
+    """All tables as Markdown: those of the benchmark, and those of other programs."""
     return "\n".join([own(), *_further()]) + "\n"
 
 
 def own() -> str:
-    """The bench's own tables."""
+    """The tables of the benchmark."""
     rows = kept()
     return "\n".join([*_facts(rows), *_turns(rows), *_crews(rows), *_starts(rows)])
 
@@ -97,7 +97,7 @@ def _facts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _alike(row: dict[str, Any]) -> str:
-    """Whether all engines did the same work: the distance from the start, and the trained values."""
+    """Whether all engines did the same work: distance from the start, and trained values."""
     ways = [told["moved"] for told in row["told"].values()]
     if not ways:
         return "repetitions are missing"
@@ -108,7 +108,7 @@ def _alike(row: dict[str, Any]) -> str:
 
 
 def _turns(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Rows whose base is bare torch: CPU time beside it."""
+    """Rows whose base is bare torch: CPU time relative to it."""
     found = {name: row for name, row in rows.items() if row["base"] == "bare"}
     engines = [name for name in ENGINES if any(row["seconds"].get(name) for row in found.values())]
     yield "## One process: CPU time of a round, as a multiple of bare torch's"
@@ -123,7 +123,7 @@ def _turns(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _crews(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Rows whose base is the local run: wall time beside it, and CPU time."""
+    """Rows whose base is the local run: wall and CPU time relative to it."""
     found = {name: row for name, row in rows.items() if row["base"] == "local"}
     engines = [name for name in ENGINES if any(row["seconds"].get(name) for row in found.values())]
     others = [name for name in engines if name != "local"]
@@ -138,7 +138,7 @@ def _crews(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _starts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Seconds until an engine stands, and of its first round."""
+    """Seconds until an engine is ready, and of its first round."""
     yield "## Start-up, seconds: until it stands, and its first round"
     yield ""
     yield from _head(["", *NAMES.values()])
@@ -154,7 +154,7 @@ def _starts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _further() -> Iterator[str]:
-    """What other programs have measured, row by row."""
+    """The rows of the result files of other programs."""
     for name, title in FURTHER.items():
         file = RESULTS / f"{name}.json"
         held = json.loads(file.read_text()) if file.exists() else {}
@@ -185,7 +185,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def draw(rows: dict[str, dict[str, Any]]) -> None:
-    """One picture: CPU beside bare torch, wall beside the local run."""
+    """Draw CPU time relative to bare torch, and wall time relative to the local run."""
     import matplotlib
 
     matplotlib.use("agg")

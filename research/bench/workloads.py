@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads: a model with its start values and the rows of each client, as files for all engines."""
+"""Workloads: a model with its initial values, and the rows of each client, as files."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a round, equal for all engines: so many clients do so many steps of SGD each.
+    """The work of a round, equal for all engines: each client does `steps` of SGD with `batch` rows.
 
-    With a `rank`, the model has a LoRA adapter on query and value, and nothing else is trained.
+    `asked`: clients of a round; 0 for all. With a `rank`, only a LoRA adapter on query and value is
+    trained.
     """
 
     model: str
@@ -68,7 +69,7 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Number of rows of each client: its steps go over them once."""
+        """Number of rows of each client, each used once in a round."""
         return self.steps * self.batch
 
     @property
@@ -78,8 +79,8 @@ class Workload:
         return "-".join((*words, str(self.clients), str(self.steps), str(self.batch))).lower()
 
 
-def laid_out(workload: Workload, place: Path) -> Path:
-    """The workload's folder: model/, adapter/, rows.npz and a table; workload.json is written last."""
+def write_workload(workload: Workload, place: Path) -> Path:
+    """Write the folder of a workload, if it is missing, and return it; workload.json is last."""
     folder = place / workload.name.replace(",", "")
     if not (folder / "workload.json").exists():
         folder.mkdir(parents=True, exist_ok=True)

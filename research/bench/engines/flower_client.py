@@ -15,25 +15,25 @@ from work import Work
 
 
 @cache
-def built(asked: str) -> tuple[Work, nn.Module]:
-    """One model for each actor: an app that builds it anew in each turn would be slower."""
+def built(request: str) -> tuple[Work, nn.Module]:
+    """One model for each actor: an app that builds a model in each turn would be slower."""
     torch.set_num_threads(1)
-    said = json.loads(Path(asked).read_text())
-    work = Work(**said | {"folder": Path(said["folder"])})
+    fields = json.loads(Path(request).read_text())
+    work = Work(**fields | {"folder": Path(fields["folder"])})
     return work, work.model()
 
 
-def app_of(asked: str) -> ClientApp:
+def app_of(request: str) -> ClientApp:
     """The client of a workload."""
     client = ClientApp()
 
     @client.train()
     def _(message: Message, context: Context) -> Message:
-        work, model = built(asked)
+        work, model = built(request)
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         loss = work.fit(model, int(context.node_config["partition-id"]))
-        told = MetricRecord({"loss": loss, "num-examples": work.spec["steps"]})
-        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": told})
+        metrics = MetricRecord({"loss": loss, "num-examples": work.spec["steps"]})
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content, reply_to=message)
 
     return client

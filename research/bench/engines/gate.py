@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate between two rounds: an engine waits there until the bench asks for more rounds."""
+"""The gate between rounds: an engine waits there until the benchmark asks for more rounds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Gate:
-    """One end of a line to the bench, which measures from each `go` to each `done`.
+    """The engine's end of a connection to the benchmark, which measures from `go` to `done`.
 
-    An engine calls `ready` once, and `closed` after each round; both wait for the bench. After the
-    last round it says how far its model has `moved` from the start, and the engine may end.
+    An engine calls `ready` once, and `closed` after each round; both wait for the benchmark. After
+    the last round it sends how far its model has `moved` from the start, and may end.
     """
 
     def __init__(self, place: str, rounds: int) -> None:
@@ -24,27 +24,27 @@ class Gate:
         self.left, self.asked = rounds, 0
 
     def ready(self) -> None:
-        """The engine stands, and has played nothing."""
-        self._say({"ready": True})
+        """Report that the engine is ready, before its first round."""
+        self._send({"ready": True})
         self._wait()
 
     def closed(self, told: Callable[[], dict[str, float]]) -> None:
-        """A round is over; what `told` says is asked for after the last one."""
+        """Report the end of a round, and after the last round the result of `told`."""
         self.left -= 1
         self.asked -= 1
         if not self.asked:
-            self._say({"done": True})
+            self._send({"done": True})
             if self.left:
                 self._wait()
             else:
-                self._say({"told": told()})
+                self._send({"told": told()})
 
-    def _say(self, word: dict[str, Any]) -> None:
-        self.file.write(json.dumps(word) + "\n")
+    def _send(self, message: dict[str, Any]) -> None:
+        self.file.write(json.dumps(message) + "\n")
         self.file.flush()
 
     def _wait(self) -> None:
         line = self.file.readline()
-        if not line:  # the bench is gone, and nobody waits for an answer
+        if not line:  # the benchmark has ended
             os._exit(1)
         self.asked = json.loads(line)["go"]

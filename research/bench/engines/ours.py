@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedplan: the workload as a study of files, or as objects, by whatever runner is asked for."""
+"""fedplan: the workload as a study of files or as objects, with the runner of the request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from gate import Gate
 from torch import Tensor, nn
-from work import RATE, Work, asked, moved
+from work import RATE, Work, moved, read_work
 
 import fedplan as fp
 from fedplan.studies import schema
@@ -29,7 +29,7 @@ OLDER = {
 }
 """Fields of a study by their names in November 2026, for a tree of `--before`."""
 BEFORE = "study_of" in vars(schema)
-"""Whether the tree has these older names."""
+"""Whether the tree uses these older names."""
 
 
 class Rows:
@@ -64,7 +64,7 @@ def train_of(work: Work) -> dict[str, Any]:
 
 
 def study_of(work: Work) -> Any:
-    """The study of a workload's files; nothing is tested, as no other engine tests."""
+    """The study of a workload's files. It evaluates nothing, since no other engine does."""
     vision = work.spec["kind"] == "vit"
     table = "table.npz" if vision else "table.parquet"
     pictures = {"kind": "image-classification", "input": "image", "image_size": 32}
@@ -112,13 +112,13 @@ def opened(work: Work, callback: Any, folder: Path) -> Any:
 
 
 def run_workers(work: Work, callback: Any, folder: Path) -> None:
-    """Run all rounds in several processes: they start within the first round."""
-    crew: dict[str, Any] = {"runner": work.engine, "workers": work.workers}
-    fp.run_study(study_of(work), folder, callbacks=[callback], **crew)
+    """Run all rounds in several processes, which start in the first round."""
+    workers: dict[str, Any] = {"runner": work.engine, "workers": work.workers}
+    fp.run_study(study_of(work), folder, callbacks=[callback], **workers)
 
 
 def main() -> None:
-    work = asked()
+    work = read_work()
     folder = Path(mkdtemp(prefix="fedplan-bench-")) / "run"
     print(f"fedplan of {Path(fp.__file__).parent}, run in {folder}", file=sys.stderr)
     gate = Gate(work.line, work.rounds)

@@ -14,11 +14,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from gate import Gate
-from work import asked, moved
+from work import moved, read_work
 
 
 def main() -> None:
-    work, server = asked(), ServerApp()
+    work, server = read_work(), ServerApp()
     model, gate = work.model(), Gate(work.line, work.rounds)
     start = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
@@ -50,7 +50,7 @@ def main() -> None:
     client = flower_client.app_of(sys.argv[1])
     try:
         run_simulation(server, client, work.spec["clients"], backend_config=resources)
-    except Exception:  # the thread of the server would wait at the gate for ever
+    except Exception:  # otherwise the thread of the server waits at the gate for ever
         traceback.print_exc()
         os._exit(1)
 

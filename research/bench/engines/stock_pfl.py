@@ -19,7 +19,7 @@ from pfl.internal.ops import pytorch_ops
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
-from work import RATE, Work, asked, moved
+from work import RATE, Work, moved, read_work
 
 
 class Lossy(nn.Module):
@@ -39,7 +39,7 @@ class Lossy(nn.Module):
 
 
 class Between(TrainingProcessCallback):
-    """Waits after each round: the first process for the bench, the others for the first."""
+    """Waits after each round: the first process for the benchmark, the others for the first."""
 
     def __init__(self, gate: Gate | None, start: dict[str, Tensor]) -> None:
         self.gate, self.start = gate, start
@@ -66,7 +66,7 @@ def together() -> None:
 
 
 def main() -> None:
-    work = asked()
+    work = read_work()
     first = pytorch_ops.distributed.global_rank == 0
     model = Lossy(work)
     start = {k: v.detach().clone() for k, v in model.named_parameters()}
@@ -77,11 +77,11 @@ def main() -> None:
     )
     params = NNAlgorithmParams(
         central_num_iterations=work.rounds,
-        evaluation_frequency=10**9,  # it tests in the first round, which is not counted
+        evaluation_frequency=10**9,  # it evaluates in the first round, which is not counted
         train_cohort_size=work.spec["cohort"],
         val_cohort_size=None,
     )
-    pace = NNTrainHyperParams(
+    settings = NNTrainHyperParams(
         local_num_epochs=1,
         local_learning_rate=RATE,
         local_batch_size=work.spec["batch"],
@@ -91,7 +91,7 @@ def main() -> None:
         params,
         SimulatedBackend(training_data=data, val_data=data),
         PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0)),
-        pace,
+        settings,
         None,
         [Between(gate, start)],
     )

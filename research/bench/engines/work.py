@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work: a workload's model and rows as any engine but fedplan reads them, and one client's fit."""
+"""A workload for all engines but fedplan: model, rows, and the local training of a client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = 0.01
 
 @dataclass(frozen=True)
 class Work:
-    """What the bench asks for: a workload's folder, the rounds in all, and where its line is."""
+    """The request of the benchmark: a workload's folder, all rounds, and its socket `line`."""
 
     folder: Path
     rounds: int
@@ -30,7 +30,7 @@ class Work:
 
     @cached_property
     def spec(self) -> dict[str, Any]:
-        """The workload's numbers."""
+        """The settings of the workload."""
         return json.loads((self.folder / "workload.json").read_text())
 
     @cached_property
@@ -80,7 +80,7 @@ class Work:
         return nn.functional.cross_entropy(logits, labels)
 
     def fit(self, model: nn.Module, number: int) -> float:
-        """One client's steps, in a fresh order; its mean loss."""
+        """Train one client on its rows in a random order; return the mean loss."""
         (rows, labels), batch = self.client(number), self.spec["batch"]
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         model.train()
@@ -94,15 +94,15 @@ class Work:
         return sum(losses) / len(losses)
 
 
-def asked() -> Work:
-    """What the command line says: a file of JSON."""
-    said = json.loads(Path(sys.argv[1]).read_text())
+def read_work() -> Work:
+    """The work in the JSON file that the command line names."""
+    fields = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    return Work(**said | {"folder": Path(said["folder"])})
+    return Work(**fields | {"folder": Path(fields["folder"])})
 
 
 def moved(now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, float]:
-    """Distance of two states, and `trained`: the numbers of the tensors that differ."""
+    """`moved`: the distance of two states; `trained`: the size of the tensors that differ."""
     differ = [k for k in start if not torch.equal(now[k], start[k])]
     distance = sum(float((now[k].double() - start[k].double()).square().sum()) for k in differ)
     return {"moved": distance**0.5, "trained": sum(start[k].numel() for k in differ)}
