@@ -20,7 +20,7 @@ from fedplan.runners.flower import _internals as internals
 FLEET_PATH = "/v1/fleet/"
 """Start of each path of the API for sites."""
 UNCHECKED_BYTES = 4096
-"""Most bytes of a request that is read from anybody; the first request of a node has about 300."""
+"""Most bytes of a request that is read from anybody; the request of a new node has about 300."""
 
 
 class NodeKeyCheck:
