@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a round, equal for all engines: each client does `steps` of SGD with `batch` rows.
+    """The work of a round for all engines: each client does `steps` of SGD with `batch` rows.
 
     `asked`: clients of a round; 0 for all. With a `rank`, only a LoRA adapter on query and value is
     trained.
