@@ -20,7 +20,7 @@ from fedplan.runners.flower._internals import RunNotRunningException
 LONG = 50_000.0
 """Seconds that pass at once if nothing can happen meanwhile."""
 END = 2e10
-"""Seconds after which a federation that still waits will wait for ever."""
+"""Seconds after which a federation that still waits makes no progress any more."""
 Handler = Callable[[str, Message, Context], "Message | None"]
 
 
@@ -57,13 +57,13 @@ class VirtualClock:
         self.now = max(self.now, end)
 
     def progress(self) -> None:
-        """Let sleeps take as long as they say."""
+        """End the stretch: the federation made progress."""
         self.stretch = 1.0
 
 
 @dataclass
 class Weather:
-    """How bad a network is: probabilities that a message is lost or doubled, and the largest delay."""
+    """Probabilities that a message is lost or doubled, and the largest delay of a message."""
 
     lost: float = 0.0
     doubled: float = 0.0

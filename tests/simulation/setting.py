@@ -128,7 +128,7 @@ register_layer_map(
 
 @cache
 def tiny_model() -> nn.Module:
-    """One model for all ends: each turn loads its values anew."""
+    """One model for server and sites: each turn loads its own values."""
     torch.manual_seed(0)
     return TinyModel().eval()
 
@@ -153,13 +153,13 @@ def params() -> Params:
 
 @cache
 def start_values() -> dict[str, Tensor]:
-    """The values that every end starts from."""
+    """The initial values of server and sites."""
     return {k: v.clone() for k, v in get_values(tiny_model(), params()).items()}
 
 
 @cache
 def initial_model() -> InitialModel:
-    """Digests of the values that every end starts from."""
+    """Digests of the initial values."""
     return digest_initial_model(tiny_model(), params(), start_values())
 
 

@@ -26,11 +26,11 @@ from calls import failpoints
 from simulator import MEMORY, try_seed
 
 FAILED = Path(__file__).parents[2] / "failed-seeds.jsonl"
-"""Where each seed that fails is stored, whoever tried it."""
+"""File of all seeds that failed."""
 
 
 def environment() -> dict[str, Any]:
-    """What the records that follow were made with."""
+    """Commit and versions of the records that follow."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -62,7 +62,7 @@ def record_of(seed: int, root: Path) -> dict[str, Any]:
 
 
 def store_failure(record: dict[str, Any]) -> None:
-    """Append the record of a seed that failed to FAILED, and what it was made with."""
+    """Append the record of a failed seed to FAILED, with commit and versions."""
     facts = {key: value for key, value in environment().items() if key != "failpoints"}
     with FAILED.open("a") as out:
         out.write(json.dumps(record | facts) + "\n")

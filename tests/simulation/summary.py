@@ -82,7 +82,7 @@ class Totals:
     failed: dict[int, str] = field(default_factory=dict[int, str])
 
     def add_file(self, lines: Iterable[str]) -> None:
-        """Add the records of a file; each line without a seed tells of those that follow."""
+        """Add the records of a file; a line without a seed describes the records after it."""
         points, commit = list[str](), ""
         for line in lines:
             record = json.loads(line)
@@ -102,7 +102,7 @@ class Totals:
             self.reached.update(record["named"])
 
     def summary(self) -> dict[str, Any]:
-        """Return all that is to be told, by topic."""
+        """Return the sums by topic."""
         kinds, failed_at = Counter[str](), set[str]()
         for fault, number in self.faults.items():
             kind, _, detail = fault.partition(": ")
@@ -150,7 +150,7 @@ def _reason(point: str, reasons: Mapping[str, str]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the summary of files of records, or write it with what made it."""
+    """Print the summary of files of records, or write it with the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--write", type=Path)

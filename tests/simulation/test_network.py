@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server goes on when a network loses its messages."""
+"""A server continues when the network loses its messages."""
 
 from __future__ import annotations
 

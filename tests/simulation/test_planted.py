@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that are planted in the product by hand: the simulator finds each, after how many seeds.
+"""The simulator finds faults that are planted in the product, and counts the seeds until then.
 
 python tests/simulation/test_planted.py FILE writes the table of seeds.
 """

@@ -27,7 +27,7 @@ SETTINGS = {
     "secure": Setting("fedper", True, "", 3, 2, 1.0),
 }
 DARK = Plan(Weather(), False, False, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-"""Nothing happens but a power cut with each death."""
+"""A plan without faults, in which each kill is a power cut."""
 SERVER_ONLY, SITE_ONLY = ("round",), ("journal", "secagg")
 
 
@@ -42,7 +42,7 @@ def deaths() -> list[tuple[str, str]]:
 
 
 def try_death(setting: Setting, machine: str, death: str, root: Path) -> bool:
-    """Cut a machine's power at a point; whether it came to that. Raises AssertionError if it shows."""
+    """Cut a machine's power at a point; return whether it got there. The result must not change."""
     expected, folder = undisturbed(setting, root), root / "dark"
     shutil.rmtree(folder, ignore_errors=True)
     stops = {machine: death}

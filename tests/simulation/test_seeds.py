@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever faults a seed draws, a federation ends with the bits of an undisturbed one.
+"""A federation ends with the bits of an undisturbed one, whatever faults a seed draws.
 
 A failing seed is printed and stored in failed-seeds.jsonl with its fault; `make simulate SEED=n
-SEEDS=1` plays it again. When it is mended, it goes into FOUND.
+SEEDS=1` runs it again. After the fault is mended, the seed goes into FOUND.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOUND: dict[int, str] = {
     20000502: "a bit of a new run's id flipped: sites were asked about another run",
     1246070610: "a request that came twice brought back older values under the newer version",
 }
-"""Seeds that once failed, with the fault that each has found."""
+"""Seeds that once failed, with the fault that each seed found."""
 SECONDS = 15.0
 """Seconds of a processor that fresh seeds have by day."""
 
