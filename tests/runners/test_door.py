@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from deployment import Deployment
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
@@ -68,6 +70,12 @@ def status_of(path: str, headers: dict[str, str]) -> int:
 
 LARGE = {"content-length": str(UNCHECKED_BYTES + 1)}
 OLD = "2020-01-01T00:00:00+00:00"
+EXCHANGE = b64encode(
+    X25519PrivateKey.generate()
+    .public_key()
+    .public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+).decode()
+"""A key that signs nothing."""
 
 
 @pytest.mark.parametrize(
@@ -86,12 +94,14 @@ OLD = "2020-01-01T00:00:00+00:00"
         ({**LARGE, **signed(KEY, OLD)}, 401),
         ({**LARGE, **signed(KEY), "flwr-public-key": "?"}, 401),
         ({**LARGE, **signed(KEY), "flwr-signature": ""}, 401),
+        ({**LARGE, **signed(KEY), "flwr-public-key": EXCHANGE}, 401),
     ],
 )
 def test_a_large_request_is_read_only_of_a_registered_site(
     headers: dict[str, str], status: int
 ) -> None:
     assert status_of("/v1/fleet/push-object", headers) == status
+    assert status_of("/v1/\tfleet/push-object", headers) == status, "as Flower reads it"
     assert status_of("/v1/runtime/push-object", headers) == 200
 
 
