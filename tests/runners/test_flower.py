@@ -45,7 +45,7 @@ from fedplan.models.description import describe
 from fedplan.models.params import Block
 from fedplan.models.values import get_values
 from fedplan.runners.flower.apps import client_app
-from fedplan.runners.flower.records import from_records, to_records
+from fedplan.runners.flower.records import SMALL_BYTES, from_records, to_records
 from fedplan.runners.flower.rpc import SiteRpc
 from fedplan.runners.flower.server import ServerLoop, hello_message
 from fedplan.runners.local import Federation
@@ -54,7 +54,7 @@ from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.tensors import serialization
 from fedplan.tensors.message import BrokenMessage, Message
 from fedplan.tensors.named import digests
-from fedplan.tensors.serialization import SerializationError
+from fedplan.tensors.serialization import MAX_HEADER_BYTES, SerializationError
 from fedplan.training.fit import TrainArguments
 
 PACE = TrainArguments(lr=1e-2, batch_size=2, steps=2)
@@ -457,6 +457,17 @@ def test_what_is_wrapped_comes_out(
         assert messages.read_request(messages.request_message(down)).turn == down.turn
     finally:
         serialization.BLOB_BYTES = before
+
+
+def test_no_piece_of_a_message_is_larger_than_the_proxy_lets_through() -> None:
+    """A record travels in one request, of 8 MiB at most, unless it is one of arrays."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+    message = Message(bytes(MAX_HEADER_BYTES), (bytes(SMALL_BYTES),))
+    records = to_records(message)
+    pieces = [each.deflate() for each in get_all_nested_objects(records).values()]
+    assert max(map(len, pieces)) < 2**23 - 2**12
+    assert from_records(records) == message
 
 
 def test_another_apps_message_is_refused() -> None:

@@ -42,7 +42,7 @@ ARRAYS, HEADER, FIELD = "arrays", "header", "fedplan"
 def to_records(message: Message, blobs: BlobRecord | None = None) -> RecordDict:
     """Convert a message to records, a small one to one; `blobs` replace the message's own."""
     header: dict[str, Any] = {FIELD: message.header}
-    if blobs is None and sum(map(len, message.blobs)) <= SMALL_BYTES:
+    if blobs is None and message.nbytes <= SMALL_BYTES:
         return RecordDict({HEADER: ConfigRecord(header | _named(message.blobs))})
     blobs = to_blob_record(message.blobs) if blobs is None else blobs
     records = RecordDict({HEADER: ConfigRecord(header)})
