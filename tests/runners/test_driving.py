@@ -64,7 +64,7 @@ from fedplan.storage.append_log import read_json_lines
 from fedplan.storage.journal import Journal, client_state_folder
 from fedplan.storage.logs import read_log
 from fedplan.tensors.message import Message
-from fedplan.tensors.named import digests
+from fedplan.tensors.named import digests, nbytes
 from fedplan.tensors.serialization import pack_message
 from fedplan.training.fit import TrainArguments
 
@@ -460,6 +460,19 @@ def test_a_malformed_reply_is_a_failure_of_its_site_alone(tmp_path: Path, how: s
     assert [found.sites[name].state for name in NAMES[:2]] == [SiteState.RESPONDED] * 2
     bad = found.sites[NAMES[2]]
     assert bad.state == SiteState.FAILED and bad.error == f"no answer: the reply {MALFORMED[how]}"
+
+
+def test_of_a_site_no_more_is_fetched_than_an_update_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum of an edge may take many times as much: with LoRA it has the products of factors."""
+    monkeypatch.setattr("fedplan.runners.flower.server.sum_limit", lambda _: 2**40)
+    server = Driven(tmp_path, ()).server
+    grid = ReplyGrid(token="token")
+    monkeypatch.setattr(grid, "pull_messages", lambda _: [])
+    loop = ServerLoop(grid, server, SOON)
+    assert not list(loop.rpc._pull("train", ["1"]))
+    assert 0 < grid.reply_limit - 2 * nbytes(server.global_state.values) < 2**27
 
 
 ESCAPE = "x\n2026 north: \x1b[31mforged\x1b[0m"

@@ -45,7 +45,7 @@ from fedplan.runners.flower.records import (
     reply_fields,
     to_blob_record,
 )
-from fedplan.runners.flower.rpc import MessageFactory, SiteRpc
+from fedplan.runners.flower.rpc import BATCH_BYTES, MessageFactory, SiteRpc
 from fedplan.runners.flower.site_evaluation import SiteEvaluation
 from fedplan.runners.local import Faults, with_task
 from fedplan.studies.schema import Study
@@ -100,7 +100,9 @@ class ServerLoop:
         self.edges, self._edge_of = participation.edges, participation.edge_of
         names = [*self.edges, *(name for name in server.roster if name not in self._edge_of)]
         self.rpc = SiteRpc(grid, names, timeouts or Timeouts(), self._hello())
-        self.rpc.reply_limit = sum_limit(server)
+        self._update_limit = 2 * nbytes(server.global_state.values) + 2**22
+        # The pieces of an update take a little more than the update.
+        self.rpc.reply_limit = sum_limit(server) if self.edges else self._update_limit + BATCH_BYTES
         self.events = self.rpc.events = events or EventStream()
         self.events.callbacks = tuple(callbacks)
         self.faults, self.late = faults or Faults(), set[str]()
@@ -354,10 +356,9 @@ class ServerLoop:
             return self._reject(round_state, name, text, site_state_from_reason(text))
         if name in self.edges:
             return self._accept_sum(round_state, name, reply)
-        limit = 2 * nbytes(self.server.global_state.values) + 2**22
         try:
             aux_kinds = self.server.agreement.method.aux
-            update = read_update(reply, aux_kinds=aux_kinds, limit=limit)
+            update = read_update(reply, aux_kinds=aux_kinds, limit=self._update_limit)
             if update.client != name:
                 raise FedplanError(f"{name} answers for {update.client[:80]!r}")
         except FedplanError as error:
