@@ -378,6 +378,7 @@ def test_the_proxy_listens_where_sites_look_for_it(
     assert f"listen {listen} ssl;" in (tmp_path / "server" / "nginx.conf").read_text()
     server = read_site(tmp_path / "sites" / "north").server
     assert server is not None and server.address == address
+    assert f"`{address}`" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
