@@ -403,7 +403,9 @@ class SiteRpc:
         """
         pause = min(MAX_PAUSE, PAUSE_RATIO * self._empty_pull_seconds)
         self._empty_pull_seconds = 0.0
-        self._wait(max(self.timeouts.poll_interval, pause))
+        if pause > self.timeouts.poll_interval:
+            return self._wait(pause)
+        time.sleep(self.timeouts.poll_interval)
 
     def _wait(self, seconds: float) -> None:
         """Sleep, with heartbeats of the run; a stop ends a run that has no grid yet."""
